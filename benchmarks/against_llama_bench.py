@@ -1,7 +1,7 @@
 """edgeinfer against a program that has no Python package, by its `llama-bench`: llama.cpp, ik_llama.cpp and their kin.
 
     python benchmarks/against_llama_bench.py --program ik_llama.cpp/build/bin/llama-bench --name ik_llama.cpp \
-        --python PEER_PYTHON --models MODELS --shape llama-2-7b [--setting=-rtr,1] [--output docs/performance-peers.md]
+        --python PEER_PYTHON --models MODELS --shape llama-2-7b [--setting=-rtr,1] [--output docs/measurements/peers.md]
 
 The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here. A pair is one measurement of
 each, the order changes from pair to pair, and edgeinfer's process is stopped while it is the other's turn. `--setting`
@@ -15,17 +15,14 @@ import json
 import statistics
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
-from benchmarks.peers.sides import Models  # noqa: E402
-from benchmarks.peers.worker import Worker, WorkerError  # noqa: E402
-from benchmarks.sections import replace_section  # noqa: E402
-from edgeinfer import __version__  # noqa: E402
+from benchmarks.harness import calm_rounds, in_turns, machine, publish, row, table
+from benchmarks.peers.sides import Models
+from benchmarks.peers.worker import Worker, WorkerError
 
 HERE = Path(__file__).parent / "peers"
 
@@ -45,16 +42,10 @@ def main() -> None:
             for kind, tokens in tests:
                 rows.append(pairs(ours, gguf, setting, kind, tokens, options))
                 print(rows[-1], flush=True)
-    table = "\n".join([
-        f"| shape | test | setting of {options.name} | edgeinfer, tokens/s | {options.name} | ratio of pairs | lowest "
-        "and highest | medians of |", "|---|---|---|---|---|---|---|---|", *rows])
-    machine = ", ".join(describe().values())
-    about = options.about or options.name
-    page = f"{machine}; edgeinfer {__version__}, {options.threads} threads; {about}:\n\n{table}"
-    if options.output:
-        replace_section(options.output, f"{options.name} {options.shape}", page)
-    else:
-        print(page)
+    found = table(f"shape | test | setting of {options.name} | edgeinfer, tokens/s | {options.name} | ratio of pairs | "
+                  "lowest and highest | medians of", rows)
+    head = f"{machine()}; {options.threads} threads; {options.about or options.name}:"
+    publish(f"{head}\n\n{found}", options.output, f"{options.name} {options.shape}")
 
 
 def parse() -> argparse.Namespace:
@@ -79,22 +70,15 @@ def parse() -> argparse.Namespace:
 
 def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, options: argparse.Namespace) -> str:
     """Both sides in turns; returns a row of the table."""
-    order = ["ours", "theirs"]
-
-    def once() -> tuple[float, float]:
-        order.reverse()
-        speed = {}
-        for side in order:
-            speed[side] = tokens / ours.ask("run", kind=kind, tokens=tokens, depth=0)["seconds"] if side == "ours" \
-                else theirs(options, gguf, setting, kind, tokens)
-        return speed["ours"], speed["theirs"]
-
-    once()  # warms up
-    done = calm_rounds(once, options.rounds, options.patience)
-    ratios = [mine / other for mine, other in done.results]
-    speeds = " | ".join(f"{statistics.median(side):.2f}" for side in zip(*done.results, strict=True))
-    return (f"| {options.shape} | {kind}{tokens} | {setting.replace(',', ' ') or 'as it comes'} | {speeds} | "
-            f"**{statistics.median(ratios):.2f}** | {min(ratios):.2f} to {max(ratios):.2f} | {done} |")
+    sides = {"ours": lambda: tokens / ours.ask("run", kind=kind, tokens=tokens, depth=0)["seconds"],
+             "theirs": lambda: theirs(options, gguf, setting, kind, tokens)}
+    turns = count()
+    in_turns(sides, next(turns))  # warms up
+    done = calm_rounds(lambda: in_turns(sides, next(turns)), options.rounds, options.patience)
+    ratios = [pair["ours"] / pair["theirs"] for pair in done.results]
+    speeds = [f"{statistics.median(pair[side] for pair in done.results):.2f}" for side in sides]
+    return row(options.shape, f"{kind}{tokens}", setting.replace(",", " ") or "as it comes", *speeds,
+               f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", done)
 
 
 def theirs(options: argparse.Namespace, gguf: Path, setting: str, kind: str, tokens: int) -> float:

@@ -4,7 +4,7 @@
 
 A peer lives in an environment of its own, whose Python is named here: for llama.cpp with the packages llama-cpp-python,
 gguf and numpy, for OpenVINO with openvino-genai. Models have random weights in the shapes of well-known ones. The sides
-take turns, stopped while it is the other's; the ratios are those of neighbouring turns. See docs/performance.md.
+take turns, stopped while it is the other's; the ratios are those of neighbouring turns. See docs/measurements/speed.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers.machine import describe  # noqa: E402
-from benchmarks.peers.pairs import Bench, Comparison  # noqa: E402
-from benchmarks.peers.report import markdown  # noqa: E402
-from benchmarks.peers.sides import OURS, Match, Models, llama_matches, openvino_matches, start  # noqa: E402
-from benchmarks.peers.worker import WorkerError  # noqa: E402
-from edgeinfer.converters import SHAPES  # noqa: E402
-from edgeinfer.errors import EdgeInferError  # noqa: E402
-from edgeinfer.memory_planner import default_threads  # noqa: E402
+from benchmarks.harness import describe
+from benchmarks.peers.pairs import Bench, Comparison
+from benchmarks.peers.report import markdown
+from benchmarks.peers.sides import OURS, Match, Models, llama_matches, openvino_matches, start
+from benchmarks.peers.worker import WorkerError
+from edgeinfer.converters import SHAPES
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.memory_planner import default_threads
 
 FORMATS = ("q4_0", "q4_k_m")
 READ_BYTES = 1 << 30

@@ -1,10 +1,10 @@
-"""What beams cost: the time of a step and the KV blocks of a search beside those of a single text.
+"""Cost of beams: the time of a step and the KV blocks of a search beside those of a single text.
 
     python benchmarks/beam_search.py --model BUNDLE [--beams 2 4 8] [--prompt 1024] [--tokens 64] [--output FILE]
 
 In one process, in turns: a greedy text, then a search with each number of beams, all behind the same prompt, which is
-computed once. A step is one walk over a token of each beam and the choice of the next beams; what passes outside the
-walk is told apart. KV blocks are counted at every walk.
+computed once. A step is one pass over a token of each beam and the choice of the next beams; what passes outside the
+forward pass is told apart. KV blocks are counted at every forward pass.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
-from benchmarks.sections import replace_section  # noqa: E402
-from edgeinfer import LLM  # noqa: E402
-from edgeinfer.memory_planner import shared_blocks  # noqa: E402
+from benchmarks.harness import calm_rounds, in_turns, machine, publish, row, spread, table
+from edgeinfer.llm.api import LLM
+from edgeinfer.memory_planner import shared_blocks
 
 
 class Counter:
-    """Wraps a session's walks: their times, and the most KV blocks that are held in one."""
+    """Wraps a session's forward passes: their times, and the most KV blocks that are held in one."""
 
     def __init__(self, llm: LLM):
         self._session, self._run = llm.session, llm.session._run
@@ -47,7 +46,7 @@ class Counter:
 
 
 def measure(llm: LLM, counter: Counter, prompt: list[int], tokens: int, beams: int) -> tuple[float, float, int]:
-    """Milliseconds of a step, of it outside the walk; most blocks."""
+    """Milliseconds of a step, of it outside the forward pass; most blocks."""
     options: dict[str, Any] = {"beams": beams} if beams > 1 else {"temperature": 0, "speculate": "off"}
     counter.reset()
     done = llm.complete(prompt, max_tokens=tokens, ignore_eos=True, reuse=True, **options)
@@ -63,12 +62,9 @@ def rows_of(given: argparse.Namespace) -> tuple[list[str], str]:
         prompt = [(37 * i) % 1000 + 3 for i in range(given.prompt)]
         counter = Counter(llm)
 
-        def once() -> dict[int, tuple[float, float, int]]:
-            order.reverse()
-            return {beams: measure(llm, counter, prompt, given.tokens, beams) for beams in order}
-
-        once()  # warms up
-        done = calm_rounds(once, given.rounds, given.patience)
+        sides, turns = {beams: partial(measure, llm, counter, prompt, given.tokens, beams) for beams in order}, count()
+        in_turns(sides, next(turns))  # warms up
+        done = calm_rounds(lambda: in_turns(sides, next(turns)), given.rounds, given.patience)
     found = {beams: [each[beams] for each in done.results] for beams in sorted(order)}
     single = [one[0] for one in found[1]]
     alone = max(one[2] for one in found[1])
@@ -77,9 +73,9 @@ def rows_of(given: argparse.Namespace) -> tuple[list[str], str]:
         step, outside = (statistics.median(column) for column in list(zip(*measured, strict=True))[:2])
         ratios = [one[0] / base for one, base in zip(measured, single, strict=True)]
         blocks = max(one[2] for one in measured)
-        rows.append(f"| {given.name} | {given.prompt} + {given.tokens} | {beams} | {step:.2f} | {outside:.2f} | "
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {blocks} | "
-                    f"{blocks / alone:.2f} | {shared_blocks(given.prompt, given.tokens, beams)} |")
+        rows.append(row(given.name, f"{given.prompt} + {given.tokens}", beams, f"{step:.2f}", f"{outside:.2f}",
+                        spread(ratios), blocks, f"{blocks / alone:.2f}",
+                        shared_blocks(given.prompt, given.tokens, beams)))
         print(rows[-1], flush=True)
     return rows, str(done)
 
@@ -99,12 +95,10 @@ def main() -> None:
     given = parser.parse_args()
     given.name = given.name or Path(given.model).name
     rows, rounds = rows_of(given)
-    if given.output:
-        machine = ", ".join(describe().values())
-        head = f"`benchmarks/beam_search.py`, {machine}, {time.strftime('%Y-%m-%d')}; medians of {rounds}, in turns."
-        table = ["| model | prompt + tokens | beams | a step, ms | of it choosing, ms | beside one text | KV blocks | "
-                 "beside one text | planned |", "|---|---|---|---|---|---|---|---|---|", *rows]
-        replace_section(given.output, f"beams {given.name}", f"{head}\n\n" + "\n".join(table))
+    head = f"`benchmarks/beam_search.py`, {machine()}, {time.strftime('%Y-%m-%d')}; medians of {rounds}, in turns."
+    found = table("model | prompt + tokens | beams | a step, ms | of it choosing, ms | beside one text | KV blocks | "
+                  "beside one text | planned", rows)
+    publish(f"{head}\n\n{found}", given.output, f"beams {given.name}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What a token costs outside the kernels, and what sampling costs: in place, in a run of the engine.
+"""Time of a token outside the kernels, and the cost of sampling, measured in a run of the engine.
 
-    python benchmarks/between_tokens.py --output docs/performance.md
+    python benchmarks/between_tokens.py --output docs/measurements/speed.md
 
 For each vocabulary a model of smollm2-135m's shape with random weights generates texts with
 each setting in turns, round by round, in one process. Of every token two times are taken: all of it, from one piece of
 text to the next, and the part outside the executor, which is all that Python does. What the executor itself takes is
-added to the latter as far as it is Python: the time of a walk over no record. Medians count; ratios are those of
-neighbouring turns. A walk of several steps counts for each of its tokens.
+added to the latter as far as it is Python: the time of a pass over no instruction. Medians count; ratios are those of
+neighbouring turns. A forward pass of several steps counts for each of its tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peers.machine import describe
-from benchmarks.sections import replace_section
-from edgeinfer import LLM, __version__
+from benchmarks.harness import machine, publish, row, table
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import builtin_shapes, read_config
+from edgeinfer.llm.api import LLM
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -50,17 +47,17 @@ class Clock:
 
     def __init__(self, llm: LLM):
         self.llm, self._executor = llm, llm.session.executor
-        self._run, self._inside, self._walks = self._executor.run, 0.0, 0
+        self._run, self._inside, self._passes = self._executor.run, 0.0, 0
         self._executor.run = self._timed  # type: ignore[method-assign]
 
     def _timed(self, *arguments: Any, **options: Any) -> None:
         start = time.perf_counter()
         self._run(*arguments, **options)
         self._inside += time.perf_counter() - start
-        self._walks += 1
+        self._passes += 1
 
-    def empty_walk(self) -> float:
-        """Seconds of a walk over no record: what of the executor is Python."""
+    def empty_pass(self) -> float:
+        """Seconds of a forward pass over no instruction: what of the executor is Python."""
         times = []
         for _ in range(200):
             start = time.perf_counter()
@@ -76,11 +73,11 @@ class Clock:
         request.next_piece()
         sequence = request.generation.sequence
         while True:
-            self._inside, self._walks, before, start = 0.0, 0, len(sequence), time.perf_counter()
+            self._inside, self._passes, before, start = 0.0, 0, len(sequence), time.perf_counter()
             if request.next_piece() is None:
                 break
             passed, steps = time.perf_counter() - start, len(sequence) - before
-            times += [(passed / steps, (passed - self._inside + self._walks * python) / steps)] * steps
+            times += [(passed / steps, (passed - self._inside + self._passes * python) / steps)] * steps
         whole, outside = zip(*times, strict=True)
         return statistics.median(whole), statistics.median(outside)
 
@@ -90,7 +87,7 @@ def measure(path: Path, rounds: int, n_tokens: int, n_samples: int, threads: int
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
     with LLM(path, ctx=1024, max_sequences=n_samples, threads=threads) as llm:
         clock, vocab_size = Clock(llm), llm.session.model.vocab_size
-        python = clock.empty_walk()
+        python = clock.empty_pass()
         for number in range(rounds + 1):
             names = list(SETTINGS) if number % 2 else list(SETTINGS)[::-1]
             for name in names:
@@ -101,8 +98,8 @@ def measure(path: Path, rounds: int, n_tokens: int, n_samples: int, threads: int
     for name, pairs in found.items():
         whole, outside = (statistics.median(values) * 1e6 for values in zip(*pairs, strict=True))
         shares = [greedy[0] / own[0] for greedy, own in zip(found["greedy"], pairs, strict=True)]
-        rows.append(f"| {vocab_size:,} | {n_samples} | {name} | {whole:.0f} | {outside:.0f} | "
-                    f"{statistics.median(shares):.3f} | {min(shares):.2f} to {max(shares):.2f} |")
+        rows.append(row(f"{vocab_size:,}", n_samples, name, f"{whole:.0f}", f"{outside:.0f}",
+                        f"{statistics.median(shares):.3f}", f"{min(shares):.2f} to {max(shares):.2f}"))
         print(rows[-1], flush=True)
     return rows
 
@@ -123,14 +120,10 @@ def main() -> None:
             path = write_model(Path(directory), vocab_size)
             for n_samples in arguments.samples:
                 rows += measure(path, arguments.rounds, arguments.tokens, n_samples, arguments.threads)
-    machine = describe()
-    head = (f"{machine['processor']}, {machine['cores']}, {machine['system']}, {machine['python']}, NumPy "
-            f"{np.__version__}, edgeinfer {__version__}, {time.strftime('%Y-%m-%d')}; {arguments.rounds} rounds of "
-            f"{arguments.tokens} tokens in turns")
-    table = ["| vocabulary | sequences | setting | a token, us | of it outside the kernels, us | speed beside greedy | "
-             "least and most |", "|---|---|---|---|---|---|---|", *rows]
-    if arguments.output:
-        replace_section(arguments.output, "between tokens", f"Measured on {head}.\n\n" + "\n".join(table))
+    head = f"{machine()}, {time.strftime('%Y-%m-%d')}; {arguments.rounds} rounds of {arguments.tokens} tokens in turns"
+    found = table("vocabulary | sequences | setting | a token, us | of it outside the kernels, us | "
+                  "speed beside greedy | least and most", rows)
+    publish(f"Measured on {head}.\n\n{found}", arguments.output, "between tokens")
 
 
 if __name__ == "__main__":

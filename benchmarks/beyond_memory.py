@@ -2,12 +2,12 @@
 
     python benchmarks/beyond_memory.py BUNDLE [--share 0.5] [--llama-python PYTHON --models DIRECTORY]
 
-BUNDLE is llama-2-7b's shape with a predictor (converters/random_bundle.py, --density, --skew and --predictor). The
-limit allows a share of the FFNs' bytes beside everything else, and is also the budget that edgeinfer is given. Sides:
-hot and cold neurons with a warm cache, where half of the tokens are the one before again and where none is, and with a
-cache that is emptied before each token; layers streamed by an exact run; and llama.cpp with a GGUF of the same shape
-and bits, which is written into DIRECTORY once. They take turns; whoever waits is stopped. Bytes are what the system
-says that each process had read from the disk. docs/offload.md has the outcome.
+BUNDLE is llama-2-7b's shape with a predictor (converters/synthetic/random_bundle.py, --density, --skew and
+--predictor). The limit allows a share of the FFNs' bytes beside everything else, and is also the budget that edgeinfer
+is given. Sides: hot and cold neurons with a warm cache, where half of the tokens are the one before again and where
+none is, and with a cache that is emptied before each token; layers streamed by an exact run; and llama.cpp with a GGUF
+of the same shape and bits, which is written into DIRECTORY once. They take turns; whoever waits is stopped. Bytes are
+what the system says that each process had read from the disk. docs/explanation/offload.md has the outcome.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/beyond_memory.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.outside import control_group, evict  # noqa: E402
-from benchmarks.peers.machine import describe  # noqa: E402
-from benchmarks.peers.sides import HERE, Models  # noqa: E402
-from benchmarks.peers.worker import Worker  # noqa: E402
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
-from edgeinfer.runtime import plan_run  # noqa: E402
-from edgeinfer.technique import recipe_with  # noqa: E402
+from benchmarks.harness import describe
+from benchmarks.outside import control_group, evict
+from benchmarks.peers.sides import HERE, Models
+from benchmarks.peers.worker import Worker
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.registry import recipe_with
+from edgeinfer.runtime import plan_run
 
 CTX, WARM_UP = 512, 16
 SHAPE = "llama-2-7b"

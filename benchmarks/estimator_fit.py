@@ -1,9 +1,9 @@
-"""How far off the estimator is on speeds that others published; fits the constants of classes of devices.
+"""Errors of the estimator on published speeds; fits the constants of classes of devices.
 
-    python benchmarks/estimator_fit.py [--output docs/estimator.md]
+    python benchmarks/estimator_fit.py [--output docs/measurements/estimator.md]
     python benchmarks/estimator_fit.py --rows FILE      judge rows that no constant was fitted to
 
-Rows are in benchmarks/published/speeds.tsv, each with its public source. Where a group has at least three devices, each
+Rows are in benchmarks/published/speeds.tsv, each with its public source. If a group has at least three devices, each
 device is predicted with constants fitted to the others; elsewhere the constants of devices/classes.toml are judged by
 the rows that they come from, which is said. Beside them stand a model with one constant (a share of the bandwidth) and
 a formula of the number of parameters alone. The exit code is 1 if a group is over its bound.
@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/estimator_fit.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.published.fit import (  # noqa: E402
+from benchmarks.harness import replace_section, row, table
+from benchmarks.published.fit import (
     Prediction,
     fit,
     in_sample,
@@ -32,12 +32,11 @@ from benchmarks.published.fit import (  # noqa: E402
     predict_with_profile,
     prediction,
 )
-from benchmarks.published.others import judge_file  # noqa: E402
-from benchmarks.published.prompts import Prompt, read_prompts  # noqa: E402
-from benchmarks.published.rows import Row, read_rows  # noqa: E402
-from benchmarks.sections import replace_section  # noqa: E402
-from edgeinfer.devices import classes  # noqa: E402
-from edgeinfer.errors import UsageError  # noqa: E402
+from benchmarks.published.others import judge_file
+from benchmarks.published.prompts import Prompt, read_prompts
+from benchmarks.published.rows import Row, read_rows
+from edgeinfer.devices import classes
+from edgeinfer.errors import UsageError
 
 SECTION = "published"
 OVERHEAD = ("t0_ms",)
@@ -110,8 +109,7 @@ def markdown(groups: Sequence[Group]) -> str:
     lines = ["## Against published speeds", "", *_paragraph(
         "Mean absolute error of decoding speeds. `python benchmarks/estimator_fit.py` makes this section from "
         "benchmarks/published/speeds.tsv, which names the source of every row."), "",
-        "| group | judged | rows | devices | estimator | worst | one constant | parameters only |",
-        "|---|---|---|---|---|---|---|---|"]
+        table("group | judged | rows | devices | estimator | worst | one constant | parameters only", ())]
     for group in groups:
         found = group.predictions
         ones = [item.one_constant / item.row.tok_per_s - 1 for item in found]
@@ -123,7 +121,7 @@ def markdown(groups: Sequence[Group]) -> str:
             "" if math.isnan(ones[0]) else f"{mean_miss(ones):.1%}",
             f"{mean_miss(item.parameters_only / item.row.tok_per_s - 1 for item in found):.0%}",
         )
-        lines.append(_cells(cells))
+        lines.append(row(*cells))
     lines += ["", *_paragraph(
         "*One constant*: tokens/s = share x bandwidth / bytes, the share fitted to the same rows (leave-one-out where "
         "the estimator is, by class for the mixed rows). *Parameters only*: llmfit's formula, tokens/s = K / 1e9 "
@@ -140,10 +138,9 @@ def _prompt_lines(prompts: Sequence[Prompt]) -> list[str]:
         f"In-sample: mfu of a class is the middle of such rows, which are few. Mean absolute error "
         f"{mean_miss(item.miss for item in prompts):.0%}; {held} of {len(prompts)} lie within their bands. mfu of "
         "NVIDIA's classes is an assumption."), "",
-        "| device | model | tokens | measured, t/s | estimated | miss | band | source |",
-        "|---|---|---|---|---|---|---|---|"]
-    lines += [_cells((item.device, item.model, item.tokens, f"{item.tok_per_s:.4g}", f"{item.estimated:.1f}",
-                      f"{item.miss:+.0%}", f"±{item.band:.0%}", item.source)) for item in prompts]
+        table("device | model | tokens | measured, t/s | estimated | miss | band | source",
+              (row(item.device, item.model, item.tokens, f"{item.tok_per_s:.4g}", f"{item.estimated:.1f}",
+                   f"{item.miss:+.0%}", f"±{item.band:.0%}", item.source) for item in prompts))]
     return lines
 
 
@@ -154,25 +151,21 @@ def _group_lines(group: Group) -> list[str]:
         values = ", ".join(f"{key} = {group.fitted[key]:.3g}" for key in group.free)
         said = f"Fitted to all rows: {values}. 80 % of the misses are within {band(group.predictions):.0%}. {said}"
     own = {item.row: predict_with_profile(item.row) for item in group.predictions} if group.name == "edge" else {}
-    known = [speed / row.tok_per_s - 1 for row, speed in own.items() if speed is not None]
+    known = [speed / of.tok_per_s - 1 for of, speed in own.items() if speed is not None]
     if known:
-        said += (f" *Its profile* is what `edgeinfer estimate --device` says, in-sample too: {mean_miss(known):.1%} "
+        said += (f" *Its profile* is what `edgeinfer estimate --machine` says, in-sample too: {mean_miss(known):.1%} "
                  f"over {len(known)} rows.")
     lines = [f"### {group.title}", "", *_paragraph(said), "",
-             "| device | model | class | measured, t/s | estimated | miss | its profile | one constant "
-             "| parameters only | source |", "|---|---|---|---|---|---|---|---|---|---|"]
+             table("device | model | class | measured, t/s | estimated | miss | its profile | one constant | "
+                   "parameters only | source", ())]
     for item in group.predictions:
-        row, profile, one = item.row, own.get(item.row), item.one_constant
-        lines.append(_cells((
-            row.device, row.model, row.device_class, f"{row.tok_per_s:.4g}", f"{item.tok_per_s:.1f}",
+        of, profile, one = item.row, own.get(item.row), item.one_constant
+        lines.append(row(
+            of.device, of.model, of.device_class, f"{of.tok_per_s:.4g}", f"{item.tok_per_s:.1f}",
             f"{item.miss:+.1%}", "" if profile is None else f"{profile:.1f}", "" if math.isnan(one) else f"{one:.1f}",
-            f"{item.parameters_only:.1f}", row.source,
-        )))
+            f"{item.parameters_only:.1f}", of.source,
+        ))
     return [*lines, ""]
-
-
-def _cells(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _paragraph(text: str) -> list[str]:
@@ -196,7 +189,7 @@ def print_others(path: Path) -> int:
 def main() -> int:
     """Judge all groups, write the section, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "estimator.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measurements" / "estimator.md")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="judge the rows of another file, and write nothing")
     given = parser.parse_args()
     if given.rows is not None:

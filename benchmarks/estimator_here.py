@@ -1,6 +1,6 @@
 """Predicted against measured on this machine: a probe, then decoding and prompts of known shapes, in one run.
 
-    python benchmarks/estimator_here.py [--shape NAME ...] [--no-probe] [--output docs/estimator.md]
+    python benchmarks/estimator_here.py [--shape NAME ...] [--no-probe] [--output docs/measurements/estimator.md]
 
 The probe saves this machine's profile; then `edgeinfer bench` measures each shape at depth 0 and 4096, without letting
 the profile learn from it. Every test is predicted twice: from the profile alone, and with the bandwidth (or the int8
@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/estimator_here.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers.machine import describe  # noqa: E402
-from benchmarks.sections import replace_section  # noqa: E402
+from benchmarks.harness import describe, replace_section, row, table
 
 SECTION = "here"
 SHAPES = ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b")
@@ -49,7 +47,7 @@ class Test:
     moment: float
     """Predicted with the readings beside the test."""
 
-    __test__ = False  # pytest: this is no test
+    __test__ = False  # pytest: this is not a test
 
     @property
     def miss_before(self) -> float:
@@ -109,12 +107,10 @@ def markdown(tests: Sequence[Test], profile: dict[str, Any], reports: Sequence[d
         f"{machine}; {date.today().isoformat()}.",
         f"Probe: {profile['bandwidth_gbs']:.1f} GB/s, {profile['int8_peak_gops']:.0f} int8 GOPS; {constants}.",
         f"Bandwidth during the tests: {min(readings):.1f} to {max(readings):.1f} GB/s.", "",
-        "| shape | test | measured, t/s (median) | from the probe | miss | with the readings beside the test | miss |",
-        "|---|---|---|---|---|---|---|",
+        table("shape | test | measured, t/s (median) | from the probe | miss | with the readings beside the test | "
+              "miss", (row(test.shape, test.name, f"{test.measured:.2f}", f"{test.before:.2f}",
+                           f"{test.miss_before:+.1%}", f"{test.moment:.2f}", f"{test.miss:+.1%}") for test in tests)),
     ]
-    for test in tests:
-        lines.append(f"| {test.shape} | {test.name} | {test.measured:.2f} | {test.before:.2f} | "
-                     f"{test.miss_before:+.1%} | {test.moment:.2f} | {test.miss:+.1%} |")
     before, moment = [abs(test.miss_before) for test in tests], [abs(test.miss) for test in tests]
     lines += ["", f"Median absolute miss: {statistics.median(before):.1%} from the probe, "
               f"{statistics.median(moment):.1%} with the readings beside the tests; worst {max(before):.1%} and "
@@ -127,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", action="append", help="only this one; may be repeated")
     parser.add_argument("--no-probe", action="store_true", help="use the profile that is there")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "estimator.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measurements" / "estimator.md")
     given = parser.parse_args(arguments)
     try:
         if not given.no_probe:

@@ -1,15 +1,17 @@
-"""A mixture that does not fit, beside llama.cpp with mmap: in control groups of one limit, which counts the page cache.
+"""An MoE model that does not fit, beside llama.cpp with mmap: in control groups of one limit, which counts the page
+cache.
 
     python benchmarks/experts_beyond_memory.py BUNDLE [--limit 2GB] [--llama-python PYTHON --gguf FILE]
 
-BUNDLE is a mixture's shape with random weights and a routing of stated skew (converters/random_bundle.py, --routing);
-FILE the same shape, bits and skew for llama.cpp (benchmarks/peers/gguf_models.py, --spread). The limit is also the
-budget that edgeinfer is given. Tokens are in no order and others in each round, so that only the skew repeats experts.
-Sides take turns; whoever waits is stopped. Bytes are what the system says that each process had read from the disk.
+BUNDLE is an MoE model's shape with random weights and a routing of stated skew (converters/synthetic/random_bundle.py,
+--routing); FILE the same shape, bits and skew for llama.cpp (benchmarks/peers/gguf_models.py, --spread). The limit is
+also the budget that edgeinfer is given. Tokens are in no order and others in each round, so that only the skew repeats
+experts. Sides take turns; whoever waits is stopped. Bytes are what the system says that each process had read from the
+disk.
 
 Predicted is the time of a token in memory, as measured here without a limit, and the bytes of the experts that a cache
 of those chosen most does not hold, at the speed of scattered reads as the runtime has them, the median of readings
-before the rounds and behind each. docs/experts.md has the outcome.
+before the rounds and behind each. docs/explanation/experts.md has the outcome.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,21 +26,20 @@ from statistics import median
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/experts_beyond_memory.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.beyond_memory import CTX, Side, read_bytes  # noqa: E402
-from benchmarks.outside import evict  # noqa: E402
-from benchmarks.peers.machine import describe  # noqa: E402
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
-from edgeinfer.converters.random_experts import rates_of  # noqa: E402
-from edgeinfer.memory_planner import READERS, MemoryPlan  # noqa: E402
-from edgeinfer.offload import FromFlash, expected  # noqa: E402
-from edgeinfer.runtime import allocate, plan_run  # noqa: E402
-from edgeinfer.sizes import parse_size, round_up  # noqa: E402
-from edgeinfer.technique import placer  # noqa: E402
+from benchmarks.beyond_memory import CTX, Side, read_bytes
+from benchmarks.harness import describe
+from benchmarks.outside import evict
+from benchmarks.readers import python_threads
+from edgeinfer.base.units import parse_size, round_up
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters.synthetic.random_experts import rates_of
+from edgeinfer.memory_planner import READERS, MemoryPlan
+from edgeinfer.offload import FromFlash, expected
+from edgeinfer.registry import placer
+from edgeinfer.runtime import plan_run
 
 SECONDS = 1.0
 OURS, IN_MEMORY, PEER = "edgeinfer, experts when wanted", "edgeinfer, all in memory", "llama.cpp with mmap"
@@ -47,23 +47,11 @@ OURS, IN_MEMORY, PEER = "edgeinfer, experts when wanted", "edgeinfer, all in mem
 
 def storage_gbs(path: Path, nbytes: float) -> float:
     """GB/s of scattered reads of so many bytes past the page cache, into such memory as the runtime has."""
-    size, handle = path.stat().st_size, os.open(path, os.O_RDONLY | os.O_DIRECT)
-    done, until, length = [0] * READERS, time.perf_counter() + SECONDS, round_up(round(nbytes), 4096)
-
-    def read(number: int) -> None:
-        random = np.random.default_rng(number + int(time.time()))
-        memory = allocate(max(length, 2 << 20))[:length].data
-        while time.perf_counter() < until:
-            done[number] += os.preadv(handle, [memory], int(random.integers(size // length)) * length)
-
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(READERS)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    size, handle, length = path.stat().st_size, os.open(path, os.O_RDONLY | os.O_DIRECT), round_up(round(nbytes), 4096)
+    offsets = np.random.default_rng(int(time.time())).permutation(size // length) * length
+    found = python_threads(handle, READERS, offsets, length, SECONDS)
     os.close(handle)
-    return sum(done) / (time.perf_counter() - began) / 1e9
+    return found
 
 
 def sides(asked: argparse.Namespace, limit: int, stack: ExitStack) -> dict[str, Side]:

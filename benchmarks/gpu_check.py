@@ -29,24 +29,23 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/gpu_check.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
-from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, gpu_free_bytes, provider_of  # noqa: E402
-from edgeinfer.bench import token_ids  # noqa: E402
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import KV_LAYOUTS, RuntimeConfig  # noqa: E402
-from edgeinfer.describe import describe  # noqa: E402
-from edgeinfer.devices import DeviceProfile, estimate, load_profile  # noqa: E402
-from edgeinfer.errors import BudgetError, EdgeInferError  # noqa: E402
-from edgeinfer.process import peak_rss_bytes  # noqa: E402
-from edgeinfer.runner import DECODE, Segment, Sequence  # noqa: E402
+from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, gpu_free_bytes, provider_of
+from edgeinfer.base.process import peak_rss_bytes
+from edgeinfer.bench import token_ids
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import KV_LAYOUTS, RuntimeConfig
+from edgeinfer.devices import DeviceProfile, estimate, load_profile
+from edgeinfer.errors import BudgetError, EdgeInferError
+from edgeinfer.models.describe import describe
+from edgeinfer.runner import DECODE, Segment, Sequence
 
 MODELS = ["tinyllama-1.1b", "llama-2-7b"]
 F16, MEMORY_SHARE, MEMORY_BYTES = 5e-3, 0.03, 200_000_000
 """Wanted: of the largest logit; planned beside measured memory, whichever of the two allows more."""
-GUESSES = 4
-"""Tokens of each sequence in walks that check guesses."""
+DRAFT_TOKENS = 4
+"""Tokens of each sequence in forward passes that verify draft tokens."""
 DEBUG = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1", "ORT_FPA_INTB_DEBUG": "1"}
 ESTIMATE_SHARE = 0.15
 """Wanted: how far the estimate of one sequence may be from what is measured."""
@@ -62,12 +61,12 @@ class Row:
     found: str
     wanted: str = ""
     verdict: str = ""
-    """ok, missed, not run, or empty where nothing is wanted."""
+    """ok, missed, not run, or empty if nothing is wanted."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the measurements."""
 
     sequences: tuple[int, ...] = (1, 8, 32)
     depths: tuple[int, ...] = (0, 4096)
@@ -88,7 +87,7 @@ class Check:
     def __init__(self, provider: Provider, sizes: Sizes, minutes: float):
         self.provider, self.sizes, self.rows = provider, sizes, list[Row]()
         self.profile: DeviceProfile | None = None
-        """Whose bandwidth and estimates stand beside what is found."""
+        """Profile whose bandwidth and estimates are shown beside the results."""
         self._until = time.monotonic() + 60 * minutes
 
     def add(self, what: str, found: str, wanted: str = "", good: bool | None = None) -> None:
@@ -122,7 +121,7 @@ def print_row(row: Row) -> None:
 
 def bundle_of(name: str) -> Path:
     """A bundle, or one with random weights of a shape."""
-    from edgeinfer.cli.bench_run import find_bundle
+    from edgeinfer.cli.commands.bench_run import find_bundle
     from edgeinfer.cli.progress import ProgressLine
     from edgeinfer.converters import SHAPES
 
@@ -179,7 +178,7 @@ def known(name: str) -> DeviceProfile | None:
 
 
 def kernels(check: Check, path: Path) -> None:
-    """Which kernels onnxruntime names while one prompt and some steps run in a process of their own."""
+    """List the kernels that onnxruntime names while one prompt and some steps run in a process of their own."""
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks import gpu_check as g; "
             f"g.some_steps({str(path)!r}, {check.provider.device!r})")
     ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, **DEBUG}, capture_output=True, text=True,
@@ -284,7 +283,7 @@ def steps(runner: OnnxRunner, held: list[Sequence], n: int) -> Iterator[float]:
 
 
 def layouts(check: Check, name: str, path: Path) -> None:
-    """KV in pages beside KV in slots: logits, decode steps, and guesses of all sequences, which are one call."""
+    """KV in pages beside KV in slots: logits, decode steps, and draft tokens of all sequences, which are one call."""
     if not check.provider.page_positions:
         check.failed(f"{name}: pages beside slots", "PagedAttention has no CPU kernel", "not run")
         return
@@ -296,26 +295,26 @@ def layouts(check: Check, name: str, path: Path) -> None:
 def pages_beside_slots(check: Check, name: str, path: Path, n: int, depth: int) -> None:
     """The rows of `layouts` for so many sequences behind a depth; one layout after the other, for memory's sake."""
     rounds, where = check.sizes.steps // 4, f"{n} sequences at depth {depth}"
-    options = {"ctx": max(depth, 1) + 8 * check.sizes.steps, "max_sequences": n, "outputs": GUESSES * n}
+    options = {"ctx": max(depth, 1) + 8 * check.sizes.steps, "max_sequences": n, "outputs": DRAFT_TOKENS * n}
     logits, times = list[Any](), list[list[float]]()
     for layout in KV_LAYOUTS:
         with opened(path, check.provider, **options, kv_layout=layout) as runner:
             held = filled(runner, n, depth)
             logits.append(runner.decode(held, [1] * n).copy())
-            times.append([statistics.median([walked(runner, held, new) for _ in range(rounds)][rounds // 4 :])
-                          for new in (1, GUESSES)])
+            times.append([statistics.median([run_pass(runner, held, new) for _ in range(rounds)][rounds // 4 :])
+                          for new in (1, DRAFT_TOKENS)])
     worst = float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
     check.add(f"{name}: logits, {where}, pages beside slots", f"{worst:.1e}", f"{F16:.0e}", worst <= F16)
-    for what, slots, pages in zip(("steps", f"{GUESSES} tokens of each"), *times, strict=True):
+    for what, slots, pages in zip(("steps", f"{DRAFT_TOKENS} tokens of each"), *times, strict=True):
         check.add(f"{name}: {what}, {where}, pages beside slots",
                   f"{slots / pages:.2f} times as fast, {1000 * pages:.2f} ms")
 
 
-def walked(runner: OnnxRunner, held: list[Sequence], new: int) -> float:
-    """Seconds of a walk over so many tokens of each sequence, with logits after all of them."""
+def run_pass(runner: OnnxRunner, held: list[Sequence], new: int) -> float:
+    """Seconds of a forward pass over so many tokens of each sequence, with logits after all of them."""
     segments = [Segment(sequence, [2] * new, range(new), DECODE) for sequence in held]
     began = time.perf_counter()
-    runner.walk(segments)
+    runner.forward(segments)
     return time.perf_counter() - began
 
 
@@ -409,7 +408,7 @@ def run(check: Check, names: list[str]) -> None:
 
 PARTS = ("placement of all nodes", "kernels that are chosen", "f16 beside the CPU provider",
          "decode at 1, 8 and 32 sequences, depth 0 and 4096, with and without graphs", "prompts of 512 and 4096",
-         "KV in pages beside slots: logits, steps, guesses",
+         "KV in pages beside slots: logits, steps, draft tokens",
          "share of memory bandwidth, and the estimate beside measured decode",
          "1, 8, 32 and 64 sequences arriving one after the other", "planned beside measured memory",
          "three minutes of load without growth")

@@ -20,16 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/memory.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.outside import control_group, evict, watch  # noqa: E402
-from benchmarks.quality import machine  # noqa: E402
-from edgeinfer.bundle import FORMAT_VERSION  # noqa: E402
-from edgeinfer.cache import cache_root  # noqa: E402
-from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
-from edgeinfer.memory_planner import available_bytes  # noqa: E402
-from edgeinfer.quant import WeightType  # noqa: E402
+from benchmarks.harness import machine
+from benchmarks.outside import control_group, evict, watch
+from edgeinfer.base.cache_dir import cache_root
+from edgeinfer.bundle import FORMAT_VERSION
+from edgeinfer.converters import SHAPES, write_random_bundle
+from edgeinfer.memory_planner import available_bytes
+from edgeinfer.quant import WeightType
 
 SHARE, BYTES = 0.03, 24_000_000
 """A measured peak may differ from the plan by the larger of these."""
@@ -55,7 +54,7 @@ class Case:
     """The page cache holds nothing of the weights."""
     beams: int = 1
     draft: Path | None = None
-    """A smaller model that guesses."""
+    """A smaller model that drafts."""
     """Of a search; each has `SEARCHED` tokens of its own."""
 
     @property
@@ -66,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of it."""
+    """Result of a run."""
 
     case: Case
     planned: int
@@ -142,7 +141,7 @@ class Limited:
 
 
 def limited(path: Path, case: Case) -> Limited | None:
-    """Run a case under limits; None where no control group can be made. The program's own check is out of the way."""
+    """Run a case under limits; None if no control group can be made. The program's own check is out of the way."""
     plan = [sys.executable, "-m", "edgeinfer", "plan", str(path), "--json", "-c", str(case.ctx), "--kv", case.kv]
     planned = json.loads(watch(plan, environment()).out)
     codes = []
@@ -208,7 +207,7 @@ def pairs(shapes: list[str], kinds: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; the exit code is 1 where a plan was wrong or a run within its plan died."""
+    """Command line; the exit code is 1 if a plan was wrong or a run within its plan died."""
     parser = argparse.ArgumentParser(description="Planned against measured peak memory.")
     parser.add_argument("--shapes", nargs="+",
                         default=["smollm2-135m", "tinyllama-1.1b", "qwen3-0.6b", "llama-2-7b:q4"],
@@ -248,7 +247,7 @@ def report(rows: list[Row], limits: list[Limited], left_out: list[Case]) -> Iter
     """The page's part that is measured."""
     worst = max(rows, key=lambda row: abs(row.difference))
     good = sum(row.good for row in rows)
-    yield f"Measured on {machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}.\n"
+    yield f"Measured on {machine()}.\n"
     yield (f"{good} of {len(rows)} runs within the larger of {SHARE:.0%} and {BYTES / 1e6:.0f} MB; differences from "
            f"{min(row.difference for row in rows) / 1e6:+.1f} to {max(row.difference for row in rows) / 1e6:+.1f} MB "
            f"(the largest: {worst.case.shape} {worst.case.weights}, context {worst.case.ctx}, KV {worst.case.kv}).\n")

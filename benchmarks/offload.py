@@ -2,10 +2,10 @@
 
     python benchmarks/offload.py BUNDLE [--shares 0.3,0.5,0.7,1] [--tokens 24] [--rounds 3]
 
-BUNDLE has a predictor, such as converters/random_bundle.py writes with --density, --skew and --predictor. A share is
-that of the FFNs' bytes that the budget allows beside everything else. Storage is read past the page cache. Predicted is
-what `offload.predict` says, from the time of a token with all in memory and from the speed of reads of a cluster's
-size, both measured here, in the same minute. docs/offload.md has the outcome.
+BUNDLE has a predictor, such as converters/synthetic/random_bundle.py writes with --density, --skew and --predictor. A
+share is that of the FFNs' bytes that the budget allows beside everything else. Storage is read past the page cache.
+Predicted is what `offload.predict` says, from the time of a token with all in memory and from the speed of reads of a
+cluster's size, both measured here, in the same minute. docs/explanation/offload.md has the outcome.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from storage_reads import kernel_threads
+from readers import kernel_threads
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.describe import describe
 from edgeinfer.devices import estimate, local_profile
 from edgeinfer.errors import BudgetError
 from edgeinfer.memory_planner import READ_BYTES, MemoryPlan
+from edgeinfer.models.describe import describe
 from edgeinfer.offload import predict
+from edgeinfer.registry import placer, recipe_with
 from edgeinfer.runtime import Session
-from edgeinfer.runtime.slots import READERS as SCATTERED_READERS
-from edgeinfer.runtime.stream import READERS
-from edgeinfer.technique import placer, recipe_with
+from edgeinfer.runtime.weights.slots import READERS as SCATTERED_READERS
+from edgeinfer.runtime.weights.stream import READERS
 
 CTX, PROMPT, WARM_UP = 512, 32, 8
 
@@ -105,7 +105,7 @@ def disk(session: Session, path: Path, nbytes: int, seconds: float = 0.5) -> tup
 
 
 class Machine(NamedTuple):
-    """What predictions rest on."""
+    """Basis of the predictions."""
 
     seconds: float
     """Of a token with all in memory: with the predictor."""
@@ -163,7 +163,7 @@ def row(asked: argparse.Namespace, bundle: Bundle, budget: int, whole: Machine) 
             file, size = ("cold.bin", cold.cluster_bytes) if cold else ("weights.bin", 1 << 13)
             gbs = disk(session, asked.bundle / file, size)
             if plan.parts:
-                took, nbytes = measure(session, 2, asked.rounds, 1), session.executor.stream.bytes_per_walk
+                took, nbytes = measure(session, 2, asked.rounds, 1), session.executor.stream.bytes_per_pass
                 own = [f"{len(plan.parts)} layers streamed", f"{nbytes / 1e6:.0f}", f"{1 / took.token:.2f}"]
             else:
                 took = measure(session, asked.tokens, asked.rounds)

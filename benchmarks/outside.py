@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Watched:
-    """What a process left behind."""
+    """Observations of a process."""
 
     code: int
     """Exit code; negative is the signal that ended it, -9 where the kernel killed it for memory."""
@@ -64,7 +64,7 @@ class ControlGroup:
 
 @contextlib.contextmanager
 def control_group(limit_bytes: int | None = None) -> Iterator[ControlGroup | None]:
-    """Make a control group with a memory controller; None where this process may not."""
+    """Make a control group with a memory controller; None if this process may not."""
     group = next(filter(None, map(_try, _places())), None)
     try:
         if group and limit_bytes is not None:
@@ -81,7 +81,7 @@ def control_group(limit_bytes: int | None = None) -> Iterator[ControlGroup | Non
 
 
 def _places() -> Iterator[tuple[Path, int]]:
-    """Where a group could be made, the nearest to this process first."""
+    """Yield the places at which a group could be made, the nearest to this process first."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, own in lines:
         if "memory" in controllers.split(","):

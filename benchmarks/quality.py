@@ -1,16 +1,15 @@
-"""What each storage of weights and KV cache costs in quality: perplexity and divergence from float32, on held-out text.
+"""Quality of each storage type of weights and KV cache: perplexity and divergence from float32, on held-out text.
 
     python benchmarks/quality.py MODEL_DIR... --text FILE... [--separator TEXT] [--max-tokens N] [--out FILE]
 
 Each checkpoint directory is converted to float32, float16, int8 and 4-bit bundles in a temporary folder, and
-`edgeinfer.evaluate` compares each with the float32 bundle on a float32 KV cache, in windows of 512 tokens that do not
-see each other. The exit code is 1 if a row is over its bound (`BOUNDS`).
+`edgeinfer.quality.evaluate` compares each with the float32 bundle on a float32 KV cache, in windows of 512 tokens that
+do not see each other. The exit code is 1 if a row is over its bound (`BOUNDS`).
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -18,16 +17,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/quality.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
-from edgeinfer.converters import convert  # noqa: E402
-from edgeinfer.evaluate import OUTPUT_ROWS, Divergence, Evaluation, evaluate, token_stream  # noqa: E402
-from edgeinfer.runtime import Session  # noqa: E402
-from edgeinfer.text import Tokenizer  # noqa: E402
+from benchmarks.harness import machine, table
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import convert
+from edgeinfer.quality.evaluate import OUTPUT_ROWS, Divergence, Evaluation, evaluate, token_stream
+from edgeinfer.runtime import Session
+from edgeinfer.text import Tokenizer
 
 WINDOW = 512
 SMALL_MODEL = 1_000_000
@@ -103,7 +101,7 @@ def open_session(stack: ExitStack, bundle: Path, kv: str, window: int = WINDOW, 
 def parameters(bundle: Path) -> int:
     """Weights of a model."""
     with Bundle.open(bundle) as opened:
-        return sum(_product(tensor.shape) for tensor in opened.tensors.values())
+        return sum(_matmul(tensor.shape) for tensor in opened.tensors.values())
 
 
 def measure(
@@ -181,29 +179,12 @@ def report(rows: list[Row]) -> str:
         part = [row for row in rows if (row.model, row.text) == (model, text)]
         reference, tokens = part[0].divergence.reference_perplexity, part[0].result.tokens
         exact = f"{tokens} tokens; float32 throughout: perplexity {reference:.3f}."
-        out += ["", f"### {model} on {text}", "", exact, "",
-                "| weights | KV | bundle, MB | perplexity | change | KLD mean | KLD 99 % | same top token |",
-                "|---|---|---|---|---|---|---|---|", *map(line, part)]
+        out += ["", f"### {model} on {text}", "", exact, "", table(
+            "weights | KV | bundle, MB | perplexity | change | KLD mean | KLD 99 % | same top token", map(line, part))]
     return "\n".join(out) + "\n"
 
 
-def machine() -> str:
-    """The processor, its instruction set here, and the versions that matter."""
-    from importlib.metadata import version
-
-    import edgeinfer
-    from edgeinfer.kernels import choose
-
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    versions = ", ".join(f"{package} {version(package)}" for package in ("numba", "llvmlite", "numpy"))
-    return f"{name} ({platform.system()}, {choose().name}), edgeinfer {edgeinfer.__version__}, {versions}"
-
-
-def _product(shape: tuple[int, ...]) -> int:
+def _matmul(shape: tuple[int, ...]) -> int:
     out = 1
     for size in shape:
         out *= size

@@ -1,12 +1,12 @@
-"""What a walk of 2 to 16 tokens costs beside a walk of one: new tokens of one sequence, or one each of several.
+"""Cost of a forward pass of 2 to 16 tokens beside a pass of one: tokens of one sequence, or one each of several.
 
-    python benchmarks/several_tokens.py --model BUNDLE [--sequences] [--depth 512] [--output docs/speculative.md]
+    python benchmarks/several_tokens.py --model BUNDLE [--sequences] [--depth 512] [--output PAGE]
     python benchmarks/several_tokens.py --shape tinyllama-1.1b
 
-In one process, in pairs: a walk of so many tokens beside one of a single token, with a row of logits for every token,
-as a verification of guesses has it; then the sequences are cut back to where they were. A ratio is the median of those
-of the pairs during which the host's other guests took least, so that a machine that is slower for a while does not
-count.
+In one process, in pairs: a pass of so many tokens beside one of a single token, with a row of logits for every token,
+as a verification of draft tokens has it; then the sequences are cut back to where they were. A ratio is the median of
+those of the pairs during which the host's other guests took least, so that a machine that is slower for a while does
+not count.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
-from benchmarks.sections import replace_section  # noqa: E402
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
-from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
-from edgeinfer.errors import EdgeInferError  # noqa: E402
-from edgeinfer.runner import DECODE, Segment  # noqa: E402
-from edgeinfer.runtime import Session  # noqa: E402
+from benchmarks.harness import calm_rounds, describe, in_turns, publish, row, table
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import SHAPES, write_random_bundle
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runner import DECODE, Segment
+from edgeinfer.runtime import Session
 
 COUNTS = tuple(range(1, 17))
 Found = dict[int, tuple[float, list[float]]]
@@ -40,8 +39,8 @@ def tokens_of(n: int, first: int, vocab_size: int) -> list[int]:
     return [(37 * i) % (vocab_size - 3) + 3 for i in range(first, first + n)]
 
 
-class Walks:
-    """A session whose sequences have come to a depth, and the time of walks from there."""
+class Passes:
+    """A session whose sequences have come to a depth, and the time of forward passes from there."""
 
     def __init__(self, bundle: Path, depth: int, threads: int | None, counts: tuple[int, ...], side_by_side: bool):
         most = max(counts)
@@ -54,10 +53,10 @@ class Walks:
         for sequence in self.sequences:
             for start in range(0, depth, chunk):
                 ids = tokens_of(min(chunk, depth - start), start, self._vocab_size)
-                self.session.walk([Segment(sequence, ids)])
+                self.session.forward([Segment(sequence, ids)])
 
     def seconds(self, n: int) -> float:
-        """Time of a walk of n tokens: of one sequence, or one of each of so many."""
+        """Time of a forward pass of n tokens: of one sequence, or one of each of so many."""
         ids = tokens_of(n, self.depth, self._vocab_size)
         if len(self.sequences) == 1:
             segments = [Segment(self.sequences[0], ids, range(n), DECODE)]
@@ -65,23 +64,19 @@ class Walks:
             segments = [Segment(sequence, [token], [0], DECODE)
                         for sequence, token in zip(self.sequences, ids, strict=False)]
         start = time.perf_counter()
-        self.session.walk(segments)
+        self.session.forward(segments)
         passed = time.perf_counter() - start
         for segment in segments:
-            self.session.rewind(segment.sequence, self.depth)
+            self.session.rollback(segment.sequence, self.depth)
         return passed
 
 
-def measure(walks: Walks, counts: tuple[int, ...], rounds: int, patience: float) -> tuple[Found, int, float]:
+def measure(timed: Passes, counts: tuple[int, ...], rounds: int, patience: float) -> tuple[Found, int, float]:
     """Median of milliseconds and quartiles of the ratio to one token, for each number of tokens; see `Rounds`."""
     found, tried, taken = Found(), 0, 0.0
     for n in counts:
-        order = [1, n]
-
-        def once(order: list[int] = order) -> dict[int, float]:
-            order.reverse()
-            return {each: walks.seconds(each) for each in order}
-
+        sides, turns = {each: partial(timed.seconds, each) for each in (1, n)}, count()
+        once = partial(lambda sides, turns: in_turns(sides, next(turns)), sides, turns)
         once()  # warms up
         done = calm_rounds(once, rounds, patience / len(counts))
         found[n] = (statistics.median(1000 * each[n] for each in done.results),
@@ -92,31 +87,28 @@ def measure(walks: Walks, counts: tuple[int, ...], rounds: int, patience: float)
 
 def report(found: Found, head: str) -> str:
     """A table as Markdown."""
-    rows = [f"| {n} | {ms:.2f} | {ratio:.2f} | {low:.2f} to {high:.2f} | {n / ratio:.2f} |"
+    rows = [row(n, f"{ms:.2f}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{n / ratio:.2f}")
             for n, (ms, (low, ratio, high)) in found.items()]
-    return "\n".join([f"{head}\n",
-                      "| tokens | ms | time beside one token's | its quartiles | tokens in the time of one |",
-                      "|---|---|---|---|---|", *rows])
+    return f"{head}\n\n" + table(
+        "tokens | ms | time beside one token's | its quartiles | tokens in the time of one", rows)
 
 
 def run(given: argparse.Namespace, bundle: Path, name: str) -> None:
     """Measure one bundle, print the table and put it into the document."""
     counts = tuple(sorted({1, *given.tokens}))
-    walks = Walks(bundle, given.depth, given.threads, counts, given.sequences)
-    found, tried, taken = measure(walks, counts, given.rounds, given.patience)
-    machine, plan = describe(), walks.session.plan
+    timed = Passes(bundle, given.depth, given.threads, counts, given.sequences)
+    found, tried, taken = measure(timed, counts, given.rounds, given.patience)
+    machine, plan = describe(), timed.session.plan
     kind = "one new token of each of several sequences" if given.sequences else "new tokens of one sequence"
     weights = next(region.nbytes for region in plan.regions if region.name == "weights")
     head = (f"{name}, {weights / 1e6:.0f} MB of weights, {kind} behind {given.depth} tokens: {machine['processor']}, "
-            f"{machine['cores']}, {plan.request.threads} used, {walks.session.isa}, {time.strftime('%Y-%m-%d')}; "
+            f"{machine['cores']}, {plan.request.threads} used, {timed.session.isa}, {time.strftime('%Y-%m-%d')}; "
             f"medians of {given.rounds} pairs each, the calmest of {tried / len(counts):.0f}, during which the host "
             f"took at most {100 * taken:.0f} % of the processors' time.")
-    walks.session.close()
+    timed.session.close()
     text = report(found, head)
-    print(text)
-    if given.output:
-        section = f"several tokens {name} {'side by side' if given.sequences else 'in a chain'} {given.depth}"
-        replace_section(given.output, section, text)
+    publish(text, given.output,
+            f"several tokens {name} {'side by side' if given.sequences else 'in a chain'} {given.depth}")
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
 """Compare `--speculate auto` with `off` in interleaved pairs, and the stated gain with the measured one.
 
-    python benchmarks/speculation_pairs.py demo PATH --output docs/speculative.md
+    python benchmarks/speculation_pairs.py demo PATH --output docs/measurements/speculation.md
 
 Each model runs 4 prompts with 3 settings. A pair is one request with speculation and one without, in either order by
 turns; the ratio is that of their decoding speeds, and of a case the median of its pairs. "First" pairs forget what
 earlier requests have measured, as the only request of a process does; "later" pairs keep it. Both texts of a pair must
-be equal. The stated gain is the median of `Completion.speculation.gain`, 1 where it is None: no pass verified a draft.
+be equal. The stated gain is the median of `Completion.speculation.gain`, 1 if it is None: no pass verified a draft.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peers.machine import describe
-from benchmarks.sections import replace_section
-from edgeinfer import LLM, __version__
+from benchmarks.harness import machine, publish, row, table
 from edgeinfer.engine import Times
+from edgeinfer.llm.api import LLM
 
 PROMPTS = {
     "a tale": "Once upon a time there was a fox who",
@@ -72,20 +71,16 @@ def main() -> None:
                 for setting, given in SETTINGS.items():
                     case = [pairs(llm, prompt, given, options.mode, first, options.pairs) for first in (True, False)]
                     found += case
-                    cells = " | ".join(f"{value:.3f}" for pair in case for value in pair)
-                    lines.append(f"| {Path(model).stem} | {name} | {setting} | {cells} |")
+                    lines.append(row(Path(model).stem, name, setting,
+                                     *(f"{value:.3f}" for pair in case for value in pair)))
                     print(lines[-1], flush=True)
     off = max(abs(stated / measured - 1) for measured, stated in found)
     command = f"python benchmarks/speculation_pairs.py {' '.join(Path(model).name for model in options.models)}"
-    page = "\n".join([
-        f"{', '.join(describe().values())}, {date.today()}, edgeinfer {__version__}, "
-        f"`{command} --pairs {options.pairs} --mode {options.mode}`; least measured ratio "
-        f"{min(pair[0] for pair in found):.3f}, largest difference between stated and measured {100 * off:.1f} %.", "",
-        "| model | prompt | setting, tokens | first: measured | stated | later: measured | stated |",
-        "|---|---|---|---|---|---|---|", *lines])
-    if options.output:
-        replace_section(options.output, f"speculation-pairs-{options.mode}", page)
-    print(page.split("\n")[0])
+    head = (f"{machine()}, {date.today()}, `{command} --pairs {options.pairs} --mode {options.mode}`; least measured "
+            f"ratio {min(pair[0] for pair in found):.3f}, largest difference between stated and measured "
+            f"{100 * off:.1f} %.")
+    publish(f"{head}\n\n" + table("model | prompt | setting, tokens | first: measured | stated | later: measured | "
+                                  "stated", lines), options.output, f"speculation-pairs-{options.mode}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""How long a user waits: compiling on the first run, then process start to first text of the demo.
+"""Waiting times of a user: compiling on the first run, then process start to first text of the demo.
 
     python benchmarks/startup.py [--runs N] [--out FILE]
-    python benchmarks/startup.py --beside CHECKOUT [--runs N]     two versions in turns, with their caches as they are
 
 The first part compiles into an empty cache. The second starts `edgeinfer run demo` again and again, each in a process
-of its own, and takes the time from the call that starts the process to the first byte of the story on its output, and
-from the last byte to the process' end.
+of its own, and takes the time from the call that starts the process to the first byte of the story on its output.
+two_versions.py compares the start of two versions.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `python benchmarks/startup.py` in a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality import machine  # noqa: E402
+from benchmarks.harness import machine, row, table
 
 PROMPT = "Once upon a time"
 LIMIT_COMPILE_S, LIMIT_FIRST_TOKEN_S = 30.0, 0.5
@@ -34,7 +32,7 @@ LIMIT_COMPILE_S, LIMIT_FIRST_TOKEN_S = 30.0, 0.5
 
 @dataclass(frozen=True)
 class Startup:
-    """What was measured."""
+    """Measured times."""
 
     kernels: int
     """Kernels compiled on the first run."""
@@ -63,45 +61,17 @@ def command(*arguments: str) -> list[str]:
 
 def first_text_s(environment: Mapping[str, str]) -> float:
     """Seconds from starting the process to the first byte of the story."""
-    return first_and_end_s(environment)[0]
-
-
-def first_and_end_s(environment: Mapping[str, str], checkout: Path = ROOT) -> tuple[float, float]:
-    """Seconds from starting the process to the first byte of the story, and from its last byte to the process' end."""
     run = command("run", "demo", PROMPT, "-n", "2", "--temp", "0", "--no-stats")
     start = time.perf_counter()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(run, cwd=checkout, env=dict(environment), **pipes) as process:
+    with subprocess.Popen(run, cwd=ROOT, env=dict(environment), **pipes) as process:
         assert process.stdout is not None
-        read = process.stdout.fileno()
-        text = os.read(read, 1)
-        first = last = time.perf_counter()
-        while piece := os.read(read, 4096):
-            text, last = text + piece, time.perf_counter()
-        process.wait()
-        end = time.perf_counter()
+        text = os.read(process.stdout.fileno(), 1)
+        first = time.perf_counter()
+        process.stdout.read()
     if process.returncode or not text:
         raise SystemExit(f"edgeinfer run failed with exit code {process.returncode}.")
-    return first - start, end - last
-
-
-def beside(other: Path, runs: int) -> str:
-    """Two checkouts in turns: medians of both, and of the ratios of neighbours."""
-    kept = {key: value for key, value in os.environ.items()
-            if key == "EDGEINFER_CACHE" or not key.startswith(("EDGEINFER_", "PYTHON"))}
-    sides = [(checkout, {**kept, "PYTHONPATH": str(checkout)}) for checkout in (ROOT, other.resolve())]
-    for checkout, environment in sides * 2:  # bytecode and files are in memory afterwards
-        first_and_end_s(environment, checkout)
-    pairs = [[first_and_end_s(environment, checkout) for checkout, environment in sides] for _ in range(runs)]
-    lines = [f"{runs} pairs on {machine()}, load average {os.getloadavg()[0]:.1f}", "",
-             "| | this | other | this / other, median of pairs |", "|---|---|---|---|"]
-    for i, what in enumerate(("process start to first text", "last text to the end")):
-        ours, theirs = ([1000 * pair[side][i] for pair in pairs] for side in (0, 1))
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        cells = [f"{statistics.median(times):.0f} ms ({min(times):.0f} to {max(times):.0f})"
-                 for times in (ours, theirs)]
-        lines.append(f"| {what} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
-    return "\n".join(lines)
+    return first - start
 
 
 def reported(environment: Mapping[str, str]) -> dict[str, float]:
@@ -163,9 +133,8 @@ def report(startup: Startup) -> str:
         ("for comparison: an interpreter that does nothing", spread(startup.bare_python_s)),
         ("Numba imported in a later run", "yes" if startup.numba else "no"),
     )
-    head = f"Measured on {machine()}, {os.cpu_count()} cores, load average {startup.load_average:.1f}."
-    table = ["| what | time |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
-    return "\n".join([head, "", *table]) + "\n"
+    head = f"Measured on {machine()}, load average {startup.load_average:.1f}."
+    return f"{head}\n\n{table('what | time', (row(*each) for each in rows))}\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,11 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile time of the first run, and time to the first token.")
     parser.add_argument("--runs", type=int, default=15, help="later runs to measure")
     parser.add_argument("--out", type=Path, help="write the table to this file instead of printing it")
-    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version, in turns with this one")
     given = parser.parse_args(arguments)
-    if given.beside:
-        print(beside(given.beside, given.runs))
-        return 0
     startup = measure(given.runs)
     table = report(startup)
     if given.out:

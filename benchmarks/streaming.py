@@ -5,7 +5,7 @@
 Both are measured in turns in one process, past the page cache: weights.bin in order by as many reader threads, with
 reads of the same size and nobody waiting for them, and by one thread with os.preadv of 4 MiB; then some tokens.
 Medians of the
-rounds. The speed with all weights in memory is measured first. docs/streaming.md has the outcome.
+rounds. The speed with all weights in memory is measured first. docs/explanation/streaming.md has the outcome.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from storage_reads import kernel_threads, python_threads
+from readers import kernel_threads, python_threads
 
+from edgeinfer.base.process import peak_rss_bytes
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import READ_BYTES, Planner, resolve, stream, to_request
-from edgeinfer.process import peak_rss_bytes
 from edgeinfer.runtime import Session
-from edgeinfer.runtime.stream import READERS
+from edgeinfer.runtime.weights.stream import READERS
 
 CTX = 512
 
@@ -93,11 +93,11 @@ def main() -> None:
                 waited = session.executor.waited_ns
                 took = seconds_per_token(session, asked.tokens)
                 waited = (session.executor.waited_ns - waited) / 1e9 / (asked.tokens + 1) / took
-                gbs = reading.bytes_per_walk / took / 1e9
+                gbs = reading.bytes_per_pass / took / 1e9
                 rounds.append((1000 * took, waited, gbs, alone, single, gbs / alone))
             ms, waited, gbs, alone, single, part = map(statistics.median, zip(*rounds, strict=True))
             print(f"| {layers} | {session.plan.total_bytes / 1e6:.0f} | {(peak_rss_bytes() or 0) / 1e6:.0f} | "
-                  f"{reading.bytes_per_walk / 1e6:.0f} | {ms:.1f} | {waited:.0%} | {gbs:.3f} | {alone:.3f} | "
+                  f"{reading.bytes_per_pass / 1e6:.0f} | {ms:.1f} | {waited:.0%} | {gbs:.3f} | {alone:.3f} | "
                   f"{single:.3f} | {part:.0%} |", flush=True)
 
 

@@ -5,10 +5,10 @@
 One layer of a known shape with keys and values of the context's whole length, in two sessions that take turns: tokens
 with `--attention` and without. Keys are normal, with a part that the 16 of a block have in common, and scaled until
 scores have the standard deviation that is asked for (`--skew`): as many rows then matter as in a trained model. Times
-are those of the records: attention, and what else a layer takes; a token of the whole model is as many layers. Figures
-are medians over rounds and, where other work takes time away from the machine, of the calmest ones. The last line has
-the depth from which on choosing pays: measured, between the depths where the ratio of attention's times passes 1,
-beside what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
+are those of the instructions: attention, and what else a layer takes; a token of the whole model is as many layers.
+Figures are medians over rounds and, where other work takes time away from the machine, of the calmest ones. The last
+line has the depth from which on choosing pays: measured, between the depths where the ratio of attention's times passes
+1, beside what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_depth import one_layer  # noqa: E402
-from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.choosing import SHARED, SKEW  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
-from edgeinfer.converters import SHAPES  # noqa: E402
-from edgeinfer.describe import describe  # noqa: E402
-from edgeinfer.devices import crossover, load_profile, local_profile  # noqa: E402
-from edgeinfer.errors import EdgeInferError  # noqa: E402
-from edgeinfer.kernels import abi  # noqa: E402
-from edgeinfer.memory_planner import default_threads  # noqa: E402
-from edgeinfer.runtime import Session  # noqa: E402
-from edgeinfer.technique import recipe_with  # noqa: E402
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import SHAPES, write_random_bundle
+from edgeinfer.devices import crossover, load_profile, local_profile
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.graph.topn_cost import SHARED, SKEW
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import default_threads
+from edgeinfer.models.describe import describe
+from edgeinfer.registry import recipe_with
+from edgeinfer.runtime import Session
 
 TOKENS = 4
 """Decoded in a round."""
+
+
+def one_layer(shape: str, directory: Path) -> Path:
+    """A bundle with one layer of a shape and a small vocabulary."""
+    path = directory / shape
+    whole = SHAPES[shape]
+    layer = replace(whole, num_hidden_layers=1, windows=whole.windows[:1], vocab_size=512,
+                    max_position_embeddings=1 << 20)
+    write_random_bundle(layer, path)
+    return path
 
 
 class Times(NamedTuple):
@@ -90,8 +97,8 @@ class Run:
 
     def scores(self) -> np.ndarray:
         """Scores that the last token left: (heads, places)."""
-        record = next(r for r in self.session.program.records if r.kernel.startswith("attention_scores"))
-        region, offset = record.operands[5]
+        instruction = next(r for r in self.session.program.instructions if r.kernel.startswith("attention_scores"))
+        region, offset = instruction.operands[5]
         heads, row = self.session.model.num_attention_heads, abi.score_row_bytes(self.session.plan.splits)
         data = self.session.executor.regions[region][offset : offset + heads * row].reshape(heads, row)
         return data[:, : 4 * (self.depth + 1)].view(np.float32)
@@ -99,7 +106,7 @@ class Run:
     def decode(self) -> None:
         """One token, and forget it."""
         self.session.decode([self.sequence], [5])
-        self.session.rewind(self.sequence, self.depth)
+        self.session.rollback(self.sequence, self.depth)
 
     def times(self) -> Times:
         """Of a token, over a few."""
@@ -108,9 +115,9 @@ class Run:
             self.decode()
         spent = self.session.executor.stop_profile()
         sums = {True: 0.0, False: 0.0}
-        for ns, record in zip(spent, self.session.program.records, strict=True):
-            if record.op is not None and record.op.layer is not None:
-                sums[record.kernel.startswith("attention")] += ns / TOKENS / 1e6
+        for ns, instruction in zip(spent, self.session.program.instructions, strict=True):
+            if instruction.op is not None and instruction.op.layer is not None:
+                sums[instruction.kernel.startswith("attention")] += ns / TOKENS / 1e6
         return Times(sums[True], sums[False])
 
     def blocks_read(self) -> float:
@@ -156,7 +163,7 @@ def measure(path: Path, layers: int, depth: int, given: argparse.Namespace) -> d
 
 
 def measured_crossover(found: list[tuple[int, float]]) -> float | None:
-    """Return the depth at which the ratio passes 1, between (depth, ratio) in order; None where it does not."""
+    """Return the depth at which the ratio passes 1, between (depth, ratio) in order; None if it does not."""
     for (before, less), (behind, more) in itertools.pairwise(found):
         if less < 1 <= more:
             return float(before * (behind / before) ** ((1 - less) / (more - less)))
@@ -190,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
             depths, ratios = sorted(map(int, given.d.split(","))), []
             for depth in depths:
                 found = measure(path, SHAPES[given.shape].num_hidden_layers, depth, given)
-                ratios.append(found["attention_ratio"])  # passes 1 where that of a token does, and is surer
+                ratios.append(found["attention_ratio"])  # passes 1 if that of a token does, and is surer
                 print(json.dumps({key: round(value, 4) if isinstance(value, float) else value
                                   for key, value in found.items()}), flush=True)
             print(json.dumps({"crossover": measured_crossover(list(zip(depths, ratios, strict=True))),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import describe, ratios, table
 
 WORKER = """
 import json, resource, sys, time
@@ -99,12 +102,7 @@ class Worker:
 
 def paired(before: Any, after: Any, turns: int) -> tuple[float, float, float]:
     """Time of the one over time of the other, of neighbouring turns: median, lower and upper quartile."""
-    ratios = []
-    for turn in range(turns):
-        first, second = (before, after) if turn % 2 else (after, before)
-        one, other = first(), second()
-        ratios.append(one / other if turn % 2 else other / one)  # before / after, whoever went first
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles(ratios(before, after, turns), n=4)
     return middle, low, high
 
 
@@ -184,9 +182,8 @@ def main() -> None:
             parser.error("--write-only needs --bundles DIR, where the models are to be kept.")
         write_bundles(options)
         return
-    lines = [f"{platform.processor() or platform.machine()}, Python {platform.python_version()}. Ratios are time "
-             "before / time after of neighbouring turns: above 1 is faster now.", "",
-             "| model | instruction set | threads | test | ratio | quartiles | turns |", f"|{'---|' * 7}"]
+    lines = [f"{', '.join(describe().values())}. Ratios are time before / time after of neighbouring turns: above 1 is "
+             "faster now.", "", table("model | instruction set | threads | test | ratio | quartiles | turns", ())]
     cases = [(shape, isa, threads) for shape in options.shape for isa in options.isa or [""]
              for threads in options.threads or [2]]
     if options.starts:

@@ -31,7 +31,7 @@ from unchanged_cases import COMMANDS, DATA_TEXTS, MADE, REQUESTS, STORED, TEXTS,
 VOLATILE = re.compile(r"(_ms|_s|seconds|_per_s|_rss_bytes|io_wait|^budget_bytes|^relative_time|^seed|^direct)$")
 """Names of JSON fields that differ from run to run."""
 PROSE = "(prose) "
-"""Stands before sentences, which may be worded anew."""
+"""Stands before sentences, which may be reworded."""
 
 
 def digest(data: bytes) -> str:
@@ -65,8 +65,8 @@ def logits(bundle: Path, ids: list[int], kv: str, ctx: int | None) -> str:
 
 def models(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, Any]]:
     """Convert every model of the inputs; yields hashes of bundles, and of logits where there are token ids."""
-    from edgeinfer import EdgeInferError
     from edgeinfer.converters import convert
+    from edgeinfer.errors import EdgeInferError
 
     def converted(name: str, source: Path, **options: Any) -> Path:
         path = work / "bundles" / re.sub(r"\W", "-", name)
@@ -94,7 +94,7 @@ def models(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, A
 
 def opened_texts(name: str, model: Path | str, opening: dict[str, Any], prompt: str) -> Iterator[tuple[str, Any]]:
     """Yield text, and a hash of tokens and log-probabilities, of each request to a model opened one way."""
-    from edgeinfer import LLM
+    from edgeinfer.llm.api import LLM
 
     opening = {"ctx": 512, "speculate": "off", **opening}
     if "budget" in opening:

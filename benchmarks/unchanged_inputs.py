@@ -19,12 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from edgeinfer.converters.gguf_types import BY_NAME  # noqa: E402
-from edgeinfer.graph import read_config  # noqa: E402
-from tests import golden_cases, test_gguf_families, test_latent, test_smallthinker  # noqa: E402
-from tests.checkpoints import make_checkpoint  # noqa: E402
-from tests.gguf_files import OF_256, sizes_for, write_gguf  # noqa: E402
-from tests.packers import FORMS, make_packed  # noqa: E402
+from edgeinfer.converters.gguf.types import BY_NAME
+from edgeinfer.graph import read_config
+from tests.helpers import golden_cases
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.gguf_files import OF_256, sizes_for, write_gguf
+from tests.helpers.packers import FORMS, make_packed
+from tests.models import test_gguf_families, test_latent, test_smallthinker
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
           "num_key_value_heads": 4, "max_position_embeddings": 1024, "torch_dtype": "float16"}

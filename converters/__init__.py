@@ -2,26 +2,26 @@
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .apart import convert_apart
-    from .checkpoint import Checkpoint
+    from .checkpoint.directory import Checkpoint
+    from .checkpoint.json_file import read_json
     from .conversion import convert, open_checkpoint
-    from .folders import Found, models_below
-    from .gguf_describe import FileDescription, check_tokenizer, describe_gguf, gguf_purpose, gguf_structure
-    from .gguf_file import gguf_origin, gguf_parts, is_gguf, read_headers
-    from .gguf_header import GgufHeader, PassedOver
-    from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
-    from .hub import fetch, fetch_config
-    from .hub_files import cached_gguf, fetch_gguf, gguf_type
-    from .json_file import read_json
-    from .ollama import ollama_file
-    from .packed_describe import describe_packed
-    from .random_bundle import SHAPES, write_random_bundle
-    from .random_neurons import Sparsity
+    from .gguf.describe import FileDescription, check_tokenizer, describe_gguf, gguf_purpose, gguf_structure
+    from .gguf.file import gguf_origin, gguf_parts, is_gguf, read_headers
+    from .gguf.header import GgufHeader, PassedOver
+    from .gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
+    from .hub.download import fetch, fetch_config
+    from .hub.gguf_files import cached_gguf, fetch_gguf, gguf_type
+    from .quantized.describe import describe_packed
     from .report import ConversionReport, TensorReport
-    from .stores import find_models, lm_studio_folders, ollama_models
+    from .stores.find import find_models, lm_studio_folders, ollama_models
+    from .stores.ollama import ollama_file
+    from .stores.scan import Found, models_below
+    from .subprocess import convert_apart
+    from .synthetic.random_bundle import SHAPES, write_random_bundle
+    from .synthetic.random_neurons import Sparsity
 
 __all__ = ["SHAPES", "Checkpoint", "ConversionReport", "FileDescription", "Found", "GgufHeader", "GgufTokenizer",
            "PassedOver", "Sparsity", "TensorReport", "cached_gguf", "check_tokenizer", "convert", "convert_apart",
@@ -30,15 +30,16 @@ __all__ = ["SHAPES", "Checkpoint", "ConversionReport", "FileDescription", "Found
            "ollama_file", "ollama_models", "open_checkpoint",
            "read_gguf_tokenizer", "read_headers", "read_json", "write_random_bundle"]
 __getattr__ = lazily(__name__, {
-    "apart": "convert_apart", "checkpoint": "Checkpoint", "json_file": "read_json",
-    "conversion": "convert open_checkpoint", "hub": "fetch fetch_config",
-    "hub_files": "cached_gguf fetch_gguf gguf_type",
-    "folders": "Found models_below", "stores": "find_models lm_studio_folders ollama_models", "ollama": "ollama_file",
-    "gguf_file": "GgufHeader PassedOver gguf_origin gguf_parts is_gguf read_headers",
-    "gguf_describe": "FileDescription check_tokenizer describe_gguf gguf_purpose gguf_structure",
-    "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer",
-    "packed_describe": "describe_packed",
-    "random_bundle": "SHAPES write_random_bundle",
-    "random_neurons": "Sparsity",
+    "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint", "checkpoint.json_file": "read_json",
+    "conversion": "convert open_checkpoint", "hub.download": "fetch fetch_config",
+    "hub.gguf_files": "cached_gguf fetch_gguf gguf_type",
+    "stores.scan": "Found models_below", "stores.find": "find_models lm_studio_folders ollama_models",
+    "stores.ollama": "ollama_file",
+    "gguf.file": "GgufHeader PassedOver gguf_origin gguf_parts is_gguf read_headers",
+    "gguf.describe": "FileDescription check_tokenizer describe_gguf gguf_purpose gguf_structure",
+    "gguf.tokenizer": "GgufTokenizer read_gguf_tokenizer",
+    "quantized.describe": "describe_packed",
+    "synthetic.random_bundle": "SHAPES write_random_bundle",
+    "synthetic.random_neurons": "Sparsity",
     "report": "ConversionReport TensorReport",
 })

@@ -1,4 +1,4 @@
-"""A weight's rows in stored order, from those of its sources, block by block: whatever a row consists of."""
+"""Rows of a weight in stored order, assembled from its sources, block by block."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def block_of(weight: Weight, start: int, stop: int, width: int, dtype: type, rea
 
 
 def _in_turn(weight: Weight) -> int:
-    """How many sources alternate by tiles of 16 rows."""
+    """Return the number of sources that alternate by tiles of 16 rows."""
     return {"interleave16": len(weight.sources), "stacked_pairs16": 2}.get(weight.combine, 1)
 
 

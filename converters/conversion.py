@@ -10,28 +10,28 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.process import say
+from edgeinfer.base.progress import Counted
+from edgeinfer.base.units import format_size
 from edgeinfer.bundle import BundleWriter, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
-from edgeinfer.graph import Graph, Weight, WeightType, is_quantised, requested_types
-from edgeinfer.process import say
-from edgeinfer.progress import Counted
-from edgeinfer.quant import layouts, quantise
+from edgeinfer.graph import Graph, Weight, is_quantised, requested_types
+from edgeinfer.quant import WeightType, layouts, quantise
 from edgeinfer.rules import CONVERSION, plain
-from edgeinfer.sizes import format_size
 from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .assembly import assembled
-from .checkpoint import Checkpoint, checkpoint_fields
-from .gguf_checkpoint import GgufCheckpoint
-from .gguf_file import is_gguf
-from .json_file import CONFIG_FILE
-from .packed_checkpoint import PackedCheckpoint
+from .checkpoint.directory import Checkpoint, checkpoint_fields
+from .checkpoint.json_file import CONFIG_FILE
+from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
+from .gguf.checkpoint import GgufCheckpoint
+from .gguf.file import is_gguf
+from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
-from .sources import BLOCK_WEIGHTS, SourceReader
 
 F16_MAX = 65504.0
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
-"""How fast weights are taken as they are, searched scales for, and rounded or widened."""
+"""Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
 ENTRY_BYTES = 1024
 """Room asked for per tensor and file, for its line in the header and the rest of its last block on the disk."""
 
@@ -135,7 +135,7 @@ def convert(
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open what holds a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
+    """Open a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
     path = Path(path)
     if path.is_file() and is_gguf(path):
         return GgufCheckpoint.open(path)
@@ -144,7 +144,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _named(checkpoint: Checkpoint, origin: str) -> str:
-    """What a bundle says it was made of: the model's own name, and where that was found."""
+    """Return the source that a bundle records: the model's own name, and where it was found."""
     own = checkpoint.label
     return f"{own}, from {origin}" if origin and own not in origin and checkpoint.says != CONFIG_FILE else origin or own
 
@@ -156,7 +156,7 @@ def _outlook(source: str | Path, destination: str | Path, read_bytes: int, nbyte
 
 
 def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
-    """About how long a conversion takes, by what one did on two shared cores of Zen 3."""
+    """Estimate the duration of a conversion, from one on two shared cores of Zen 3."""
     seconds = 0.0
     for weight in graph.weights:
         stored = graph.types[weight.name]
@@ -168,7 +168,7 @@ def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
 
 
 def _told_once(destination: str | Path) -> Callable[[], None]:
-    """What to call while another process writes the destination: it says so, once."""
+    """Return a callback for while another process writes the destination; it reports that once."""
     told: list[str] = []
 
     def waiting() -> None:

@@ -1,11 +1,11 @@
-"""Which sources of a weight are stored together, where they come in several types."""
+"""Grouping of a weight's sources that come in several types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from edgeinfer.graph import Source, Weight, WeightType
-from edgeinfer.quant import TILE_ROWS
+from edgeinfer.graph import Source, Weight
+from edgeinfer.quant import TILE_ROWS, WeightType
 
 Stored = Callable[[list[Source]], WeightType]
 """The smallest type that holds sources together."""

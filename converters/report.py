@@ -1,13 +1,14 @@
-"""What a conversion did to the weights."""
+"""Report on the weights of a conversion."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.quant import TYPES, quantise
 
-from . import gguf_types, packed_kinds
+from .gguf import types
+from .quantized import kinds as packed_kinds
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are not quantised."""
@@ -22,13 +23,13 @@ class TensorReport:
     nbytes: int
     """Bytes in the bundle."""
     errors: quantise.ErrorSums
-    """Of what conversion itself rounded."""
+    """Error of conversion's own rounding."""
     file_types: tuple[str, ...] = ()
     """Of a GGUF file: the types of the tensors that it is made of."""
     exact: bool = False
     """Whether every value is that of the file."""
     moved: bool = False
-    """Whether codes are those of the file; what is not exact then are scales, or codes that no product can take."""
+    """Whether codes are those of the file; the inexact rest are scales, or codes that no product can take."""
 
     @property
     def was_quantised(self) -> bool:
@@ -58,7 +59,7 @@ class ConversionReport:
     seconds: float
     tensors: tuple[TensorReport, ...]
     remarks: tuple[str, ...] = ()
-    """Sentences about what was left out or missing."""
+    """Sentences about omitted or missing parts."""
 
     @property
     def rounded(self) -> tuple[TensorReport, ...]:
@@ -72,17 +73,17 @@ class ConversionReport:
         if not again:
             return ""
         errors = {kind: own_error(kind) for tensor in again for kind in tensor.file_types if kind not in FLOATS}
-        none = sorted(errors.keys() & set(gguf_types.INEXACT))
+        none = sorted(errors.keys() & set(types.INEXACT))
         why = f", since no type here has the levels of {', '.join(none)}" if none else ""
         own = ", ".join(f"{kind} {error:.1e}" if error else f"{kind} unknown" for kind, error in sorted(errors.items()))
         first, second = max(errors.values()), max(tensor.relative_error for tensor in again)
-        return (f"{len(again)} of {len(self.tensors)} tensors were quantised anew{why}: what the file's own types lose "
+        return (f"{len(again)} of {len(self.tensors)} tensors were requantised{why}: what the file's own types lose "
                 f"is typically ({own}), this step added up to {second:.1e}, which together is about "
                 f"{first + second:.1e}; {sum(tensor.exact for tensor in self.tensors)} are as in the file.")
 
     @property
     def nearly(self) -> str:
-        """A sentence on quantised tensors that are not exact and not quantised anew; empty for none."""
+        """A sentence on quantised tensors that are not exact and not requantised; empty for none."""
         told = []
         widened = [t for t in self.rounded if t.was_quantised and not TYPES[t.dtype].quantised]
         if widened:
@@ -99,7 +100,7 @@ class ConversionReport:
 
     @property
     def worst(self) -> TensorReport | None:
-        """The tensor with the largest relative error; None where nothing was rounded."""
+        """The tensor with the largest relative error; None if nothing was rounded."""
         return max(self.rounded, key=lambda tensor: tensor.relative_error, default=None)
 
     @property
@@ -115,5 +116,5 @@ class ConversionReport:
 
 
 def own_error(kind: str) -> float:
-    """What a type of a file typically loses, 0 where that is not known or nothing."""
-    return gguf_types.OWN_ERROR.get(kind) or packed_kinds.own_error(kind)
+    """Return the typical error of a file's type; 0 if it is not known or there is none."""
+    return types.OWN_ERROR.get(kind) or packed_kinds.own_error(kind)

@@ -1,12 +1,12 @@
-"""edgeinfer.devices: what a machine can do.
+"""edgeinfer.devices: capabilities of machines.
 
 Profiles of devices (memory, bandwidth, instruction sets, storage), those of the probe included, and the estimator of
-tokens per second over a plain record of traffic. It knows no model.
+tokens per second over a plain object of traffic. It knows no model.
 """
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         local_path,
         local_profile,
         machine_name,
+        processor_name,
         processor_of,
         profile_table,
         profiles,
@@ -45,7 +46,7 @@ __all__ = [
     "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes",
     "constants_of", "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile",
     "learn", "load_profile", "local_path", "local_profile", "machine_name",
-    "may_learn", "parse_profile", "processor_of", "profile_table",
+    "may_learn", "parse_profile", "processor_name", "processor_of", "profile_table",
     "profiles", "relative_time", "save_profile", "served", "smallest_row", "solve_constants", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
@@ -58,6 +59,7 @@ __getattr__ = lazily(__name__, {
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
     "gpus": "SERVED gpu_profile served",
-    "store": "load_profile local_path local_profile machine_name processor_of profile_table profiles save_profile",
+    "store": "load_profile local_path local_profile machine_name processor_name processor_of profile_table profiles "
+             "save_profile",
     "traffic": "Traffic",
 })

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ LAYERS = 32
 """Layers that t0_ms is stated for."""
 ROUNDS = 20
 SAME = 3e-5
-"""Smallest singular value, over the largest, of columns that can be told apart."""
+"""Smallest singular value, relative to the largest, of distinguishable columns."""
 SHARES = (0.02, 1.0)
 """Shares that are believed: nothing is read or multiplied faster than the machine reads or multiplies."""
 SLACK = 1.1
@@ -48,7 +48,7 @@ class DecodeRun:
     seconds: float
     """Per token."""
     bandwidth_gbs: float
-    """What all threads read at that moment."""
+    """Bandwidth of all threads at that moment."""
     attention_operations: float = 0.0
     """Per token; the mean over the tokens that were timed."""
 
@@ -84,7 +84,7 @@ Run = TypeVar("Run", DecodeRun, PromptRun)
 
 
 def contradictions(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> list[str]:
-    """Return in what runs contradict the readings beside them, or these each other; empty where they can be believed.
+    """Return in what runs contradict the readings beside them, or these each other; empty if they can be believed.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def believable(runs: Sequence[Run]) -> list[Run]:
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
     """Return f_w, f_kv, attention_ms, token_ms, t0_ms, mfu, mfu_attention, activation_cost, as far as runs show.
 
-    Where they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
+    If they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
 
     Raises
     ------

@@ -7,18 +7,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 
 from .profile import DeviceProfile
 from .store import read_toml
 
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
-"""Half-width of the 80 % band where the constants come from runs of this machine: of decoding, and of prompts."""
+"""Half-width of the 80 % band if the constants come from runs of this machine: of decoding, and of prompts."""
 MEDIAN_TO_BAND, WIDEST = 1.9, 0.6
 """80 % of normal errors are within so many times their median; and no band says more than this."""
 OWN_ERROR = 0.25
-"""The same where the profile says how fast decoding was seen on this device: other models and programs differ."""
+"""The same if the profile has a decoding speed observed on this device: other models and programs differ."""
 
 
 NO_CONSTANTS = "constants"
@@ -34,7 +34,7 @@ class Constants:
     t0_ms: float = 0.0
     """Fixed time of a token, for 32 layers."""
     token_ms: float = 0.0
-    """Fixed time of a token beside that: what Python and the sampling of a token take, whatever the model."""
+    """Additional fixed time of a token: Python and sampling, independent of the model."""
     sequence_ms: float = 0.0
     """The same for each sequence of a step."""
     f_kv: float = 1.0
@@ -48,9 +48,9 @@ class Constants:
     activation_cost: float = 0.0
     """Operations of the peak that take as long as the work on one value between the matrices of a prompt."""
     program: str = "some program"
-    """Whose speed the constants give."""
+    """Program whose speed the constants describe."""
     peak: str = "int8"
-    """Which peak mfu refers to: int8 or f32."""
+    """Peak that mfu refers to: int8 or f32."""
     error: float = 0.0
     prefill_error: float = 0.0
     basis: str = UNKNOWN
@@ -113,5 +113,5 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
 
 
 def _calibrated_error(profile: DeviceProfile, figure: str, least: float) -> float:
-    """The band of a calibrated machine, wider where the probe's own runs disagreed because others used the machine."""
+    """Return the band of a calibrated machine, wider if other users' load made the probe's own runs disagree."""
     return min(max(least, MEDIAN_TO_BAND * profile.figures.get(figure, 0.0)), WIDEST)

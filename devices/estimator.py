@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .device_classes import Constants, constants_of
@@ -30,22 +30,25 @@ LAYERS = 32
 
 
 KEYS_ALONE, VALUES_APART = 0.05, 0.6
-"""How much longer it takes to read K alone, and blocks of V that are chosen, than to read both planes one after the
-other: shares, fitted as `SCORES` to ratios of benchmarks/topn_speed.py (docs/long-context.md). How many blocks these
-are is an assumption of its own (edgeinfer.choosing). What attention computes is counted as if nothing were left out:
-the products with V are the cheaper ones."""
+"""Additional time of reading K alone, and of reading selected blocks of V, over reading both planes in sequence.
+
+Shares, fitted like `SCORES` to ratios of benchmarks/topn_speed.py (docs/explanation/long-context.md). The number of
+blocks is an assumption of its own (edgeinfer.graph.topn_cost). The arithmetic of attention is counted as if nothing
+were omitted: the products with V are the cheaper ones.
+"""
 SCORES, SCORES_OF_TOP = 0.3, 0.5
-"""What part of the time of memory scores cost, most of which stay in a cache: for a share of the largest, and where a
-number of them is looked for, again and again."""
+"""Cost of scores, most of which stay in a cache, as a share of the memory time: for a share of the largest weight, and
+for a number of rows, which takes repeated searches.
+"""
 CHOOSING_MS = 0.01
-"""Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
+"""Time of a layer that selects rows of V, beside its reading and writing."""
 DRAFT_SHARE = 0.1
-"""Assumed time of drafting a token, as a share of a token of the model, where nobody says."""
+"""Assumed time of drafting a token, as a share of a token of the model, unless given."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What to expect of a device. Times are milliseconds; low and high hold 80 % of what is measured."""
+    """Predicted speed on a device. Times are milliseconds; low and high hold 80 % of measurements."""
 
     decode_tok_per_s: float
     low: float
@@ -56,7 +59,7 @@ class Estimate:
     peak_tok_per_s: float | None
     """The same at the vendor's peak of the memory, or of its fastest version: no speed and no band is above."""
     prefill_tok_per_s: float | None
-    """None where the device's peak is not known."""
+    """None if the device's peak is not known."""
     prefill_low: float | None
     prefill_high: float | None
     ttft_ms: float | None
@@ -71,15 +74,15 @@ class Estimate:
     error: float
     """Half-width of the decode band as a share."""
     error_source: str
-    """Where the band comes from."""
+    """Origin of the band."""
     depth: int
     prompt: int
     sequences: int
     """That decode together; tokens per second are those of all."""
     program: str
-    """Whose speed it is."""
+    """Program whose speed it is."""
     unit: str
-    """What that program runs on: cpu, gpu or npu; `unit_words` for people."""
+    """Unit that the program runs on: cpu, gpu or npu; `unit_words` for people."""
     unit_words: str
     others: Mapping[str, float]
     """Tokens per second with other programs, and on other versions of the device, by what is different; the band
@@ -158,7 +161,7 @@ def estimate(
 
 
 def _others(profile: DeviceProfile) -> Iterator[tuple[str, DeviceProfile]]:
-    """Yield the device with other programs, and its other versions, by what is different."""
+    """Yield the device with other programs, and its other versions, by their difference."""
     for name, gbs in profile.programs.items():
         if gbs != profile.effective_gbs:
             yield name, replace(profile, effective_gbs=gbs)
@@ -168,14 +171,14 @@ def _others(profile: DeviceProfile) -> Iterator[tuple[str, DeviceProfile]]:
 
 
 def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -> str:
-    """Where the band comes from, and what it was widened for."""
+    """Describe the origin of the band, and the speeds that it was widened for."""
     beyond = [name for name, other in others.items() if abs(other / speed - 1) > constants.error]
     said = [name if name.startswith(("with ", "on ")) else f"with {name}" for name in beyond]
     return constants.error_source + (f"; it reaches to the speed {' and '.join(said)}" if said else "")
 
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
-    """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None where none does."""
+    """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None if none does."""
     constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0, choosing=None)
 
     def pays(depth: int) -> bool:
@@ -240,7 +243,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
 def prefill_terms(
     profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int, prompt: int, computed: float = 1.0
 ) -> dict[str, float]:
-    """Milliseconds of a prompt of which a share is computed, by cause; empty where the device's peak or the model's
+    """Milliseconds of a prompt of which a share is computed, by cause; empty if the device's peak or the model's
     operations are not known."""
     peak = peak_of(profile, constants)
     if not peak or not traffic.operations:

@@ -1,6 +1,6 @@
 """GPUs as edgeinfer uses them, through onnxruntime's CUDA provider: published figures with constants of their own.
 
-The constants are assumptions until a GPU has measured them (classes.toml, docs/onnx.md).
+The constants are assumptions until a GPU has measured them (classes.toml, docs/explanation/onnx.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def served(profile: DeviceProfile) -> DeviceProfile | None:
 
 
 def gpu_profile(name: str) -> DeviceProfile | None:
-    """Return the GPU that NVIDIA's driver calls so, as `served` does; None where there is no profile of it."""
+    """Return the GPU that NVIDIA's driver calls so, as `served` does; None if there is no profile of it."""
     try:
         return served(load_profile(name))
     except (UsageError, ProfileError):

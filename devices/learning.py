@@ -1,7 +1,7 @@
 """The local profile learns: runs of this machine, kept beside its profile, from which its constants are solved again.
 
 The probe's own constants take part as a few runs that they would predict, so a handful of runs of one model bends
-them but cannot tear them apart; the more runs there are, the less they count. A new probe starts anew.
+them but cannot tear them apart; the more runs there are, the less they count. A new probe starts over.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.files import open_plain, replacement
+from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.files import open_plain, replacement
-from edgeinfer.json_text import parse_json
 
 from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
 from .device_classes import Constants, constants_of
@@ -47,7 +47,7 @@ Run = TypeVar("Run", DecodeRun, PromptRun)
 
 @dataclass
 class _Runs:
-    """What the file holds."""
+    """Contents of the file."""
 
     probe: str | None
     """When the profile was probed that the runs belong to."""
@@ -76,7 +76,7 @@ def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceP
     Returns
     -------
     DeviceProfile or None
-        The new profile; None where nothing was learned.
+        The new profile; None if nothing was learned.
     """
     if not may_learn():
         return None
@@ -119,7 +119,7 @@ def with_runs(
 
 
 def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeRun], list[PromptRun]]:
-    """Runs that would take exactly what constants predict."""
+    """Make runs that take exactly the time that constants predict."""
     decodes, prompts = [], []
     peak = profile.int8_peak_gops or 1.0
     for layers, weights, kv, matrices, attention, values in TYPICAL:
@@ -133,7 +133,7 @@ def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeR
 
 
 def decode_seconds(run: DecodeRun, constants: Constants) -> float:
-    """What constants predict for a token, with the bandwidth of the moment."""
+    """Predict the time of a token from constants, with the bandwidth of the moment."""
     bandwidth = run.bandwidth_gbs * 1e9
     return ((constants.token_ms + constants.t0_ms * run.layers / LAYERS) / 1e3
             + run.weight_bytes / (constants.f_w * bandwidth) + run.kv_bytes / (constants.f_kv * bandwidth)
@@ -141,7 +141,7 @@ def decode_seconds(run: DecodeRun, constants: Constants) -> float:
 
 
 def prompt_seconds(run: PromptRun, constants: Constants) -> float:
-    """What constants predict for a prompt, with the peak of the moment."""
+    """Predict the time of a prompt from constants, with the peak of the moment."""
     peak = run.int8_peak_gops * 1e9
     return ((constants.token_ms + constants.t0_ms * run.layers / LAYERS) / 1e3 + run.operations / (constants.mfu * peak)
             + run.attention_operations / (constants.mfu_attention * peak)
@@ -151,7 +151,7 @@ def prompt_seconds(run: PromptRun, constants: Constants) -> float:
 def fit_errors(
     constants: Mapping[str, Any], decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]
 ) -> dict[str, float]:
-    """How far constants are off on runs: median relative errors, `decode_error` and `prompt_error`."""
+    """Return the errors of constants on runs: median relative errors, `decode_error` and `prompt_error`."""
     known = Constants(**constants)
     return {"decode_error": statistics.median(abs(decode_seconds(run, known) / run.seconds - 1) for run in decodes),
             "prompt_error": statistics.median(abs(prompt_seconds(run, known) / run.seconds - 1) for run in prompts)}

@@ -1,8 +1,8 @@
-"""Which device is meant by a name as people type it, and how much memory they say that it has.
+"""Lookup of devices by the names that people type, and of the amount of memory in such a name.
 
-A name is cut into words and numbers; makers, cases and other words that tell no two devices apart are left out, and so
-is an amount of memory. What remains must be the same: another number, or one more word ("4090 laptop"), is another
-device, and nothing is guessed.
+A name is cut into words and numbers; makers, cases and other words that do not distinguish devices are left out, and so
+is an amount of memory. The rest must match exactly: another number, or one more word ("4090 laptop"), is another
+device, and nothing is drafted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .profile import DeviceProfile
@@ -23,15 +23,15 @@ _SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)|mac (?:mini|studio|pro)|macbook|i ?mac|i ?pad (?:air|pro)|mini|studio|"
                     r"developer kit|dev kit|founders edition|graphics card|model b)\b")
-"""What a device is built into."""
+"""Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor".split())
 """Words that tell no two devices apart."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
-"""What a program's language runs on; else the processor."""
+"""Units that a program's language runs on; else the processor."""
 Key = tuple[str, ...]
 MOST_CHARACTERS = 200
-"""Of a name; what is longer is none."""
+"""Length limit of a name."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def with_memory(profile: DeviceProfile, stated: int) -> DeviceProfile:
 
 
 def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
-    """Return a hint for a name that is no device's: near spellings, else those of its kind, which are others."""
+    """Return a hint for a name that is not a device's: near spellings, else those of its kind, which are others."""
     words = {" ".join(key): name for key, name in known.items() if len(key) > 1}
     near = difflib.get_close_matches(" ".join(typed.key), words, n=8, cutoff=0.6)
     same = [words[word] for word in near if _same_spelt_otherwise(word.split(), typed.key)]
@@ -118,7 +118,7 @@ def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
 
 
 def _same_spelt_otherwise(words: list[str], typed: Key) -> bool:
-    """Whether two names have the same numbers, and letters that differ by a slip: 4090 laptop is no rtx 4090."""
+    """Whether two names have the same numbers, and letters that differ by a slip: 4090 laptop is not an rtx 4090."""
     letters = ["".join(word for word in name if not word[0].isdigit()) for name in (words, typed)]
     return _numbers(words) == _numbers(typed) and difflib.SequenceMatcher(None, letters[0], letters[1]).ratio() > 0.6
 

@@ -1,8 +1,8 @@
-"""What an FFN stored neuron by neuron costs, by the share of its neurons that are computed; which way of it is fastest.
+"""Cost of an FFN stored neuron by neuron, by the share of its neurons that are computed, and its fastest mode.
 
-Times are multiples of that of the same FFN in tiles, dense. Bytes that are read come at a share of the speed at which
-tiles do; the share grows with the density, because neighbours among the chosen rows are read as a stream. The probe
-measures these shares with the kernels themselves; other devices take the default, which docs/neuron.md has.
+Times are multiples of the time of the same FFN in tiles, dense. Bytes are read at a share of the speed of tiles; the
+share grows with the density, because neighbours among the selected rows are read as a stream. The probe measures these
+shares with the kernels themselves; other devices take the default, which docs/explanation/neuron.md has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASKED_SHARE, GATES_SHARE, DENSE_SHARE = "neuron_masked_share", "neuron_gates_sh
 """Names of the curves and the figure in a profile: speed of what is read as a share of that of tiles, by neurons in
 a thousand: of whole neurons that a mask chooses; of all gates with the pairs of those that live; of all neurons."""
 PER_MILLE = (20, 50, 100, 200, 500, 1000)
-"""Where the curves are measured."""
+"""Densities at which the curves are measured."""
 DEFAULT_CURVES = {
     MASKED_SHARE: Curve(((20, 0.30), (50, 0.43), (100, 0.52), (200, 0.61), (500, 0.68), (1000, 0.79))),
     GATES_SHARE: Curve(((20, 0.82), (50, 0.82), (100, 0.82), (200, 0.78), (500, 0.74), (1000, 0.80))),

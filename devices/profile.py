@@ -1,4 +1,4 @@
-"""What is known of a device: memory, bandwidth, cores, storage, and where each figure comes from."""
+"""Profile of a device: memory, bandwidth, cores, storage, and the source of each figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any, NoReturn
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import ProfileError
 
 CLASSES = (
@@ -23,7 +23,7 @@ ISAS = (
     "generic", "avx2", "avxvnni", "avx512vnni", "neon", "neon_dotprod", "neon_i8mm", "cuda", "metal", "vulkan", "sycl",
     "npu",
 )
-"""edgeinfer's instruction sets, and what other devices are programmed with."""
+"""edgeinfer's instruction sets, and the programming interfaces of other devices."""
 OWN_MEMORY = ("cuda-consumer", "cuda-datacentre", "cuda-onnxruntime")
 """Classes of cards, on whose memory no system runs."""
 SYSTEM_BYTES = 1 << 30
@@ -67,10 +67,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A device. Figures that nobody published or measured are None."""
+    """A device. Figures that were neither published nor measured are None."""
 
     name: str
-    """What ``--device`` takes."""
+    """Name that ``--machine`` takes."""
     title: str
     """Its name for people."""
     device_class: str
@@ -78,9 +78,9 @@ class DeviceProfile:
     memory_bytes: int
     """Largest common capacity."""
     bandwidth_gbs: float
-    """Vendor's peak of the memory; in a probed profile what all threads read."""
+    """Vendor's peak of the memory; in a probed profile the measured bandwidth of all threads."""
     effective_gbs: float | None
-    """What decoding was seen to draw, weights and KV cache together."""
+    """Bandwidth observed while decoding, weights and KV cache together."""
     cores: int
     """Processor cores, or the vendor's count of a GPU's multiprocessors."""
     isa: str
@@ -100,7 +100,7 @@ class DeviceProfile:
     constants: Mapping[str, float] = field(default_factory=dict)
     """Values of CONSTANTS that differ from those of the class."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where a field's figure is from, by field; a constant's by its name."""
+    """Source of each field's figure, by field; that of a constant by its name."""
     measured: str | None = None
     """When it was probed, as an ISO date and time; None for published profiles."""
     machine: str | None = None
@@ -112,10 +112,11 @@ class DeviceProfile:
     aliases: tuple[str, ...] = ()
     """Other names that it goes by, for example in published tables."""
     memory_gib: tuple[int, ...] = ()
-    """Capacities that it exists with, in GiB; none where whoever builds it chooses."""
+    """Capacities in which it is sold, in GiB; none if its builder chooses."""
     programs: Mapping[str, float] = field(default_factory=dict)
-    """What decoding was seen to draw by program, in GB/s, where several were measured; that of effective_gbs is among
-    them."""
+    """Bandwidth observed while decoding, by program, in GB/s, if several were measured; that of effective_gbs is among
+    them.
+    """
     versions: Mapping[str, float] = field(default_factory=dict)
     """Vendor's peak of the memory, in GB/s, of versions that share its name, by what is different."""
 

@@ -1,13 +1,13 @@
-"""What scattered reads cost: the share of the bandwidth by chunk size, and from where on a sparse network pays.
+"""Cost of scattered reads: the share of the bandwidth by chunk size, and the break-even of a sparse network.
 
 A sparse feed-forward network reads `active_share` of its rows, each of `row_bytes`, at `e` of the sequential bandwidth.
-It beats the dense one when active_share / e < 1, that is when the share of rows that are zero exceeds 1 - e. Predicting
-which rows are needed costs time of its own, which is not counted here.
+It is faster than the dense one if active_share / e < 1, that is if the share of zero rows exceeds 1 - e. The time of
+predicting which rows are needed is not counted here.
 """
 
 from __future__ import annotations
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .profile import DeviceProfile
@@ -15,7 +15,7 @@ from .profile import DeviceProfile
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where a sparse feed-forward network is as fast as a dense one on a device."""
+    """Point at which a sparse feed-forward network is as fast as a dense one on a device."""
 
     row_bytes: float
     efficiency: float
@@ -51,7 +51,7 @@ def break_even(profile: DeviceProfile, row_bytes: float) -> BreakEven:
 
 
 def smallest_row(profile: DeviceProfile, sparsity: float) -> int | None:
-    """Return the smallest measured chunk from which on a sparsity pays; None where no chunk of the curve does.
+    """Return the smallest measured chunk from which on a sparsity pays; None if no chunk of the curve does.
 
     Raises
     ------

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.cache import cache_root, make_directories
+from edgeinfer.base.cache_dir import cache_root, make_directories
+from edgeinfer.base.files import open_plain, replacement
+from edgeinfer.base.strict_json import check_depth
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
-from edgeinfer.files import open_plain, replacement
-from edgeinfer.json_text import check_depth
 
 from .names import Key, keys_of, nearest, taken_apart, unit_of, with_memory
 from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
@@ -57,7 +57,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     UsageError
         There is no such name or file, the device does not exist with that memory, or this machine was not probed.
     ProfileError
-        The file is no valid profile.
+        The file is not a valid profile.
     """
     text = str(name_or_path)
     if text.lower() == LOCAL:
@@ -92,7 +92,7 @@ def processor_of(profile: DeviceProfile) -> DeviceProfile | None:
 
 
 def local_path() -> Path:
-    """Where this machine's profile lies; other machines that share the directory have other names."""
+    """Return the path of this machine's profile; machines that share the directory have other names."""
     key = hashlib.sha256(machine_name().encode()).hexdigest()[:12]
     return cache_root() / "devices" / f"local-{key}.toml"
 
@@ -104,8 +104,7 @@ def machine_name() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 0
     # Rounded up: firmware keeps some of the memory for itself, and how much changes with updates.
     gib = math.ceil(memory / 2**30)
-    processor = "".join(letter if letter.isprintable() else " " for letter in _processor())
-    return f"{processor}, {os.cpu_count()} logical processors, {gib} GiB, {platform.system()}"
+    return f"{processor_name()}, {os.cpu_count()} logical processors, {gib} GiB, {platform.system()}"
 
 
 def save_profile(profile: DeviceProfile, path: Path) -> None:
@@ -178,7 +177,7 @@ def _from_file(path: Path, name: str) -> DeviceProfile:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises `ProfileError`: it cannot be read, is no TOML, or is longer than 1 MiB."""
+    """Parse a TOML file. Raises `ProfileError`: it cannot be read, is not valid TOML, or is longer than 1 MiB."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -194,7 +193,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        raise ProfileError(f"{path} is no TOML file: {error}; mend it, or probe again.") from error
+        raise ProfileError(f"{path} is not a TOML file: {error}; mend it, or probe again.") from error
 
 
 def _not_probed() -> DeviceProfile:
@@ -202,6 +201,11 @@ def _not_probed() -> DeviceProfile:
     hint = f" ({len(others)} of other machines lie in {others[0].parent})" if others else ""
     raise UsageError(f"This machine ({machine_name()}) has no profile{hint}; measure it with "
                      "'edgeinfer devices --probe'.")
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor, without control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in _processor())
 
 
 def _processor() -> str:
@@ -225,7 +229,7 @@ def _processor() -> str:
 
 
 def _mac_processor() -> str:
-    """Name of a Mac's chip, such as "Apple M2 Pro"; empty where the system does not say."""
+    """Name of a Mac's chip, such as "Apple M2 Pro"; empty if the system does not say."""
     import subprocess
 
     try:

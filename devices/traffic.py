@@ -1,7 +1,7 @@
-"""What a model asks of a machine, in plain numbers: bytes and operations, per token and per position of context.
+"""Demands of a model on a machine, in plain numbers: bytes and operations, per token and per position of context.
 
-The estimator reads only this record; it knows no model. Who describes a model (a bundle, a config.json, a shape) fills
-it in. Per position means: for each token of context that a new token looks back at, all layers together.
+The estimator reads only this object; it knows no model. A description of a model (a bundle, a config.json, a shape)
+fills it in. Per position means: for each token of context that a new token attends to, all layers together.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from edgeinfer.choosing import Choosing
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
+from edgeinfer.graph.topn_cost import Choosing
 
 from .neurons import GATES
 
@@ -34,7 +34,7 @@ class Traffic:
     window_kv_bytes: float = 0.0
     """The same in the layers that see at most `window` positions."""
     window: int = 0
-    """Positions that the windowed layers see; 0 where there are none."""
+    """Positions that the windowed layers see; 0 if there are none."""
     attention_operations: float = 0.0
     """Multiplications and additions of attention per token and position (4 x heads x head size x layers), in the layers
     that see all positions."""
@@ -44,21 +44,21 @@ class Traffic:
     """Values that go into and come out of the layers' matrices for one token: work of prompts that grows with the width
     of a model, not with its square."""
     prefill_weight_bytes: float = 0.0
-    """Weights that a walk over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all of
+    """Weights that a forward pass over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all of
     them."""
     parameters: float = 0.0
-    """Weights of the model, embedding and head included (of a mixture those active for a token): the pure figure of the
-    ceiling takes `pure_bits` for each. 0 where unknown."""
+    """Weights of the model, embedding and head included (of an MoE model those active for a token): the pure figure of
+    the ceiling takes `pure_bits` for each. 0 if unknown."""
     pure_bits: float = 4.0
     """Bits of a weight's code, without scales."""
     kv_values: float = 0.0
-    """Keys and values per position, all layers: the pure figure takes `pure_kv_bits` for each. 0 where unknown."""
+    """Keys and values per position, all layers: the pure figure takes `pure_kv_bits` for each. 0 if unknown."""
     pure_kv_bits: float = 8.0
     """Bits of a key's or a value's code, without scales."""
     value_bytes: float = 0.0
-    """Part of `kv_bytes` that is V of which decoded tokens read chosen rows; 0 where all is read."""
+    """Part of `kv_bytes` that is V of which decoded tokens read chosen rows; 0 if all is read."""
     choosing: Choosing | None = None
-    """How many rows of it they read at any depth."""
+    """Selection of its rows, which determines how many are read at any depth."""
     score_bytes: float = 0.0
     """Bytes per position that are written and read for the choice."""
     ffn_bytes: float = 0.0
@@ -66,7 +66,7 @@ class Traffic:
     active_share: float = 1.0
     """Share of `ffn_bytes` that is read, from 0 to 1; 1 is dense."""
     row_bytes: float = 0.0
-    """Contiguous bytes of one neuron's piece in memory; 0 where nothing is skipped."""
+    """Contiguous bytes of one neuron's piece in memory; 0 if nothing is skipped."""
     neuron_layers: tuple[tuple[str, float], ...] = ()
     """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict; or it
     is in tiles), and the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""

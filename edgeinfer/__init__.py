@@ -44,21 +44,21 @@ if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts lie b
 __version__ = "0.1.0"
 __all__ = ["LLM", "EdgeInferError", "GenerationConfig", "__version__"]
 
-_HOMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
+_MODULE_OF = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
 
 def __getattr__(name: str) -> object:
     """Load public names on first use, so that importing edgeinfer loads neither numpy nor numba."""
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"edgeinfer.{_HOMES[name]}"), name)
+    return getattr(import_module(f"edgeinfer.{_MODULE_OF[name]}"), name)
 
 
 def _before_fork() -> None:
     """Let imports of other threads end: their locks would stay taken in the child."""
-    from .process import wait_for_imports
+    from .base.process import wait_for_imports
 
     wait_for_imports()
 

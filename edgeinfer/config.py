@@ -9,8 +9,8 @@ from dataclasses import field, fields, replace
 from typing import Any
 
 from . import quant
-from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
-from .dataclass import dataclass
+from .base.dataclass import dataclass
+from .base.validation import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
 from .errors import UsageError
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES
@@ -18,16 +18,21 @@ from .quant import GROUP_SIZES as GROUP_SIZES
 KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = quant.requestable()
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
-"""Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the last
-tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
+"""Sources of draft tokens that one pass verifies: automatic (the draft model if given, otherwise prompt lookup), none,
+prompt lookup, the draft model, or a part of the model itself.
+"""
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
-"""Guesses that a walk checks for a text at most: where nothing else is said, and of all that may be said."""
+"""Draft tokens that a forward pass verifies for a text at most: where nothing else is said, and of all that may be
+said.
+"""
 DEVICES = CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
-"""Who runs a model: our own kernels; onnxruntime's CUDA provider; that one where it works, else our kernels;
-onnxruntime's CPU provider."""
+"""Executors of a model: our own kernels; onnxruntime's CUDA provider; that one if it works, otherwise our kernels;
+onnxruntime's CPU provider.
+"""
 KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
-"""How a device keeps K and V: a stretch for each sequence with room for a whole context, or pages that sequences take
-as they grow and share."""
+"""Layouts of K and V on a device: a slot for each sequence with room for a whole context, or pages that sequences take
+as they grow and that they can share.
+"""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
@@ -48,7 +53,10 @@ _ENDS = Rule("True, False or 'never'", _end)
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How to continue a prompt. Sampling defaults are llama.cpp's family: temperature, top-k, top-p, min-p."""
+    """Settings for continuing a prompt.
+
+    Sampling defaults are those of llama.cpp's family: temperature, top-k, top-p, min-p.
+    """
 
     max_tokens: int = option(256, integer(0, _INF, "0 or more"))
     """Most tokens to generate; the run also ends at an end-of-text token, a stop string or a full context."""
@@ -69,7 +77,7 @@ class GenerationConfig:
     logit_bias: dict[int, float] = field(default_factory=dict, metadata={"rule": BIASES})
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: int | None = option(None, integer(0, 2**63 - 1, "from 0 to 2^63 - 1"))
-    """Seed of the random choices; None draws one and reports it. Same seed, same text, on one machine."""
+    """Seed of the random choices; None samples one and reports it. Same seed, same text, on one machine."""
     stop: tuple[str, ...] = option((), TEXTS)
     """Generation ends before the first of these strings; they are not part of the text."""
     logprobs: int | None = option(None, integer(0, 100, "from 0 to 100"))
@@ -110,15 +118,11 @@ def _check_beams(config: GenerationConfig) -> None:
             raise UsageError(f"{name} is {value}, and beam search takes the likeliest texts instead of sampling; leave "
                              f"{name} out, or beams.")
     if config.speculate not in (None, "auto", "off"):
-        raise UsageError(f"speculate is {config.speculate}, and beam search checks no guesses; leave one of them out.")
+        raise UsageError(f"speculate is {config.speculate}, and beam search checks no draft tokens; leave one of them "
+                         "out.")
     if config.n > config.beams:
         raise UsageError(f"n is {config.n}, and a search with {config.beams} beams has as many results; lower n or "
                          "raise beams.")
-
-
-def rows_for_guesses(speculate: str | None, draft_tokens: int | None) -> int:
-    """Return the `draft_tokens` of a run that says so much of speculation."""
-    return 0 if speculate == "off" else DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens
 
 
 def generation_config(options: dict[str, Any]) -> GenerationConfig:
@@ -143,7 +147,7 @@ def from_options(kind: type, options: dict[str, Any]) -> Any:
 
 
 def check_names(kind: type, options: Iterable[str]) -> None:
-    """Raise `UsageError` for an option that is no field of a request type, with the nearest one that is."""
+    """Raise `UsageError` for an option that is not a field of a request type, with the nearest one that is."""
     check_known([f.name for f in fields(kind)], options)
 
 
@@ -174,7 +178,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which passes make a model's graph, in their order, and with which settings."""
+    """Passes over a model's graph, in their order, with their settings."""
 
     steps: tuple[Step, ...] = (Step("fuse_input"),)
     """The passes; none gives the graph as its architecture writes it."""
@@ -186,12 +190,12 @@ class Recipe:
     def parse(cls, text: str) -> Recipe:
         """Return the recipe that a text such as ``fuse_input+name:key=value,key=value`` (or ``none``) stands for.
 
-        A pass of a module that nobody imports is ``module.name``, such as ``my_package.passes.prune:share=0.5``.
+        A pass of a module that is not imported yet is ``module.name``, such as ``my_package.passes.prune:share=0.5``.
 
         Raises
         ------
         UsageError
-            The text is no recipe.
+            The text is not a recipe.
         """
         steps = []
         for part in [] if text == "none" else text.split("+"):
@@ -239,35 +243,35 @@ def _techniques(value: Any) -> tuple[tuple[str, Any], ...]:
     return pairs
 
 
-_TECHNIQUES = Rule("pairs of a technique's name and its settings, such as technique.configured makes", _techniques,
+_TECHNIQUES = Rule("pairs of a technique's name and its settings, such as registry.configured makes", _techniques,
                    lead="give")
 _RECIPE = Rule("a Recipe of Steps, such as Recipe.parse makes", _recipe, lead="give")
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How to set up a model: context, memory, threads. Fixed when the model is opened."""
+    """Settings for opening a model: context, memory, threads. They are fixed while it is open."""
 
     ctx: int | None = option(None, integer(1, _INF, "1 or more"))
     """Most tokens in the context of one sequence; None is min(the model's, 4096)."""
     kv: str = option("int8", choice(KV_TYPES))
     """Type of the KV cache: int8 (scale per token and head), f16 or f32."""
     threads: int | None = option(None, integer(1, 256, "from 1 to 256"))
-    """Worker threads; None is the physical cores that affinity and container quota allow, and in walks under a
+    """Worker threads; None is the physical cores that affinity and container quota allow, and in forward passes under a
     millisecond one of them where that is faster."""
     budget_bytes: int | None = option(None, integer(1, _INF, "1 or more"))
     """Most memory of the whole process; None is what the system can give now."""
     prefill_chunk: int = option(256, integer(1, 4096, "from 1 to 4096"))
-    """Most prompt tokens processed in one walk of the program."""
+    """Most prompt tokens processed in one forward pass of the program."""
     max_sequences: int = option(1, integer(1, 64, "from 1 to 64"))
     """Sequences that may be alive at once (parallel samples, beams); sizes the KV pool and the token batch."""
     own_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
     """Tokens that each of several sequences may have of its own behind the prompt that all share, of which the KV pool
     then has room for one; None is a whole context for each."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
-    """Rows of logits kept per walk; evaluation asks for more than one."""
+    """Rows of logits kept per forward pass; evaluation asks for more than one."""
     draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))
-    """Guessed tokens that a walk may check for a sequence; sizes rows of logits."""
+    """Draft tokens that a forward pass may verify for a sequence; sizes rows of logits."""
     mlock: bool = option(False, FLAG)
     """Lock the weights into memory, so that the system cannot drop them."""
     mmap: bool = option(True, FLAG)
@@ -275,7 +279,7 @@ class RuntimeConfig:
     recipe: Recipe = field(default_factory=Recipe, metadata={"rule": _RECIPE})
     """The passes that make the model's graph."""
     techniques: tuple[tuple[str, Any], ...] = option((), _TECHNIQUES)
-    """Names and settings of the techniques that are no passes (`edgeinfer.technique`)."""
+    """Names and settings of the techniques that are not passes (`edgeinfer.technique`)."""
     kv_layout: str | None = option(None, choice(KV_LAYOUTS))
     """Slots or pages on devices of onnxruntime; None is slots there, and pages of 16 tokens on cpu, which has no other.
     """

@@ -56,7 +56,7 @@ class UsageError(EdgeInferError):
 
 
 class ModelNotFoundError(EdgeInferError):
-    """MODEL is no bundle, no checkpoint directory and no known name."""
+    """MODEL is not a bundle, a checkpoint directory or a known name."""
 
     code = "model_not_found"
 
@@ -133,7 +133,7 @@ class TokenizerError(EdgeInferError):
 
 
 class KernelError(EdgeInferError):
-    """Kernels cannot be built, loaded, or disagree with their NumPy twins (``EDGEINFER_CHECK=1``)."""
+    """Kernels cannot be built, loaded, or disagree with their NumPy references (``EDGEINFER_CHECK=1``)."""
 
     code = "kernel"
 

@@ -6,7 +6,22 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, TEXT, Rule, checked, choice, instance, integer, number, whole
+from .base.units import parse_size
+from .base.validation import (
+    FLAG,
+    FUNCTION,
+    NATS,
+    OBJECT,
+    PATH,
+    TEXT,
+    Rule,
+    checked,
+    choice,
+    instance,
+    integer,
+    number,
+    whole,
+)
 from .config import (
     BEAMS,
     FFN_LAYOUTS,
@@ -16,7 +31,6 @@ from .config import (
     Recipe,
     RuntimeConfig,
 )
-from .sizes import parse_size
 
 
 def _group(value: Any) -> int:

@@ -1,8 +1,8 @@
-"""SIMD kernels written in Python, their NumPy twins, and the objects that a process links.
+"""SIMD kernels written in Python, their NumPy references, and the objects that a process links.
 
 The contract stands beside this file (abi/, routes.py, parameters/, catalogue.py, registry.py, isa.py); `ops/`
 holds the kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/`
-their twins.
+their references.
 
 Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary,
 G group. Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its
@@ -12,16 +12,15 @@ read best with the module's.
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from . import abi, catalogue, parameters, reference, routes, sampling
-    from .catalogue import extend, twin_of
-    from .isa import LADDER, Isa, available, choose, machine
+    from .catalogue import extend, reference_of
+    from .isa import ISA_LEVELS, Isa, available, choose, machine
     from .parameters import (
         ACTIVATIONS,
         ATTENTION,
-        DRAW,
         EXPERTS_INPUT,
         EXPERTS_RESOLVE,
         LATENT,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         ROPE,
         ROUTE,
         ROWS,
+        SAMPLE,
         SCREEN,
         VALUE_FUNCTIONS,
         VALUES,
@@ -45,19 +45,18 @@ if TYPE_CHECKING:
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LADDER", "LATENT", "LINEAR",
+__all__ = ["ACTIVATIONS", "ATTENTION", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "ISA_LEVELS", "LATENT", "LINEAR",
            "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
-           "ROUTE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available",
+           "ROUTE", "ROWS", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available",
            "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
-           "parameters", "reference", "routes",
-           "sampling", "twin_of"]
+           "parameters", "reference", "reference_of", "routes", "sampling"]
 __getattr__ = lazily(__name__, {
-    "isa": "Isa available choose machine LADDER",
+    "isa": "Isa available choose machine ISA_LEVELS",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN NEURON_GATED "
+    "parameters": "ACTIVATIONS ATTENTION SAMPLE EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN NEURON_GATED "
                   "NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES "
                   "VALUE_FUNCTIONS fill parameters",
-    "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "routes": "routes",
+    "abi": "abi", "catalogue": "catalogue extend reference_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",
 })

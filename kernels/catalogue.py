@@ -1,4 +1,5 @@
-"""The catalogue of kernels: families with the names of their operands, their parameters, and where their twins are.
+"""The catalogue of kernels: families with the names of their operands, their parameters, and where their references
+are.
 
 Part of the contract: it imports neither Numba nor NumPy, so a graph is refused by a kernel's name at no cost. `extend`
 adds kernels from outside the package.
@@ -14,14 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import KernelError
 from edgeinfer.quant import KV_TYPES, TYPES
 
 from .abi import NEURON_TYPES
 from .parameters import (
     ATTENTION,
-    DRAW,
     EXPERTS_INPUT,
     EXPERTS_RESOLVE,
     LATENT,
@@ -35,6 +35,7 @@ from .parameters import (
     ROPE,
     ROUTE,
     ROWS,
+    SAMPLE,
     SCREEN,
     VALUES,
 )
@@ -47,27 +48,27 @@ FOREIGN = tuple(end for row in _TILES if not row.requested for end in row.suffix
 SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
 """Ends of the names of kernels of a head that can be screened."""
 KV = tuple(KV_TYPES)
-_PRODUCT = ("weights", "x", "out", "bias", "scratch", "source", "norm")
+_MATMUL = ("weights", "x", "out", "bias", "scratch", "source", "norm")
 _REFERENCE = "edgeinfer.kernels.reference"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels whose records look alike."""
+    """Kernels whose instructions look alike."""
 
     name: str
     kernels: tuple[str, ...]
     operands: tuple[str, ...] = ()
     """Names, by index."""
     parameters: tuple[int, ...] = ()
-    """The named tuple of indices (parameters/); empty where the kernels take none of these."""
-    why_no_twin: str = ""
-    """Why no NumPy twin exists; empty where each kernel has one in `reference.TWINS`."""
+    """The named tuple of indices (parameters/); empty if the kernels take none of these."""
+    why_no_reference: str = ""
+    """Why no NumPy reference exists; empty if each kernel has one in `reference.REFERENCES`."""
 
 
 FAMILIES = (
-    Family("linear", tuple(f"linear_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
-    Family("gated", tuple(f"gated_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
+    Family("linear", tuple(f"linear_{w}" for w in WEIGHTS), _MATMUL, LINEAR),
+    Family("gated", tuple(f"gated_{w}" for w in WEIGHTS), _MATMUL, LINEAR),
     Family("route", ("route", "sort_routes"), ("source", "out", "bias", "scratch", "factors"), ROUTE),
     Family("experts_input", ("experts_input_q8", "experts_input_f32"), ("source", "out", "list"), EXPERTS_INPUT),
     Family("experts", tuple(f"experts_{part}_{w}" for part in ("gated", "down") for w in WEIGHTS),
@@ -86,7 +87,7 @@ FAMILIES = (
            ("queries", "rotated", "latent", "table", "kv", "norm"), LATENT),
     Family("attention", (*(f"attention_{kv}" for kv in KV), *(f"attention_scores_{kv}" for kv in KV),
                          *(f"attention_values_{kv}" for kv in KV), "attention_select", "attention_merge"),
-           ("qkv", "out", "kv", "scratch", "partial", "scores", "holes", "means", "sinks", "slopes"),
+           ("qkv", "out", "kv", "scratch", "partial", "scores", "pruned", "means", "sinks", "slopes"),
            ATTENTION),
     Family("neuron_gated", tuple(f"neuron_gated_{name}" for name in NEURON_TYPES),
            ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),
@@ -98,13 +99,13 @@ FAMILIES = (
            NEURON_RESOLVE),
     Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in SCREENED)),
            ("weights", "x", "out", "estimates", "bounds", "work", "low", "scratch"), SCREEN),
-    Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), DRAW),
+    Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), SAMPLE),
     Family("stream", ("stream_release",), (), RELEASE),
-    Family("reader", ("reader",), why_no_twin="it reads files ahead of the program and is no step of it"),
+    Family("reader", ("reader",), why_no_reference="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
-           why_no_twin="probes measure the machine; their tests compute what they must leave"),
+           why_no_reference="probes measure the machine; their tests compute what they must leave"),
     Family("walk", ("worker", "submit", "wait", "spin"),
-           why_no_twin="these run the program and are no step of it; their proof stands in ops/walk.py"),
+           why_no_reference="these run the program and are no step of it; their proof stands in ops/walk.py"),
 )
 
 
@@ -114,8 +115,8 @@ class Extension:
 
     module: str
     """Its name; importing it registers the kernels (`registry.kernel`)."""
-    twins: Mapping[str, str]
-    """The twin of each kernel, ``module:function``, by the kernel's name."""
+    references: Mapping[str, str]
+    """The reference of each kernel, ``module:function``, by the kernel's name."""
 
     def sources(self) -> list[Path]:
         """Return the files whose bytes name the compiled set: all of the module's package, or the module alone."""
@@ -123,14 +124,15 @@ class Extension:
         with contextlib.suppress(ModuleNotFoundError):  # of the package around it
             spec = find_spec(self.module)
         if spec is None or not spec.origin:
-            raise KernelError(f"The module {self.module} of the kernels {', '.join(self.twins)} cannot be found; put "
+            raise KernelError(f"The module {self.module} of the kernels {', '.join(self.references)} cannot be found; "
+                              "put "
                               "it where Python imports from.")
         file = Path(spec.origin)
         return sorted(file.parent.rglob("*.py")) if spec.parent else [file]
 
     def source_hash(self, base: str) -> str:
         """Return the hash of names and files on top of that of the package's own kernels."""
-        digest = hashlib.sha256(" ".join([base, *sorted(self.twins)]).encode())
+        digest = hashlib.sha256(" ".join([base, *sorted(self.references)]).encode())
         for file in self.sources():
             digest.update(file.read_bytes())
         return digest.hexdigest()
@@ -150,27 +152,27 @@ def extend(module: str, kernels: Mapping[str, str]) -> None:
         process alone. They are compiled again when a file of its package changes (of a module outside of packages:
         that file), or the package's own kernels.
     kernels : mapping of str to str
-        Names, each with its NumPy twin as ``module:function``.
+        Names, each with its NumPy reference as ``module:function``.
 
     Raises
     ------
     KernelError
-        If a name is taken, or a twin is not of this form.
+        If a name is taken, or a reference is not of this form.
     """
     new = Extension(module, dict(kernels))
-    for name, twin in new.twins.items():
+    for name, reference in new.references.items():
         owner = extension_of(name)
         if name in _FAMILY_OF or (owner and owner.module != module):
             raise KernelError(f"The kernel name {name!r} of {module} is taken by "
                               f"{owner.module if owner else 'the package'}; choose another.")
-        if not all(twin.partition(":")):
-            raise KernelError(f"The twin {twin!r} of the kernel {name} has no module; write module:function.")
+        if not all(reference.partition(":")):
+            raise KernelError(f"The reference {reference!r} of the kernel {name} has no module; write module:function.")
     _EXTENSIONS[module] = new
 
 
 def extension_of(kernel: str) -> Extension | None:
     """Return the extension that brings a kernel, or None."""
-    return next((e for e in _EXTENSIONS.values() if kernel in e.twins), None)
+    return next((e for e in _EXTENSIONS.values() if kernel in e.references), None)
 
 
 def family_of(kernel: str) -> Family | None:
@@ -188,16 +190,18 @@ def is_known(kernel: str) -> bool:
     return kernel in _FAMILY_OF or extension_of(kernel) is not None
 
 
-def has_twin(kernel: str) -> bool:
-    """Return whether a kernel exists and has a NumPy twin; nothing is imported."""
+def has_reference(kernel: str) -> bool:
+    """Return whether a kernel exists and has a NumPy reference; nothing is imported."""
     family = _FAMILY_OF.get(kernel)
-    return not family.why_no_twin if family else extension_of(kernel) is not None
+    return not family.why_no_reference if family else extension_of(kernel) is not None
 
 
-def twin_of(kernel: str) -> Callable[[Any], list[Any]] | None:
-    """Import and return a kernel's NumPy twin; None where there is none (`Family.why_no_twin`) or no such kernel."""
+def reference_of(kernel: str) -> Callable[[Any], list[Any]] | None:
+    """Import and return a kernel's NumPy reference; None if there is none (`Family.why_no_reference`) or no such
+    kernel.
+    """
     if extension := extension_of(kernel):
-        module, _, function = extension.twins[kernel].partition(":")
-        twin: Callable[[Any], list[Any]] = getattr(import_module(module), function)
-        return twin
-    return import_module(_REFERENCE).TWINS[kernel] if has_twin(kernel) else None
+        module, _, function = extension.references[kernel].partition(":")
+        reference: Callable[[Any], list[Any]] = getattr(import_module(module), function)
+        return reference
+    return import_module(_REFERENCE).REFERENCES[kernel] if has_reference(kernel) else None

@@ -1,4 +1,4 @@
-"""What an ARM core can do, asked of the operating system: LLVM's names for host CPUs say nothing of dotprod and i8mm.
+"""Features of an ARM core, read from the operating system: LLVM's names for host CPUs omit dotprod and i8mm.
 
 Features have LLVM's names. Where the system cannot be asked the answer is "none": slower kernels, never a wrong
 instruction.
@@ -18,7 +18,7 @@ _WINDOWS = {"dotprod": 43, "i8mm": 66}
 
 
 def arm_features() -> frozenset[str]:
-    """Features of this aarch64 machine among those that the ladder asks for."""
+    """Features of this aarch64 machine among those that the list of ISA levels asks for."""
     try:
         if sys.platform == "darwin":
             return frozenset(name for name, key in _MACOS.items() if _sysctl(key))
@@ -37,7 +37,7 @@ def _auxiliary(entry: int) -> int:
 
 
 def _sysctl(name: str) -> int:
-    """An integer that macOS knows by name; 0 where it does not know the name."""
+    """An integer that macOS knows by name; 0 if it does not know the name."""
     by_name = ctypes.CDLL(None).sysctlbyname
     value = ctypes.c_int64(0)  # little-endian, so it holds an int32 as well
     size = ctypes.c_size_t(ctypes.sizeof(value))

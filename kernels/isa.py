@@ -1,4 +1,6 @@
-"""The ladder of instruction sets: what each is compiled for, which of them this machine runs, and the choice."""
+"""The list of levels of instruction sets: what each is compiled for, which of them this machine runs, and the
+choice.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import os
 import platform
 import sys
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 INT8_CHAINS = 16
@@ -16,7 +18,7 @@ INT8_CHAINS = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """One rung: a target for the compiler and the features that a machine must have to run it."""
+    """One ISA level: a target for the compiler and the features that a machine must have to run it."""
 
     name: str
     machine: str
@@ -28,7 +30,7 @@ class Isa:
     needs: frozenset[str]
     """Features that the host must report."""
     row_tiles: int
-    """Tiles of 16 rows in a register block of a matrix product: 1, or 2."""
+    """Tiles of 16 rows in a register block of a matmul: 1, or 2."""
     streams: int
     """Row tiles, a multiple of those, that up to 4 tokens go through together: so many streams of weights, and memory
     fetches each ahead by itself. The same number where that was not measured to pay."""
@@ -53,7 +55,7 @@ _DOTPROD = "+neon,+dotprod,+lse," + _ARM  # every core with dotprod has LSE: FEA
 _I8MM = _DOTPROD + ",+i8mm"
 _NOT_IMPLIED = ",-altnzcv,-bf16,-complxnum,-flagm,-fptoint,-fullfp16,-jsconv,-mte,-pauth,-rcpc,-rcpc-immo"
 
-LADDER = (
+ISA_LEVELS = (
     Isa("avx512vnni", "x86_64", "x86-64", _AVX512,
         frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, 4, (8, 6, 4, 3, 2), 12),
     Isa("avxvnni", "x86_64", "x86-64", _AVX2 + ",+avxvnni",
@@ -76,7 +78,7 @@ def machine() -> str:
 
 
 def triple(machine: str) -> str:
-    """What kernels of an architecture are compiled and linked as here: ELF, which LLVM's linker loads on every system.
+    """Return the target triple for kernels of an architecture: ELF, which LLVM's linker loads on every system.
 
     Kernels take and return int64 alone, so Linux' convention is that of macOS as well (x18 stays free), but not that of
     Windows; there llvmlite adds the "-elf" itself.
@@ -86,7 +88,9 @@ def triple(machine: str) -> str:
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Features of the host CPU that the ladder asks for (x86: cpuid through LLVM; ARM: the operating system)."""
+    """Features of the host CPU that the list of levels asks for (x86: cpuid through LLVM; ARM: the operating
+    system).
+    """
     if machine() == "aarch64":
         from .detect import arm_features
 
@@ -99,12 +103,12 @@ def host_features() -> frozenset[str]:
 
 
 def available() -> tuple[Isa, ...]:
-    """Rungs that this machine can run, best first."""
-    return tuple(isa for isa in LADDER if isa.machine == machine() and isa.needs <= host_features())
+    """ISA levels that this machine can run, best first."""
+    return tuple(isa for isa in ISA_LEVELS if isa.machine == machine() and isa.needs <= host_features())
 
 
 def choose(name: str | None = None) -> Isa:
-    """The best rung, or the one forced by `name` or EDGEINFER_ISA; one that the CPU lacks is refused.
+    """The best ISA level, or the one forced by `name` or EDGEINFER_ISA; one that the CPU lacks is refused.
 
     An instruction that the CPU lacks would abort the whole process, so the check comes first.
     """

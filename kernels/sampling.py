@@ -1,10 +1,10 @@
-"""Choosing a token from its logits, in NumPy: what the kernels of `ops/draw.py` do.
+"""Choosing a token from its logits, in NumPy: what the kernels of `ops/sampling/draw.py` do.
 
 The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Every filter keeps a prefix of the
-candidates sorted from best to worst, the lower id first among equals. What is kept is drawn from by Gumbel-max (Gumbel,
-1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln u). The u of a token depends on seed,
-sample, position and token id alone, so a text does not depend on what else is computed beside it, nor on which other
-tokens are candidates.
+candidates sorted from best to worst, the lower id first among equals. What is kept is sampled from by Gumbel-max
+(Gumbel, 1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln u). The u of a token depends on
+seed, sample, position and token id alone, so a text does not depend on what else is computed beside it, nor on which
+other tokens are candidates.
 
 Numbers come from SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). exp and
 ln are sequences of single float64 operations, so that they and the kernels give the same bits on every machine.
@@ -182,7 +182,7 @@ def n_kept(kept: NDArray[np.float64], top_p: float, min_p: float, total: float |
 
 
 def candidates(logits: Floats, top_k: int, top_p: float, min_p: float) -> Ids | None:
-    """Return the tokens that may be drawn, best first; None for the whole vocabulary."""
+    """Return the tokens that may be sampled, best first; None for the whole vocabulary."""
     if 0 < top_k < len(logits):
         ids = top_k_ids(logits, top_k)
         return ids[: n_kept(weights(logits[ids]), top_p, min_p)[0]]
@@ -211,8 +211,8 @@ def _nucleus(logits: Floats, top_p: float, min_p: float) -> Ids:
         k *= 8
 
 
-def draw(logits: Floats, ids: Ids | None, temperature: float, key: int, position: int) -> int:
-    """Draw one of the candidates; the lowest id among equals.
+def sample(logits: Floats, ids: Ids | None, temperature: float, key: int, position: int) -> int:
+    """Sample one of the candidates; the lowest id among equals.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def draw(logits: Floats, ids: Ids | None, temperature: float, key: int, position
     ids : candidates; None is the whole vocabulary
     temperature : divides the logits; above 0
     key : of the sample (`stream_key`)
-    position : of the token that is drawn, from 0 at the beginning of the prompt
+    position : of the token that is sampled, from 0 at the beginning of the prompt
     """
     chosen: Ids = np.arange(len(logits)) if ids is None else ids
     scores = (logits if ids is None else logits[ids]).astype(np.float64)
@@ -238,9 +238,10 @@ def draw(logits: Floats, ids: Ids | None, temperature: float, key: int, position
     return int(chosen[scores == scores.max()].min())
 
 
-def draw_rows(logits: Floats, ids: Ids, top_k: Ids, top_p: Floats, min_p: Floats, temperature: Floats, keys: Words,
+def sample_rows(logits: Floats, ids: Ids, top_k: Ids, top_p: Floats, min_p: Floats, temperature: Floats, keys: Words,
               positions: Ids) -> Ids:
-    """Draw from several rows at once: of each what `draw` gives for the first of its candidates that the filters keep.
+    """Sample from several rows at once: of each what `draw` gives for the first of its candidates that the filters
+    keep.
 
     Parameters
     ----------

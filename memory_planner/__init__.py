@@ -1,4 +1,4 @@
-"""Where every byte lives: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
+"""Placement of every byte: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
 
 from .alternatives import (
     Alternative,
@@ -18,7 +18,7 @@ from .alternatives import (
 from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
-from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, mixtures
+from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, moes
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
@@ -32,6 +32,6 @@ __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "M
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
            "Place", "Placement", "Planner", "Region", "Request", "Windowed", "alternatives", "available_bytes",
            "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "extents", "fit", "fits",
-           "fitting", "in_memory", "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations",
+           "fitting", "in_memory", "kept_experts", "largest_ctx", "masked", "moes", "place_activations",
            "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streamed",
            "streaming", "to_request", "without"]

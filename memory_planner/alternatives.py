@@ -1,4 +1,5 @@
-"""What fits instead: the largest context, a smaller KV type, fewer bits a weight; each checked against the budget."""
+"""Alternatives that fit: the largest context, a smaller KV type, fewer bits a weight; each checked against the budget.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import GROUP_SIZES, RuntimeConfig
-from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import BudgetError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, WeightType, requestable
-from edgeinfer.sizes import format_size
 
 from .budget import process_budget
 from .plan import MemoryPlan, Request
@@ -25,7 +26,7 @@ Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 Place = Callable[[Planner, Request, int], MemoryPlan | None]
-"""Finds a plan within a budget where all weights in memory exceed it; None where it has none."""
+"""Finds a plan within a budget if the weights do not all fit in memory; None if there is none."""
 BLOCK, STREAMED, COLD, EXPERTS = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons", "kept_experts"
 _BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
@@ -38,14 +39,15 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size, samples; ``draft`` is ``none`` for the
-    run without its draft model, ``speculate`` is ``off`` for the one that does not guess with a part of the model.
-    ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are no options: run reads as many from storage by
-    itself, or keeps so many experts in memory."""
+    """Options to change, by name: ctx, kv, weights, group_size, samples; ``draft`` is ``none`` for the run without its
+    draft model, ``speculate`` is ``off`` for the one that does not draft with a part of the model. ``streamed_layers``,
+    ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from storage by itself, or keeps so many
+    experts in memory.
+    """
     total_bytes: int
     """Of the plan with these options."""
     streamed_bytes: int = 0
-    """What each token then reads from storage."""
+    """Bytes that each token then reads from storage."""
 
     @property
     def change(self) -> str:
@@ -54,7 +56,7 @@ class Alternative:
 
     @property
     def value(self) -> str | int:
-        """The option's new value; joined as `change` where there are several."""
+        """The option's new value; joined as `change` if there are several."""
         values = [value for name, value in self.options.items() if name != "group_size"]
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
@@ -118,7 +120,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
 
 
 def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Place | None = None) -> MemoryPlan | None:
-    """Return the plan of a run within a budget, as `fit` does; None where there is none."""
+    """Return the plan of a run within a budget, as `fit` does; None if there is none."""
     plan = planner.plan(to_request(config))
     if plan.total_bytes <= budget:
         return plan
@@ -128,7 +130,7 @@ def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Place |
 
 
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
-    """The same request without what runs beside the model; None where nothing does, or the model alone is too much."""
+    """Return the same request without the second model; None if there is none, or the model alone is too large."""
     if planner.beside is None:
         return None
     total = planner.alone().plan(to_request(config)).total_bytes
@@ -136,13 +138,13 @@ def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative
 
 
 def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
-    """The same request as a plan with cold neurons has it, of which a token reads so many bytes."""
+    """Return the request of a plan with cold neurons, and the bytes that a token reads."""
     neurons = plan.cold.cold_bytes // plan.cold.neuron_bytes if plan.cold else 0
     return Alternative({COLD: neurons}, plan.total_bytes, round(read_bytes))
 
 
 def kept_experts(plan: MemoryPlan, read_bytes: float) -> Alternative:
-    """The same request as a plan with slots for experts has it, of which a token reads so many bytes."""
+    """Return the request of a plan with slots for experts, and the bytes that a token reads."""
     return Alternative({EXPERTS: plan.experts.slots if plan.experts else 0}, plan.total_bytes, round(read_bytes))
 
 
@@ -152,7 +154,7 @@ def streamed(plan: MemoryPlan) -> Alternative:
 
 
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
-    """The request with layers that are streamed from storage, with less context if need be; None where none fits."""
+    """Return the request with layers streamed from storage, with less context if need be; None if none fits."""
     asked = config.ctx or 0
     ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), place=stream)
     found = stream(planner, to_request(config, ctx), budget) if ctx else None
@@ -178,7 +180,7 @@ def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
     """Smaller requests that fit, in the order in which they are to be tried: context, KV type, weight type.
 
-    Where a smaller KV or weight type does not help alone, it is offered with what helps together with it.
+    If a smaller KV or weight type does not help alone, it is offered with what helps together with it.
     """
     kv, smaller = config.kv, _smaller_kv(config.kv)
     least = smaller[-1:] or [kv]
@@ -220,10 +222,10 @@ def _fitting(
 def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:
     """Ways to store the weights in fewer bytes than they are now, the most bytes first.
 
-    None where the lightest codes alone, without scales, exceed the budget: then no graph is built only to be refused;
+    None if the lightest codes alone, without scales, exceed the budget: then no graph is built only to be refused;
     and none with a predictor, which belongs to the weights as they are.
     """
-    if any(weight.kind == "predictor" for weight in planner.graph.weights):  # converted anew, the model has none
+    if any(weight.kind == "predictor" for weight in planner.graph.weights):  # converted again, the model has none
         return
     values = sum(math.prod(weight.shape) for weight in planner.graph.weights if weight.kind != "vector")
     if values * LIGHTEST.storage.bits // 8 > budget:

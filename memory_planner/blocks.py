@@ -19,7 +19,7 @@ def shared_blocks(prompt: int, own: int, sequences: int, block_tokens: int = abi
 
 
 class BlockPool:
-    """Hands out block numbers and counts who holds them.
+    """Allocates block numbers and counts their holders.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def n_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of free blocks."""
         return len(self._free)
 
     def take(self) -> int:
@@ -69,7 +69,7 @@ class BlockPool:
             self._free.append(block)
 
     def recount(self, tables: Iterable[list[int]]) -> None:
-        """Count the holders anew from all block tables there are: frees what no table names.
+        """Count the holders again from all block tables there are: frees what no table names.
 
         For sequences that were forgotten without being released, and after an interruption.
         """

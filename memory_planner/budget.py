@@ -1,4 +1,4 @@
-"""What the machine can give: memory and cores, within its container's limits."""
+"""Available memory and cores of the machine, within its container's limits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def default_threads() -> int:
 
 
 def _system_available() -> int:
-    """What psutil says; on Linux read here, because importing it takes longer than all else of the planner."""
+    """Return the available memory as psutil reports it; read here on Linux, because importing psutil takes longer than
+    the rest of the planner.
+    """
     try:
         with open("/proc/meminfo", encoding="ascii") as meminfo:
             for line in meminfo:
@@ -65,7 +67,7 @@ def _system_available() -> int:
 
 
 def _physical_cores() -> int | None:
-    """What psutil says; on Linux read here, as above."""
+    """Return the number of physical cores as psutil reports it; read here on Linux, as above."""
     cores = set()
     for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/core_cpus_list"):
         with contextlib.suppress(OSError):  # a core may be taken away meanwhile

@@ -14,7 +14,7 @@ _MEMORY_FILES = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes",
 
 
 def memory_left() -> int | None:
-    """Bytes that the tightest group still allows; None where nothing limits.
+    """Return the bytes that the tightest group still allows; None without a limit.
 
     A group's use contains the page cache, which the kernel gives up before it refuses memory: file pages do not count.
     Nor does the kernel's own memory (page tables of those who run there), most of which goes with them.
@@ -31,7 +31,7 @@ def memory_left() -> int | None:
 
 
 def cpu_quota() -> float | None:
-    """CPUs that the tightest group allows, such as 1.5; None where nothing limits."""
+    """Return the CPUs that the tightest group allows, such as 1.5; None without a limit."""
     quotas = []
     for group in _groups("cpu"):
         words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")

@@ -1,17 +1,17 @@
-"""Where cold neurons go: slots that hold clusters of them, and the tables that say which cluster is where."""
+"""Slots for clusters of cold neurons, and the tables that map clusters to slots."""
 
 from __future__ import annotations
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import round_up
 from edgeinfer.bundle import cluster_shape
-from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph, OnDemand
 from edgeinfer.kernels import abi
-from edgeinfer.sizes import round_up
 
 
 @dataclass(frozen=True)
 class ColdPlan:
-    """Which neurons are resident, and the cache of the others."""
+    """Split of neurons into resident ones and a cache of the others."""
 
     hot: tuple[int, ...]
     """Resident neurons of each layer, the first ones: whole blocks, or all, as of layers in tiles."""
@@ -29,7 +29,7 @@ class ColdPlan:
 
     @property
     def block(self) -> int:
-        """Neurons of a block: what is resident, and what is not, are whole ones, so that sums are the same."""
+        """Neurons of a block: resident and cold ones are whole blocks, so that sums are the same."""
         return abi.neuron_block(self.neurons)
 
     @property
@@ -53,13 +53,13 @@ class ColdPlan:
         return self.clusters - (hot >> self.shift) if hot < self.neurons else 0
 
     def part_neurons(self, layer: int) -> int:
-        """Cold neurons of a part of a layer, which are computed by a record of their own: whole blocks."""
+        """Cold neurons of a part of a layer, which are computed by an instruction of their own: whole blocks."""
         blocks = -(-(self.neurons - self.hot[layer]) // self.block)
         return max(1, -(-blocks // abi.COLD_PARTS)) * self.block
 
     @property
     def least_slots(self) -> int:
-        """With fewer a prompt, which computes all neurons of a layer, could not be walked."""
+        """With fewer a prompt, which computes all neurons of a layer, could not be run."""
         return max(self.cold_clusters(layer) for layer in range(len(self.hot)))
 
     @property
@@ -69,32 +69,33 @@ class ColdPlan:
 
     @property
     def table(self) -> int:
-        """Where the slots of clusters lie in the region, 4 bytes each, layer by layer, behind the slots themselves."""
+        """Offset of the clusters' slot numbers in the region, 4 bytes each, layer by layer, after the slots themselves.
+        """
         return round_up(self.slots * self.cluster_bytes, 64)
 
     @property
     def owners(self) -> int:
-        """Where the clusters in slots lie, 4 bytes each."""
+        """Offset of the slots' cluster numbers, 4 bytes each."""
         return self.table + round_up(4 * self.table_words, 64)
 
     @property
     def uses(self) -> int:
-        """Where the uses of slots lie, 4 bytes each."""
+        """Offset of the slots' use counts, 4 bytes each."""
         return self.owners + round_up(4 * self.slots, 64)
 
     @property
     def cleared(self) -> int:
-        """From where on, up to `words`, there are zeros in an empty cache."""
+        """Offset of the area, up to `words`, that is zero in an empty cache."""
         return self.uses
 
     @property
     def stamps(self) -> int:
-        """Where the stamps of slots lie, 8 bytes each."""
+        """Offset of the slots' stamps, 8 bytes each."""
         return self.uses + round_up(4 * self.slots, 64)
 
     @property
     def words(self) -> int:
-        """Where COLD_* lie."""
+        """Offset of COLD_*."""
         return self.stamps + round_up(8 * self.slots, 64)
 
     @property
@@ -113,7 +114,7 @@ class ColdPlan:
         return self.cluster_bytes
 
     @property
-    def tickets(self) -> int:
+    def events(self) -> int:
         """Of all layers."""
         return abi.COLD_PARTS * len(self.hot)
 
@@ -125,7 +126,7 @@ class ColdPlan:
     @property
     def queue_bytes(self) -> int:
         """Of what readers are told: pieces, of which no more are under way than there are slots, and parts."""
-        return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.tickets
+        return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.events
 
 
 def masked(graph: Graph) -> list[OnDemand]:

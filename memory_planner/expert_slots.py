@@ -1,20 +1,22 @@
-"""Where experts go that are read when a token wants them: slots, and the tables that say which expert is where."""
+"""Slots for experts that are read when a token needs them, and the tables that map experts to slots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import round_up
 from edgeinfer.graph import Graph, OnDemand
 from edgeinfer.kernels import abi, routes
-from edgeinfer.sizes import round_up
 
 PAGE_BYTES, READ_BYTES = 4096, 1 << 20
-"""Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time (docs/streaming.md)."""
+"""Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time
+(docs/explanation/streaming.md)."""
 READERS = 8
-"""Threads that read experts and neurons: a disk answers faster where it has several reads at a time."""
+"""Threads that read experts and neurons: a disk answers faster with several reads at a time."""
 LEAST_READ_BYTES, MOST_READ_BYTES = 256 << 10, 4 << 20
-"""Of experts: those wanted are as many reads as keep all readers busy, within these limits (docs/experts.md)."""
+"""Of experts: those wanted are as many reads as keep all readers busy, within these limits
+(docs/explanation/experts.md)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ExpertsOfLayer:
 
     layer: int
     offset: int
-    """Where the first expert begins."""
+    """Offset of the first expert."""
     gate_up_bytes: int
     """Of one expert."""
     down_bytes: int
@@ -48,8 +50,8 @@ class ExpertsPlan:
 
     @classmethod
     def of(cls, graph: Graph, offsets: Mapping[str, int], slots: int) -> ExpertsPlan:
-        """Return the plan for a graph of a mixture."""
-        found = mixtures(graph)
+        """Return the plan for a graph of an MoE model."""
+        found = moes(graph)
         layers = tuple(ExpertsOfLayer(gate_up.layer, offsets[gate_up.weight.name], gate_up.nbytes, down.nbytes)
                        for gate_up, down in found)
         return cls(layers, found[0][0].pieces, found[0][0].active, slots)
@@ -80,14 +82,14 @@ class ExpertsPlan:
         return -(-self.experts // routes.EXPERT_PARTS)
 
     def number(self, layer: int) -> int:
-        """Which of the layers with experts a layer is."""
+        """Return the index of a layer among the layers with experts."""
         return next(i for i, own in enumerate(self.layers) if own.layer == layer)
 
     # -- the region ----------------------------------------------------------------------------------------------------
 
     @property
     def table(self) -> int:
-        """Where the places of experts lie in the region, PLACE_BYTES each, layer by layer, behind the slots."""
+        """Offset of the experts' addresses in the region, PLACE_BYTES each, layer by layer, after the slots."""
         return round_up(self.slots * self.slot_bytes, 64)
 
     @property
@@ -97,32 +99,32 @@ class ExpertsPlan:
 
     @property
     def counts(self) -> int:
-        """Where the counts of experts lie, 4 bytes each, layer by layer."""
+        """Offset of the experts' counts, 4 bytes each, layer by layer."""
         return self.table + round_up(4 * self.table_words, 64)
 
     @property
     def owners(self) -> int:
-        """Where the experts in slots lie, 4 bytes each."""
+        """Offset of the slots' expert numbers, 4 bytes each."""
         return self.counts + round_up(4 * self.total, 64)
 
     @property
     def stamps(self) -> int:
-        """Where the stamps of slots lie, 8 bytes each."""
+        """Offset of the slots' stamps, 8 bytes each."""
         return self.owners + round_up(4 * self.slots, 64)
 
     @property
     def cleared(self) -> int:
-        """From where on, up to `words`, there are zeros in an empty cache."""
+        """Offset of the area, up to `words`, that is zero in an empty cache."""
         return self.stamps
 
     @property
     def words(self) -> int:
-        """Where COLD_* lie."""
+        """Offset of COLD_*."""
         return self.stamps + round_up(8 * self.slots, 64)
 
     @property
     def wanted(self) -> int:
-        """Where there is a word for each expert of a layer."""
+        """Offset of the words for each expert of a layer."""
         return self.words + abi.COLD_BYTES
 
     @property
@@ -133,7 +135,7 @@ class ExpertsPlan:
     # -- what readers are told -----------------------------------------------------------------------------------------
 
     @property
-    def tickets(self) -> int:
+    def events(self) -> int:
         """Of all layers."""
         return 2 * routes.EXPERT_PARTS * len(self.layers)
 
@@ -144,18 +146,18 @@ class ExpertsPlan:
 
     @property
     def queue_bytes(self) -> int:
-        """Of pieces, tickets' parts, and records."""
-        records = (1 + 2 * routes.EXPERT_PARTS) * len(self.layers) * abi.RECORD_BYTES
-        return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.tickets + records
+        """Of pieces, completion events' parts, and instructions."""
+        instructions = (1 + 2 * routes.EXPERT_PARTS) * len(self.layers) * abi.INSTRUCTION_BYTES
+        return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.events + instructions
 
 
-def mixtures(graph: Graph) -> list[tuple[OnDemand, OnDemand]]:
+def moes(graph: Graph) -> list[tuple[OnDemand, OnDemand]]:
     """The layers' experts, in the order of the layers: gate and up, then down."""
     found = graph.on_demand("experts")
     return list(zip(found[0::2], found[1::2], strict=True))
 
 
 def _pages(offset: int, nbytes: int) -> int:
-    """Bytes of the pages around any of the experts, the first of which begins at `offset`."""
+    """Return the bytes of the pages around any expert, if the first begins at `offset`."""
     whole = offset % PAGE_BYTES == nbytes % PAGE_BYTES == 0
     return nbytes if whole else round_up(nbytes + PAGE_BYTES - routes.LINE, PAGE_BYTES)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import round_up
 from edgeinfer.graph import Graph, Tensor
 from edgeinfer.kernels import abi
-from edgeinfer.sizes import round_up
 
 SLACK_BYTES = 64
 """After each buffer: kernels load whole vectors, so the last row may be read this far past its end."""
@@ -13,7 +13,7 @@ SLACK_BYTES = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor or a weight lies."""
+    """Position of a tensor or a weight in memory."""
 
     region: str
     offset: int
@@ -49,17 +49,17 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
     placements : dict of str to Placement
     arena_bytes : int
     """
-    homes = graph.homes()
+    buffers = graph.buffers()
     births: dict[str, int] = {}
     deaths: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for step, op in enumerate(graph.ops):
         for tensor in (*op.inputs, op.out):
-            home = homes[tensor.name]
-            if home != homes[graph.logits.name]:
-                births.setdefault(home, step)
-                deaths[home] = step
-                tensors.setdefault(home, tensor)
+            buffer = buffers[tensor.name]
+            if buffer != buffers[graph.logits.name]:
+                births.setdefault(buffer, step)
+                deaths[buffer] = step
+                tensors.setdefault(buffer, tensor)
     placed: dict[str, Placement] = {}
     alive: list[list[Placement]] = [[] for _ in graph.ops]
     sizes = {name: _bytes(tensor, n_tokens, n_outputs) for name, tensor in tensors.items()}
@@ -76,7 +76,7 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
         for step in life:
             alive[step].append(placed[name])
     arena = max((p.offset + p.nbytes for p in placed.values()), default=0)
-    return {name: placed[home] for name, home in homes.items() if home in placed}, arena
+    return {name: placed[buffer] for name, buffer in buffers.items() if buffer in placed}, arena
 
 
 def _bytes(tensor: Tensor, n_tokens: int, n_outputs: int) -> int:

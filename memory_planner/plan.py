@@ -1,4 +1,4 @@
-"""The memory plan of a run: what was asked for, every region with its bytes and their reason, what lies where in them.
+"""The memory plan of a run: the request, every region with its bytes and their reason, and the positions in them.
 
 planner.py makes it before anything is allocated.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import round_up
 from edgeinfer.kernels import abi
-from edgeinfer.sizes import round_up
 from edgeinfer.technique import Settings
 
 from .blocks import shared_blocks
@@ -21,7 +21,7 @@ from .windows import Windowed
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned; all fields concrete."""
+    """Run to plan; all fields are concrete."""
 
     ctx: int
     """Tokens of one sequence."""
@@ -29,22 +29,22 @@ class Request:
     """int8, f16 or f32."""
     threads: int
     tokens: int
-    """Most tokens of one walk (prefill chunk or parallel sequences)."""
+    """Most tokens of one forward pass (prefill chunk or parallel sequences)."""
     outputs: int
-    """Most rows of logits of one walk."""
+    """Most rows of logits of one forward pass."""
     sequences: int
     """Sequences alive at once."""
     mlock: bool = False
     """Whether the weights are locked into memory."""
-    homes: tuple[tuple[str, str], ...] = ()
+    residency: tuple[tuple[str, str], ...] = ()
     """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
     others but tables of which a token reads a row, which ``rows`` means."""
     hot: tuple[int, ...] = ()
-    """Resident neurons of each layer's FFN, where masks leave others to be read when they are wanted; none: all."""
+    """Resident neurons of each layer's FFN, if the others are read on demand; none: all."""
     slots: int = 0
     """Clusters of other neurons that are kept."""
     expert_slots: int = 0
-    """Experts that are kept, where all are read when a token wants them; 0: they lie where other weights do."""
+    """Experts kept in memory, if experts are read on demand; 0: they are placed like other weights."""
     own_tokens: int | None = None
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
     techniques: Settings = ()
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def decoded_tokens(self) -> int:
-        """Most tokens of a walk in decode role: one of each sequence, or as many as rows of logits."""
+        """Most tokens of a forward pass in decode role: one of each sequence, or as many as rows of logits."""
         return min(self.tokens, max(self.sequences, self.outputs))
 
     @property
@@ -71,10 +71,11 @@ class Request:
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
-"""How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
-such pages locked into memory; set aside for what others allocate; in the memory of another device than this process."""
+"""Kinds of regions: allocated up front and never given back; pages of a file, which the system may drop and read again;
+such pages locked into memory; reserved for what others allocate; in the memory of another device.
+"""
 RESIDENT, FLASH, EXPERTS, STREAMED = "resident", "sparse from flash", "experts from flash", "streamed"
-"""Where weights are while a run goes on (`MemoryPlan.mode`)."""
+"""Residency of the weights during a run (`MemoryPlan.mode`)."""
 STREAM_BUFFERS = 2
 """Parts of streamed weights (layers) that are in memory at once: the one in work and the one that is read ahead."""
 
@@ -86,7 +87,7 @@ class Region:
     name: str
     nbytes: int
     reason: str
-    """What it is for, with the numbers that give its size."""
+    """Purpose, with the numbers that give its size."""
     kind: str = PRIVATE
     """private, mapped, locked, reserve or device."""
 
@@ -98,16 +99,16 @@ class Region:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All regions of a run and what lies where in them."""
+    """All regions of a run and the positions of their contents."""
 
     request: Request
     regions: tuple[Region, ...]
     places: dict[str, Placement]
-    """Where each tensor and each weight lies, by name."""
+    """Position of each tensor and each weight, by name."""
     kv_blocks: int
     """Blocks of the pool; each holds some tokens (`Runner.block_tokens`) of all layers."""
     kv_layers: dict[int, Placement]
-    """Planes of each layer that stores K and V (abi.BLOCK_TOKENS); `stride` is what a block has in all of them."""
+    """Planes of each layer that stores K and V (abi.BLOCK_TOKENS); `stride` is the size of a block in all of them."""
     thread_scratch_bytes: int
     splits: int
     """Attention splits of the longest context."""
@@ -117,33 +118,35 @@ class MemoryPlan:
     """Names of streamed weights by part: what is read together, in the order of use. Part i lies in buffer
     i % STREAM_BUFFERS."""
     cold: ColdPlan | None = None
-    """Neurons that are read when they are wanted, where there are any."""
+    """Neurons that are read on demand, if there are any."""
     experts: ExpertsPlan | None = None
-    """Experts that are read when they are wanted, where there are any."""
-    holes: Placement | None = None
-    """Where tokens of prompts may be left behind: which tokens of a block each stage but the first lacks
-    (abi.FLAG_HOLES); the stages one after the other, `stride` bytes each."""
+    """Experts that are read on demand, if there are any."""
+    pruned: Placement | None = None
+    """Flags of pruned prompts: the tokens of a block that each stage but the first lacks (abi.FLAG_PRUNED); one stage
+    after the other, `stride` bytes each.
+    """
     filed: tuple[str, ...] = ()
     """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
     windowed: Windowed | None = None
-    """Layers whose blocks are of a smaller pool, where there are any: they keep what their window sees."""
+    """Layers with a window whose blocks are in a smaller pool, if there are any."""
     boundaries: tuple[int, ...] = ()
     """After which layers tokens of prompts may be left behind: the stages are the layers between two of them."""
 
     @property
     def mode(self) -> str:
-        """Where weights are while the run goes on: ``resident``, or ``sparse from flash``, ``experts from flash`` or
-        ``streamed`` where some are read from storage."""
+        """Residency of the weights during the run: ``resident``, or ``sparse from flash``, ``experts from flash`` or
+        ``streamed`` if some are read from storage.
+        """
         return STREAMED if self.parts else FLASH if self.cold else EXPERTS if self.experts else RESIDENT
 
     @property
     def technique(self) -> str:
-        """Name of the technique that reads weights when they are wanted; empty where none does."""
+        """Name of the technique that reads weights on demand; empty if none does."""
         return self.mode if self.cold or self.experts else ""
 
     @property
     def streamed_bytes(self) -> int:
-        """Weights that each walk reads from storage."""
+        """Weights that each forward pass reads from storage."""
         return sum(self.places[name].nbytes for part in self.parts for name in part)
 
     @property
@@ -159,13 +162,13 @@ class MemoryPlan:
 
     @property
     def unstreamed_bytes(self) -> int:
-        """What `total_bytes` would be with all weights in memory."""
+        """Return what `total_bytes` would be with all weights in memory."""
         instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold", "experts"))
         return self.total_bytes + self.stored_bytes - instead
 
     @property
     def shared_scratch_offset(self) -> int:
-        """Where the scratch that threads share begins, behind their own: partial attention, sums of neurons."""
+        """Offset of the scratch that threads share, after their own: partial attention, sums of neurons."""
         return round_up(self.request.threads * self.thread_scratch_bytes, 64)
 
     @property
@@ -209,7 +212,7 @@ class MemoryPlan:
 
     @property
     def context_kv_bytes(self) -> tuple[int, int]:
-        """K and V of one sequence with a full context, and what they would be, did all layers keep all of it."""
+        """Return the bytes of K and V of one sequence with a full context, and without windows."""
         whole = sum(layer.stride for layer in self.kv_layers.values()) // abi.BLOCK_TOKENS * self.request.ctx
         if not self.windowed:
             return whole, whole

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from edgeinfer.base.units import round_up
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
-from edgeinfer.sizes import round_up
-from edgeinfer.technique import each, settled
+from edgeinfer.registry import each, settled
 
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
@@ -20,18 +20,18 @@ from .windows import Windowed
 
 PYTHON_RESERVE_BYTES = 121_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux, and 3 MB of the library that
-draws progress bars (docs/memory.md)."""
+samples progress bars (docs/measurements/memory.md)."""
 VOCABULARY_RESERVE_BYTES = 340
 """Of the tokenizer, for each entry of the vocabulary."""
 
 
 class Beside(NamedTuple):
-    """What runs beside a model in the same process."""
+    """Second model or program in the same process."""
 
     plan: Callable[[MemoryPlan], MemoryPlan]
     """From the model's plan to that of both."""
     without: dict[str, str | int]
-    """What to change to do without, as in `Alternative.options`."""
+    """Options to change in order to do without, as in `Alternative.options`."""
 
 
 class Planner:
@@ -57,7 +57,7 @@ class Planner:
         self._kinds = one_of_each(graph)
         self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
         self._state_bytes = sum(op.state_bytes for op in graph.ops)
-        self._records: dict[str, int] = {}
+        self._instructions: dict[str, int] = {}
         self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
         self._weights: dict[tuple[Any, ...], PlacedWeights] = {}
@@ -74,7 +74,7 @@ class Planner:
         return self.beside.plan(own) if self.beside else own
 
     def _plan(self, request: Request) -> MemoryPlan:
-        """The plan without what runs beside the model."""
+        """Return the plan without the second model."""
         c, graph = self.graph.config, self.graph
         request = replace(request, techniques=settled(request.techniques, c.num_hidden_layers))
         boundaries = boundaries_of(request)
@@ -83,7 +83,7 @@ class Planner:
         kv_blocks = request.kv_blocks
         windowed, kv_layers, kv_bytes = self._place_kv(request)
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
-        holes = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
+        pruned = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
         slopes = round_up(4 * c.num_attention_heads, 64) if c.alibi else 0
@@ -94,8 +94,8 @@ class Planner:
         thread, shared = self._scratch[sizes[1:]]
         regions = (
             *weight_regions(graph, self.weight_bytes, request, weights),
-            _kv_region(request, kv_layers, kv_bytes, windowed, holes),
-            Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
+            _kv_region(request, kv_layers, kv_bytes, windowed, pruned),
+            Region("activations", arena + 64, f"{request.tokens} tokens a pass, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", len(c.rotations) * request.ctx * rope_row + slopes + 64, rotary(c, request.ctx)),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
@@ -107,11 +107,11 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        home_of = graph.homes()  # of logits that are capped where they lie, too
-        made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
+        buffer_of = graph.buffers()  # of logits that are capped where they lie, too
+        made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, weights.experts, holes, weights.filed, windowed, boundaries)
+                          weights.cold, weights.experts, pruned, weights.filed, windowed, boundaries)
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
         """Lay out activations, once for all contexts."""
@@ -122,13 +122,13 @@ class Planner:
 
     def _place_weights(self, request: Request) -> PlacedWeights:
         """Lay out weights, once for all contexts."""
-        homes = (request.homes, request.hot, request.slots, request.expert_slots)
-        if homes not in self._weights:
-            self._weights[homes] = place_weights(self.graph, self._offsets, request)
-        return self._weights[homes]
+        residency = (request.residency, request.hot, request.slots, request.expert_slots)
+        if residency not in self._weights:
+            self._weights[residency] = place_weights(self.graph, self._offsets, request)
+        return self._weights[residency]
 
     def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
-        """Lay out K and V: layers that keep all, then those that keep what their window sees."""
+        """Lay out K and V: layers that keep everything, then those with a window."""
         windowed = None if boundaries_of(request) else \
             Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
         if not windowed:
@@ -140,12 +140,13 @@ class Planner:
         return windowed, {**layers, **others}, end
 
     def _table_bytes(self, request: Request, windowed: Windowed | None) -> int:
-        """Bytes of the program, of ctx, and of what a walk is described by."""
-        if request.kv not in self._records:
+        """Return the bytes of the program, of ctx, and of the tables that describe a forward pass."""
+        if request.kv not in self._instructions:
             graph = self.graph
-            self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
+            self._instructions[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         listed = 4 * -(-request.ctx // abi.BLOCK_TOKENS) * (2 if windowed else 1)
-        return abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 24) + abi.RECORD_BYTES * self._records[request.kv] \
+        return abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES
+                                                 + 24) + abi.INSTRUCTION_BYTES * self._instructions[request.kv] \
             + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
 
     def _state(self, request: Request) -> Iterator[Region]:
@@ -164,14 +165,14 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
 
 
 def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
-               holes: Placement | None) -> Region:
-    """The region of K and V, of so many bytes without holes."""
+               pruned: Placement | None) -> Region:
+    """The region of K and V, of so many bytes without pruned rows."""
     several = request.sequences > 1 and request.own_tokens is not None
     held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
     strides = [layer.stride for layer in layers.values()]
-    return Region("kv", nbytes + (holes.nbytes if holes else 0) + 64,
+    return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + 64,
                   f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
-                  + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else ""))
+                  + (f"; {pruned.nbytes} bytes say what later layers lack of prompts" if pruned else ""))
 
 
 def one_of_each(graph: Graph) -> list[Op]:
@@ -203,6 +204,6 @@ def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
 
 
 def scratch(ops: Iterable[Op], sizes: Sizes) -> tuple[int, int]:
-    """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
+    """Return the scratch bytes of a thread, and of the shared scratch: the most that any operation needs."""
     needs = [op.scratch(sizes) for op in ops]
     return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)

@@ -20,7 +20,7 @@ def pools(blocks: int, held: str, strides: Sequence[int], windowed: Windowed | N
 
 
 def rotary(config: ModelConfig, ctx: int) -> str:
-    """Say what tables of rotations there are."""
+    """Describe the tables of rotations."""
     if config.alibi:
         return f"no rotary tables: ALiBi, a slope for each of {config.num_attention_heads} heads"
     if not config.rotations:
@@ -29,12 +29,12 @@ def rotary(config: ModelConfig, ctx: int) -> str:
 
 
 def scored(graph: Graph, sizes: Sizes) -> str:
-    """Say that scratch has scores, where there are any."""
+    """Mention the scores in scratch memory, if there are any."""
     return f", scores of {sizes.decoded_tokens} tokens" if graph.chooses_values else ""
 
 
 def types_of(graph: Graph, names: Container[str]) -> str:
-    """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
+    """Return the storage types of these matrices, such as ``embedding, head int8g32; matrix q4g32``."""
     small = ("vector", "router", "rows")
     kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind not in small and w.name in names}
     if kinds.get("experts") == kinds.get("matrix"):  # then they are matrices like the others

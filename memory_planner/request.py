@@ -1,4 +1,4 @@
-"""From what a user asks for to what is planned: every open field of a request filled in."""
+"""Resolution of a user's settings into a request for the planner: every open field is filled in."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import replace
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
-from edgeinfer.technique import in_use, settled
+from edgeinfer.registry import in_use, settled
 
 from .budget import default_threads
 from .plan import MemoryPlan, Request
 from .planner import Beside, Planner
 
 DEFAULT_CTX = 4096
-MOST_CHECKED = 16
-"""Rows of logits for guesses of several sequences together: walks of more tokens do not pay."""
+MOST_VERIFIED = 16
+"""Rows of logits for draft tokens of several sequences together: forward passes of more tokens do not pay."""
 RESIDENT = (("*", "resident"), ("rows", "resident"))
-"""Homes of weights of which none are mapped."""
+"""Homes of weights without mapped ones."""
 
 
 def default_ctx(model: ModelConfig) -> int:
@@ -30,7 +30,7 @@ def default_ctx(model: ModelConfig) -> int:
 
 
 def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
-    """Fill in what was left open: context, threads, rows of logits.
+    """Fill in open fields: context, threads, rows of logits.
 
     Raises
     ------
@@ -47,13 +47,13 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
 
 
 def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = None) -> Request:
-    """What to plan for a configuration without open fields, with another context or KV type where given."""
+    """Return the request for a configuration without open fields, with another context or KV type if given."""
     ctx = ctx or config.ctx or DEFAULT_CTX
     outputs = _outputs(config)
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
-    homes = () if config.mmap else RESIDENT
+    residency = () if config.mmap else RESIDENT
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
-                   homes, own_tokens=config.own_tokens, techniques=in_use(config))
+                   residency, own_tokens=config.own_tokens, techniques=in_use(config))
 
 
 def in_memory(request: Request) -> Request:
@@ -61,7 +61,7 @@ def in_memory(request: Request) -> Request:
 
     Tables of which a token reads a row stay in the file, unless nothing is to be mapped.
     """
-    return replace(request, homes=RESIDENT[:1 + (RESIDENT[1] in request.homes)])
+    return replace(request, residency=RESIDENT[:1 + (RESIDENT[1] in request.residency)])
 
 
 DRAFT = "draft"
@@ -79,10 +79,11 @@ def beside_draft(draft: Planner) -> Beside:
 
 
 def to_draft_request(request: Request) -> Request:
-    """What to plan for the draft model of a run: it walks the same texts, and draws one token of each at a time."""
-    homes = RESIDENT if RESIDENT[0] in request.homes else ()
+    """Return the request for the draft model of a run: it reads the same texts and samples one token of each at a time.
+    """
+    residency = RESIDENT if RESIDENT[0] in request.residency else ()
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
-    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, expert_slots=0,
+    return replace(request, outputs=request.sequences, residency=residency, hot=(), slots=0, expert_slots=0,
                    own_tokens=own, techniques=())
 
 
@@ -90,10 +91,10 @@ def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:
     """Return the configuration of the draft model in a plan that has room for it."""
     request = to_draft_request(plan.request)
     return RuntimeConfig(request.ctx, request.kv, None, budget_bytes, request.tokens, request.sequences,
-                         own_tokens=request.own_tokens, mlock=request.mlock, mmap=not request.homes)
+                         own_tokens=request.own_tokens, mlock=request.mlock, mmap=not request.residency)
 
 
 def _outputs(config: RuntimeConfig) -> int:
-    """Rows of logits: one for each sequence, and with guesses one behind each of them."""
+    """Rows of logits: one for each sequence, and with draft tokens one behind each of them."""
     checked = 1 + config.draft_tokens
-    return max(config.outputs, config.max_sequences, min(config.max_sequences * checked, max(checked, MOST_CHECKED)))
+    return max(config.outputs, config.max_sequences, min(config.max_sequences * checked, max(checked, MOST_VERIFIED)))

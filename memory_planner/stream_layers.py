@@ -1,4 +1,5 @@
-"""Which layers stay in memory and which are read again for every walk, where the budget does not hold all."""
+"""Choice of the layers that stay in memory; the others are read again for every pass, if the budget does not hold all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .request import in_memory
 
 
 def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan with the fewest streamed layers that the budget allows; None where even all of them are not enough.
+    """Plan with the fewest streamed layers that the budget allows; None if even all of them are not enough.
 
     Weights that are not streamed lie in memory of the process: pages of a mapped file would be taken away by the system
     just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
@@ -32,7 +33,7 @@ def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None
 
 
 def _layers(graph: Graph) -> list[list[str]]:
-    """The matrices of each layer, of which no other operation reads any."""
+    """Return the matrices of each layer that no operation outside it reads."""
     readers: dict[str, set[int | None]] = {}
     for op in graph.ops:
         for weight in op.weights:
@@ -46,7 +47,8 @@ def _layers(graph: Graph) -> list[list[str]]:
 
 
 def _streaming(request: Request, layers: list[list[str]], n: int) -> Request:
-    """The request with n streamed layers at equal distances, so that reading goes on while the others compute."""
+    """Return the request with n streamed layers at equal distances, so that reads overlap with the others' computation.
+    """
     chosen = [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
-    homes = (*request.homes, *((name, "streamed") for names in chosen for name in names))
-    return replace(request, homes=homes)
+    residency = (*request.residency, *((name, "streamed") for names in chosen for name in names))
+    return replace(request, residency=residency)

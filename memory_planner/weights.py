@@ -1,15 +1,15 @@
-"""Where weights lie: in the mapped file, in memory of the process, in buffers of a stream, or in slots."""
+"""Placement of weights: in the mapped file, in memory of the process, in buffers of a stream, or in slots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.units import format_size, round_up
 from edgeinfer.bundle import file_offsets
-from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph
 from edgeinfer.kernels import abi
-from edgeinfer.sizes import format_size, round_up
 
 from .cold import ColdPlan, masked
 from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
@@ -21,7 +21,7 @@ from .shared_places import place_bytes, settle
 
 @dataclass(frozen=True)
 class PlacedWeights:
-    """Where the weights lie."""
+    """Placed weights."""
 
     places: dict[str, Placement]
     parts: tuple[tuple[str, ...], ...]
@@ -32,7 +32,7 @@ class PlacedWeights:
     cold: ColdPlan | None
     experts: ExpertsPlan | None
     filed: tuple[str, ...]
-    """Tables that stay in their file, of which a token reads a row."""
+    """Tables that stay in their file; a token reads one row."""
 
     @property
     def filed_bytes(self) -> int:
@@ -41,17 +41,17 @@ class PlacedWeights:
 
     @property
     def table_bytes(self) -> int:
-        """Of the records and tables that streaming needs."""
+        """Of the instructions and tables that streaming needs."""
         pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
-        streamed = len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
-        records = (2 + abi.COLD_PARTS) * abi.RECORD_BYTES
-        cold = self.cold.queue_bytes + records * len(self.cold.hot) if self.cold else 0
+        streamed = len(self.parts) * (abi.INSTRUCTION_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+        instructions = (2 + abi.COLD_PARTS) * abi.INSTRUCTION_BYTES
+        cold = self.cold.queue_bytes + instructions * len(self.cold.hot) if self.cold else 0
         return streamed + cold + (self.experts.queue_bytes if self.experts else 0)
 
 
 def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Request) -> PlacedWeights:
-    """Place each weight; without offsets where converting would put it."""
-    types, homes, whole = graph.types, dict(request.homes), place_bytes(graph)
+    """Place each weight; without offsets, as a conversion would place it."""
+    types, residency, whole = graph.types, dict(request.residency), place_bytes(graph)
     offsets = offsets or file_offsets(graph)
     places: dict[str, Placement] = {}
     resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
@@ -62,7 +62,7 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
         if cold and name in hot:
             nbytes = hot[name] * cold.neuron_bytes
         kind = "rows" if weight.kind == "rows" else "*"
-        home = homes.get(name, homes.get(kind, "weights")) if weight.kind != "predictor" else "resident"
+        home = residency.get(name, residency.get(kind, "weights")) if weight.kind != "predictor" else "resident"
         if experts and weight.kind == "experts":
             home = "experts"
         places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)

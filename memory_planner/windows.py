@@ -1,7 +1,7 @@
 """Layers with a window keep the K and V that it sees: how many blocks that takes, in a pool of their own.
 
 All such layers share one pool and one block table a sequence, so the largest window decides: no model that is known has
-two that differ, and a table for each window would cost every walk. Layers keep all where that takes no more blocks.
+two that differ, and a table for each window would cost every pass. Layers keep all where that takes no more blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.graph import KvAccess
 from edgeinfer.kernels import abi
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .plan import Request
 
 MARGIN_TOKENS = abi.MASK_TOKENS + abi.MOST_STEPS
-"""Tokens by which a sequence can be cut at any time without walking any again: more than a drafter guesses, one by one
-or as a tree, before the text turns out to go on otherwise."""
+"""Tokens by which a sequence can be cut at any time without running any again: more than a drafter draft tokens, one by
+one or as a tree, before the text turns out to go on otherwise."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Windowed:
     layers: tuple[int, ...]
     window: int
     """Positions that a token sees, itself included; the largest of these layers."""
-    walk: int
+    pass_tokens: int
     """Most tokens that a sequence gets at once."""
     sequence_blocks: int
-    """Blocks that a sequence holds at most, those of a walk included."""
+    """Blocks that a sequence holds at most, those of a forward pass included."""
     sequences: int
     blocks: int
     """Of the pool."""
 
     @classmethod
     def of(cls, accesses: Iterable[KvAccess], request: Request) -> Windowed | None:
-        """Plan them, given what all operations do with K and V; None where all layers keep all.
+        """Plan the windows, given the K and V of all operations; None if all layers keep everything.
 
-        Where tokens of prompts may be left behind nobody asks: every layer's K and V of a whole prompt are there at
+        Not used if prompts are pruned: every layer's K and V of a whole prompt are there at
         once.
         """
         windows: dict[int, list[int]] = {}
@@ -50,12 +50,13 @@ class Windowed:
         windows = {layer: each for layer, each in windows.items() if all(each)}
         if not windows:
             return None
-        window, walk = max(map(max, windows.values())), max(request.tokens, MARGIN_TOKENS)
-        most = _blocks(window + walk + MARGIN_TOKENS) + 1
-        alone = cls(tuple(windows), window, walk, most, request.sequences, request.sequences * most)
+        window, pass_tokens = max(map(max, windows.values())), max(request.tokens, MARGIN_TOKENS)
+        most = _blocks(window + pass_tokens + MARGIN_TOKENS) + 1
+        alone = cls(tuple(windows), window, pass_tokens, most, request.sequences, request.sequences * most)
         own = request.ctx if request.own_tokens is None else min(request.own_tokens, request.ctx)
         found = alone.needed(own, request.sequences)
-        return cls(alone.layers, window, walk, most, request.sequences, found) if found < request.kv_blocks else None
+        return cls(alone.layers, window, pass_tokens, most, request.sequences,
+                   found) if found < request.kv_blocks else None
 
     @property
     def positions(self) -> int:
@@ -65,12 +66,12 @@ class Windowed:
     def needed(self, own: int, sequences: int) -> int:
         """Return how many blocks sequences need that share a prompt and get up to `own` tokens each.
 
-        What they may hold; or, all sharing one walk, what they must hold before it and the rows of that walk; or the
+        What they may hold; or, all sharing one pass, what they must hold before it and the rows of that pass; or the
         shared end of the prompt and what each adds to it.
         """
         before = _blocks(self.window + MARGIN_TOKENS) + 2
         added = -(-(abi.BLOCK_TOKENS - 1 + own) // abi.BLOCK_TOKENS)
-        return min(sequences * self.sequence_blocks, sequences * before + _blocks(self.walk),
+        return min(sequences * self.sequence_blocks, sequences * before + _blocks(self.pass_tokens),
                    self.sequence_blocks + sequences * added)
 
     def first_needed(self, n_tokens: int) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def place(model: ModelConfig, bundle: Bundle | None) -> Place | None:
-    """Return what finds hot and cold neurons for a bundle; None where it has no cold ones."""
+    """Return what finds hot and cold neurons for a bundle; None if it has no cold ones."""
     if bundle is None or "cold" not in bundle.parts:
         return None
     from .placement import place_neurons
@@ -40,18 +40,18 @@ def attach(session: Session, settings: object) -> None:
     from edgeinfer.kernels import abi
     from edgeinfer.runtime import RESOLVE_KERNEL, read_on_demand
 
-    records = session.program.records
-    found = [i for i, record in enumerate(records)
-             if record.kernel == RESOLVE_KERNEL and not record.flags & abi.FLAG_EARLY]
-    ranges = [(i + 1, next(j for j in range(i, len(records)) if isinstance(records[j].op, NeuronDown)) + 1)
+    instructions = session.program.instructions
+    found = [i for i, instruction in enumerate(instructions)
+             if instruction.kernel == RESOLVE_KERNEL and not instruction.flags & abi.FLAG_EARLY]
+    ranges = [(i + 1, next(j for j in range(i, len(instructions)) if isinstance(instructions[j].op, NeuronDown)) + 1)
               for i in found]
     assert session.plan.cold
-    read_on_demand(session, session.plan.cold, "cold", ranges)
+    read_on_demand(session.executor, session.bundle, session.plan.cold, "cold", ranges)
 
 
 def notice(plan: MemoryPlan) -> str:
-    """Say what is in memory and what is read."""
-    from edgeinfer.sizes import format_size
+    """Describe what is in memory and what is read."""
+    from edgeinfer.base.units import format_size
 
     assert plan.cold
     return (f"{_hot(plan):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "

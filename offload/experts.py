@@ -1,7 +1,7 @@
-"""Mixtures whose weights do not fit: which part of the experts the cache holds, and what a token reads from storage.
+"""MoE models whose weights do not fit: which part of the experts the cache holds, and what a token reads from storage.
 
 All that a token needs whatever it chooses stays in memory; the rest of the budget is slots for experts. Every expert
-may take any of them, so no layer is chosen: what stays is what tokens want (kernels/ops/experts_resolve.py).
+may take any of them, so no layer is chosen: what stays is what tokens want (kernels/ops/experts/experts_resolve.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgeinfer.memory_planner import (
     Planner,
     Request,
     in_memory,
-    mixtures,
+    moes,
 )
 
 ALIKE, SKEWED = 0.5, 0.75
@@ -28,7 +28,7 @@ said to be skewed."""
 
 
 def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan with as many slots for experts as fit; None where not even those of a layer do, or no layer has any.
+    """Plan with as many slots for experts as fit; None if not even those of a layer do, or no layer has any.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan 
     def planned(slots: int) -> MemoryPlan:
         return planner.plan(replace(in_memory(request), expert_slots=slots))
 
-    layers = mixtures(planner.graph)
+    layers = moes(planner.graph)
     if not layers:
         return None
     least = layers[0][0].pieces
@@ -54,7 +54,7 @@ def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan 
 
 
 class FromFlash(NamedTuple):
-    """What a decoded token is expected to read."""
+    """Expected reads of a decoded token."""
 
     hit_rate: float
     """Share of the experts that it goes through that are in memory."""
@@ -80,7 +80,7 @@ def routing(experts: int, active: int, half: float) -> list[float]:
 
 
 def _by_rank(experts: int, active: int, power: float) -> list[float]:
-    """Rates that fall with the rank; what exceeds 1 goes to the others."""
+    """Return rates that fall with the rank; any excess over 1 goes to the others."""
     weights = [(1.0 + rank) ** -power for rank in range(experts)]
     for full in range(min(active, experts - 1)):  # the first ones, which every token takes
         left = (active - full) / sum(weights[full:])

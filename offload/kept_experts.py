@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def place(model: ModelConfig, bundle: Bundle | None) -> Place | None:
-    """Return what finds slots for a model's experts; None where it has none."""
+    """Return what finds slots for a model's experts; None if it has none."""
     if not model.experts:
         return None
     from .experts import keep_experts
@@ -38,20 +38,21 @@ def attach(session: Session, settings: object) -> None:
     from edgeinfer.graph import ExpertsDown
     from edgeinfer.runtime import EXPERTS_KERNEL, read_on_demand
 
-    records = session.program.records
+    instructions = session.program.instructions
     ranges = []
-    for i, record in enumerate(records):
-        if record.kernel == EXPERTS_KERNEL:
-            last = max(j for j, other in enumerate(records)
-                       if isinstance(other.op, ExpertsDown) and record.op and other.op.layer == record.op.layer)
+    for i, instruction in enumerate(instructions):
+        if instruction.kernel == EXPERTS_KERNEL:
+            last = max(j for j, other in enumerate(instructions)
+                       if isinstance(other.op, ExpertsDown) and instruction.op
+                       and other.op.layer == instruction.op.layer)
             ranges.append((i + 1, last + 1))
     assert session.plan.experts
-    read_on_demand(session, session.plan.experts, "experts", ranges)
+    read_on_demand(session.executor, session.bundle, session.plan.experts, "experts", ranges)
 
 
 def notice(plan: MemoryPlan) -> str:
-    """Say what is kept and what is read."""
-    from edgeinfer.sizes import format_size
+    """Describe what is kept and what is read."""
+    from edgeinfer.base.units import format_size
 
     experts = plan.experts
     assert experts

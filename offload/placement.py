@@ -1,9 +1,10 @@
-"""What stays in memory: for each layer the hottest blocks of neurons, by what a byte held saves in bytes read.
+"""Choice of the neurons that stay in memory: for each layer the hottest blocks, by bytes of reading saved per byte
+held.
 
 Neurons of a model are of one size and stored from the hottest to the coldest, so the benefit of a layer's blocks falls
-from one to the next, and taking the best block that is left, of any layer, is optimal: the cost is a separable convex
-function of how many blocks each layer keeps. PowerInfer's integer program (arXiv 2312.12456) sums sorted frequencies to
-the same effect.
+from one to the next, and taking the best remaining block of any layer is optimal: the cost is a separable convex
+function of the number of blocks that each layer keeps. PowerInfer's integer program (arXiv 2312.12456) sums sorted
+frequencies to the same effect.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
-from edgeinfer.dataclass import dataclass
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request, in_memory, masked
 
 from .prediction import Floats
 
 TOKENS_KEPT = 2
 """Tokens whose cold neurons the cache holds, beside what a prompt needs: with less than one it holds nothing when a
-layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/offload.md)."""
+layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/explanation/offload.md)."""
 MOST_CACHE = 0.25
 """Of the memory that is left for neurons, at most this share goes to the cache for that."""
 
 
 @dataclass(frozen=True)
 class Heat:
-    """How often neurons are computed: the mean number for a token in each block, layer by layer."""
+    """Frequency of neurons: the mean number computed for a token in each block, layer by layer."""
 
     blocks: tuple[Floats, ...]
     """Falling, as greedy choice needs it: a block counts for no more than those before it, by neuron. Layers in tiles,
@@ -74,7 +75,7 @@ def choose(heat: Heat, most: int) -> tuple[int, ...]:
 
 
 def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan with the hottest neurons in memory and a cache of the others; None where not even the cache fits.
+    """Plan with the hottest neurons in memory and a cache of the others; None if not even the cache fits.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a placement costs: clusters that a token wants and does not find, their bytes, the time of reading them."""
+"""Cost of a placement: clusters that a token needs and misses, their bytes, the time of reading them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """edgeinfer.sparse: sparse feed-forward layers.
 
 This room is for graph rewrites that skip the neurons of an FFN whose activation is zero (ReLU, ReGLU, dReLU, squared
-ReLU, thresholded), for the predictors that guess the active ones from the layer's input, and for the statistics that
+ReLU, thresholded), for the predictors that draft the active ones from the layer's input, and for the statistics that
 both need. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.offload. `sparsify`
 makes a bundle with a predictor of a bundle without one; what it makes are parts of the bundle (edgeinfer.bundle), so
-that whoever runs or places neurons needs nothing of this room.
+that the runtime and `offload/` need nothing of this package.
 """
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .ffn import Ffn, ffns, parts

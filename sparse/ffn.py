@@ -1,4 +1,4 @@
-"""The feed-forward networks of a graph: where their activations are, and their weights as numbers."""
+"""Feed-forward networks of a graph: positions of their activations, and their weights as numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Activate, Gated, Graph, Linear, NeuronGated, Product, Tensor, Weight
+from edgeinfer.graph import Activate, GatedLinear, Graph, Linear, MatMul, NeuronGated, Tensor, Weight
 from edgeinfer.quant import TILE_ROWS, layouts
 
 Floats = NDArray[np.float32]
@@ -19,20 +19,20 @@ class Ffn(NamedTuple):
     """A layer's feed-forward network act(x G^T) * (x U^T) D^T, or without a gate act(x G^T) D^T."""
 
     layer: int
-    op: Gated | NeuronGated | Activate
+    op: GatedLinear | NeuronGated | Activate
     """The operation that makes f = act(x G^T) * (x U^T)."""
-    product: Product
+    matmul: MatMul
     """The one with the matrix."""
 
     @property
     def x(self) -> Tensor:
         """Its input."""
-        return self.product.x
+        return self.matmul.x
 
     @property
     def weight(self) -> Weight:
         """The matrix of gates and ups, or all three by neuron."""
-        return self.product.weight
+        return self.matmul.weight
 
     @property
     def activation(self) -> str:
@@ -51,7 +51,7 @@ class Ffn(NamedTuple):
 
     @property
     def f(self) -> Tensor:
-        """What its neurons give, one value each."""
+        """Output of its neurons, one value each."""
         return self.op.out
 
     @property
@@ -70,7 +70,7 @@ def ffns(graph: Graph) -> list[Ffn]:
         an order of their own, which neurons have none for.
     """
     makers = {op.out: op for op in graph.ops if isinstance(op, Linear) and op.in_ffn}
-    found = [Ffn(op.layer or 0, op, op) for op in graph.ops if isinstance(op, Gated | NeuronGated)]
+    found = [Ffn(op.layer or 0, op, op) for op in graph.ops if isinstance(op, GatedLinear | NeuronGated)]
     found += [Ffn(op.layer or 0, op, makers[op.x]) for op in graph.ops if isinstance(op, Activate) and op.x in makers]
     if not found:
         raise UnsupportedModelError(f"A {graph.config.model_type} model has no FFN, so no neurons can be left out of "
@@ -83,7 +83,7 @@ def ffns(graph: Graph) -> list[Ffn]:
     if ordered := sorted(own & {name for ffn in found for name in (ffn.weight.name, f"layers.{ffn.layer}.down")}):
         raise UnsupportedModelError(f"The columns of {ordered[0]} are in an order of their own (act-order), in which "
                                     "neurons are not stored. Convert the checkpoint with --weights q4 --ffn-layout "
-                                    "neuron, which quantises it anew, and sparsify that.")
+                                    "neuron, which requantises it, and sparsify that.")
     return sorted(found, key=lambda ffn: ffn.layer)
 
 
@@ -113,7 +113,7 @@ def parts(bundle: Bundle, ffn: Ffn) -> Parts:
 
 def biases(bundle: Bundle, ffn: Ffn) -> Floats:
     """Return the biases of gates and ups, (parts - 1, neurons), in the bundle's order of neurons; zeros for none."""
-    shape, bias = (ffn.parts - 1, ffn.neurons), ffn.product.bias
+    shape, bias = (ffn.parts - 1, ffn.neurons), ffn.matmul.bias
     if bias is None:
         return np.zeros(shape, np.float32)
     values = stored_bytes(bundle, bias.name).view("<f4")
@@ -131,7 +131,7 @@ def down_matrix(bundle: Bundle, ffn: Ffn) -> Floats:
 
 
 def apart(rows: NDArray, ffn: Ffn) -> tuple[NDArray, ...]:
-    """Return gate rows and up rows of a matrix that alternates them by tile; all rows where there is no gate."""
+    """Return gate rows and up rows of a matrix that alternates them by tile; all rows if there is no gate."""
     if ffn.parts == 2:
         return (rows,)
     tiles = rows.reshape(-1, 2, TILE_ROWS, rows.shape[1])

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import PREDICTOR_TYPE, Bundle, Predictor
-from edgeinfer.dataclass import dataclass
+from edgeinfer.calibration.hooks import Hook
+from edgeinfer.calibration.statistics import Covariance, Rows, capture, in_groups
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Op
-from edgeinfer.progress import Progress
-from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_groups
+from edgeinfer.runtime import Session
 
 from .ffn import Ffn, Parts, biases, parts
 from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
@@ -36,7 +38,7 @@ COMPARED_TOKENS, COMPARED_NEURONS = 1024, 1024
 """Of these, how many compare ranks, and by about how many neurons of a layer."""
 MEMORY_BYTES = 3 << 30
 """Most that captured rows and covariances take at a time; layers are captured in groups."""
-Visits = Mapping[Op, Sequence[Visit]]
+Hooks = Mapping[Op, Sequence[Hook]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Fitted:
 
 
 def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
-        rank: int | None = None, epochs: int = 0, told: Progress = lambda *_: None,
-        along: Visits | None = None) -> Fitted:
-    """Make a predictor from what a text does to the activations.
+        rank: int | None = None, epochs: int = 0, told: OnProgress = lambda *_: None,
+        along: Hooks | None = None) -> Fitted:
+    """Fit a predictor to the activations of a text.
 
     Parameters
     ----------
@@ -115,7 +117,7 @@ def least_bytes(kind: str, rank: int | None, ffn: Ffn) -> int:
 
 
 def check_epochs(epochs: int, kind: str) -> None:
-    """Refuse training of what has nothing to train."""
+    """Refuse to train a predictor without trainable parts."""
     if epochs and kind != "lowrank":
         raise UsageError(f"epochs is {epochs}, but a {kind} predictor is not trained; leave it out, or take lowrank.")
     if not 0 <= epochs <= 100:
@@ -159,18 +161,18 @@ def _one(kind: str, gate: Floats, factors: tuple[Floats, Floats] | None) -> Pred
 
 
 class _Layer(NamedTuple):
-    """What was captured of a layer."""
+    """Captured activations of a layer."""
 
     ffn: Ffn
     weights: Parts
     x: Floats
     f: Floats
     covariance: Floats
-    """Of x; empty where it was not asked for."""
+    """Rows of x; empty if they were not requested."""
 
 
 def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int,
-              told: Progress, along: Visits | None = None) -> Iterator[_Layer]:
+              told: OnProgress, along: Hooks | None = None) -> Iterator[_Layer]:
     """Yield the first rows of x and f of each layer; with `along` also the covariance of x over the whole text."""
     tokens, whole = min(tokens, len(ids)), along is not None
 
@@ -183,11 +185,11 @@ def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Se
         kept = {ffn.op: [Rows(ffn.x, tokens), Rows(ffn.f, tokens)] for ffn in group}
         squares = {ffn.op: [Covariance(ffn.x)] if whole else [] for ffn in group}
         where = f"layers {group[0].layer} to {group[-1].layer}"
-        visits: dict[Op, list[Visit]] = {ffn.op: [*kept[ffn.op], *squares[ffn.op], *left.pop(ffn.op, ())]
+        hooks: dict[Op, list[Hook]] = {ffn.op: [*kept[ffn.op], *squares[ffn.op], *left.pop(ffn.op, ())]
                                          for ffn in group}
         if group is groups[-1]:
-            visits |= {op: list(more) for op, more in left.items()}
-        capture(session, ids if whole else _spread(ids, tokens, session.plan.request.ctx), visits,
+            hooks |= {op: list(more) for op, more in left.items()}
+        capture(session, ids if whole else _spread(ids, tokens, session.plan.request.ctx), hooks,
                 progress=lambda done, total, _, where=where: told("capture", done, total, where))  # type: ignore[misc]
         for ffn in group:
             x, f = kept.pop(ffn.op)
@@ -204,7 +206,7 @@ def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
 
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
-             told: Progress, along: Visits) -> list[tuple[Floats, Floats]]:
+             told: OnProgress, along: Hooks) -> list[tuple[Floats, Floats]]:
     """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank

@@ -1,4 +1,4 @@
-"""A screen of the output head: what estimates all logits in few bytes, and how far each estimate may be off.
+"""A screen of the output head: cheap estimates of all logits, and bounds of their errors.
 
 With W the head, x its input and A any invertible matrix, W x = G z where G = W A^-1 and z = A x. A is taken as it is
 rounded to int8, so that this holds for what is stored; the first columns of G, rounded to 4 bits, make the estimates.
@@ -17,13 +17,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import Bundle, HeadScreen
+from edgeinfer.calibration.hooks import View
+from edgeinfer.calibration.statistics import capture
 from edgeinfer.errors import UnsupportedModelError, UsageError
-from edgeinfer.graph import OUTER_TYPE, Place, WeightType, inner_type, place_of_head
+from edgeinfer.graph import OUTER_TYPE, Place, inner_type, place_of_head
 from edgeinfer.kernels import abi, reference
-from edgeinfer.progress import Progress
-from edgeinfer.quant import TILE_ROWS, layouts, quantise
-from edgeinfer.runtime import Session, View, capture
+from edgeinfer.quant import TILE_ROWS, WeightType, layouts, quantise
+from edgeinfer.runtime import Session
 
 from .ffn import stored_bytes
 from .predictors import rounded
@@ -40,13 +42,13 @@ SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 """Ranks that are tried, as shares of hidden_size."""
 RANK_STEP = 2 * OUTER_TYPE.group_size
 WORTH = 0.95
-"""Share of the head's bytes from which on a screen does not pay for its records."""
+"""Share of the head's bytes from which on a screen does not pay for its instructions."""
 UNIT = 2.0**-24
 """Relative error of an operation in float32."""
 
 
 def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: int | None = None,
-                told: Progress = lambda *_: None) -> HeadScreen:
+                told: OnProgress = lambda *_: None) -> HeadScreen:
     """Make a screen of a bundle's head for the inputs that a text gives it.
 
     Parameters
@@ -59,7 +61,7 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     Raises
     ------
     UnsupportedModelError
-        The head is no product of codes, or screening it would read about as much as the head.
+        The head is not a product of codes, or screening it would read about as much as the head.
     UsageError
         No screen of this model has this rank.
     """
@@ -116,14 +118,15 @@ class _Head:
         return np.unique(np.linspace(0, len(self._data) - 1, SAMPLE_TILES).astype(np.intp))
 
 
-def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], told: Progress) -> tuple[Doubles, Floats]:
+def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], told: OnProgress) -> tuple[Doubles,
+                                                                                                        Floats]:
     """Mean x x' of the head's inputs, as its product sees them, and some of them from all over the text.
 
     What is visited is the residual stream before the last norm, for a capture asks for no logits.
     """
     total, kept, every = np.zeros((head.cols, head.cols)), [], max(1, len(ids) // SAMPLE_TOKENS)
 
-    def visit(view: View) -> None:
+    def hook(view: View) -> None:
         x = view.values(place.gather.x)
         x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(place.norm.eps)) * head.norm
         seen = rounded(x, head.stored.group_size)
@@ -131,7 +134,7 @@ def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], tol
         kept.append(seen[::every])
 
     source = next(op for op in session.graph.ops if op.out == place.gather.x)
-    capture(session, ids, {source: [visit]}, progress=lambda done, n, _: told("capture", done, n, "the head's input"))
+    capture(session, ids, {source: [hook]}, progress=lambda done, n, _: told("capture", done, n, "the head's input"))
     return total / len(ids), np.concatenate(kept)[:SAMPLE_TOKENS]
 
 
@@ -157,7 +160,7 @@ def _four_bits(g: Doubles) -> tuple[NDArray[np.uint8], Floats]:
 
 
 class _Factors:
-    """A screen of one rank, and what it would compute for some inputs."""
+    """A screen of one rank, and its results for some inputs."""
 
     def __init__(self, head: _Head, inner: Doubles, rank: int, rows: Floats):
         self._head, self.rank, self._rows = head, rank, rows
@@ -174,7 +177,7 @@ class _Factors:
         self._slack = sums * UNIT * float(np.linalg.norm(matrix)) * head.longest
 
     def _balanced(self, inner: Doubles) -> Doubles:
-        """Weigh the directions that are left out so that errors of what is kept and of these meet norms as unequal."""
+        """Weigh the omitted directions so that their errors and those of the kept ones meet equally large norms."""
         if self.rank == self._head.cols:
             return inner
         g, low = self._head.tiles(self._head.sample()) @ np.linalg.inv(inner), self._rows @ inner.T
@@ -204,7 +207,7 @@ class _Factors:
         _, bounds, estimates = self.factor(weights)
         return _wanted(estimates, bounds * self._reach, largest)
 
-    def screen(self, told: Progress) -> HeadScreen:
+    def screen(self, told: OnProgress) -> HeadScreen:
         """Make it for the whole head."""
         parts = []
         for which, weights in self._head.blocks():

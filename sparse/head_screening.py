@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.checks import choice
+from edgeinfer.base.validation import choice
 from edgeinfer.technique import NEVER, Option, Part, Reported, Technique
 
 if TYPE_CHECKING:
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from edgeinfer.graph import Graph
 
 MODES = EXACT, SCREENED = "exact", "screened"
-"""All rows are computed, or those that a low-rank product says can matter."""
+"""All rows are computed, or those that a low-rank matmul says can matter."""
 
 
 def rewrite(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph:
-    """Say what decoded tokens compute of the output head.
+    """Describe which part of the output head decoded tokens compute.
 
-    All rows (exact), or those that a low-rank product says can hold the largest logit; the others keep its estimates
+    All rows (exact), or those that a low-rank matmul says can hold the largest logit; the others keep its estimates
     (screened). What it leaves out never is the largest logit, so greedy decoding gives the same text.
     """
     from edgeinfer.errors import UsageError
@@ -56,8 +56,8 @@ TECHNIQUE = Technique(
     name="head",
     options=(Option(
         "head", choice(MODES), "|".join(MODES),
-        "What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter; "
-        "without sampling the text is the same.  [default: exact]"),),
+        "Output head of decoded tokens: compute all rows (exact), or only rows that the bundle's screen does not rule "
+        "out (screened); greedy text is unchanged.", unset="exact"),),
     exact=lambda settings: settings.get("mode") != SCREENED,
     by_itself=SCREENED,
     part=Part("screen", _read, ("share", "rank")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.checks import choice
+from edgeinfer.base.validation import choice
 from edgeinfer.technique import DECODED, Option, Part, Reported, Technique
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MODES = OFF, EXACT, PREDICT = "off", "exact", "predict"
 
 def rewrite(graph: Graph, mode: str, kind: str = "", rank: int = 0, dense: str | float = "none",
             exact: str | float = "none") -> Graph:
-    """Say what FFNs stored neuron by neuron read.
+    """Describe what FFNs stored neuron by neuron read.
 
     All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens what a predictor of a
     kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever the mode is: what
@@ -88,8 +88,8 @@ TECHNIQUE = Technique(
     name="sparse",
     options=(Option(
         "sparse", choice(MODES), "|".join(MODES),
-        "What FFNs by neuron read: all neurons, those that live, or what a predictor names.  [default: exact where it "
-        "applies]"),),
+        "How sparse FFNs run: dense (off), skip inactive neurons (exact), or skip neurons predicted inactive "
+        "(predict).", unset="exact if the bundle stores FFNs by neuron"),),
     exact=lambda settings: settings.get("mode") != PREDICT,
     by_itself=PREDICT,
     drafts=True,

@@ -1,4 +1,4 @@
-"""From a bundle to a sparse one: statistics, neurons in order of heat, a predictor, and what it costs in quality."""
+"""Conversion of a bundle to a sparse one: statistics, neurons sorted by activity, a predictor, and its quality."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.progress import OnProgress
+from edgeinfer.base.validation import Rule, choice, instance
 from edgeinfer.bundle import (
     COLD_FILE,
     PREDICTOR_FILE,
@@ -25,15 +28,14 @@ from edgeinfer.bundle import (
     pack_cold,
     weights_identity,
 )
-from edgeinfer.checks import Rule, choice, instance
-from edgeinfer.dataclass import dataclass
+from edgeinfer.calibration.hooks import Hook, open_plain
+from edgeinfer.calibration.statistics import Firing, Largest, capture
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
-from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import PREDICTORS, RELUS, Graph, Op, build_graph, expected_types
-from edgeinfer.progress import Progress
-from edgeinfer.quality import LEAST_TOKENS, MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
+from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
+from edgeinfer.quality.gate import LEAST_TOKENS, MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.rules import MAKING, plain
-from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
+from edgeinfer.runtime import Session, dense_layers, predicted_time
 
 from .ffn import Ffn, biases, ffns, parts, stored_bytes
 from .fitting import Fitted, check_epochs, check_rank, choose, fit, least_bytes
@@ -64,12 +66,12 @@ UNSEEN = ("It was measured on the end of the text that it was fitted to alone; o
 
 @dataclass(frozen=True)
 class Sparsified:
-    """What was made, and what it costs."""
+    """Report on a new predictor."""
 
     destination: Path
     predictor: Predictor
     layers: tuple[Tally, ...]
-    """What the predictor chose, layer by layer, on the measured tokens."""
+    """Selections of the predictor on the measured tokens, layer by layer."""
     read_share: float
     """Bytes that a token reads of all FFNs, predictor included, over those of the dense ones."""
     result: Evaluation
@@ -77,7 +79,7 @@ class Sparsified:
     against_source: Evaluation
     """The bundle without predictor against the source: rounding by the new order, and of down matrices."""
     down_error: float
-    """Squared error that quantising the down matrices again has added, over their squared norm; 0 where it was not."""
+    """Squared error that quantising the down matrices again has added, over their squared norm; 0 if it was not."""
     enabled: bool
     """Whether the divergence is within the bound."""
     max_kld: float
@@ -105,13 +107,13 @@ class Sparsified:
 
     @property
     def warning(self) -> str:
-        """What is not known of it; empty where other texts were measured too."""
+        """Warning that it was measured on its own text only; empty if other texts were measured too."""
         return "" if self.held_out else UNSEEN
 
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
              max_kld: float = MAX_KLD, rank: int | None = None, epochs: int = 0, threads: int | None = None,
-             overwrite: bool = False, told: Progress = lambda *_: None,
+             overwrite: bool = False, told: OnProgress = lambda *_: None,
              in_tiles: Callable[[], Bundle] | None = None, held_out: Sequence[Stream] = ()) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
 
@@ -174,7 +176,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         activity = _Activity(maker.networks)
         fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs, told=told,
-                     along=activity.visits)
+                     along=activity.hooks)
         predictor = fitted.at(maker.price(fitted, [choosing, *(a for a, _ in others)], max_kld, told))
         result, tallies = maker.measure(predictor, measuring)
         elsewhere = [(text, maker.measure(predictor, text)[0]) for _, text in others]
@@ -215,11 +217,11 @@ def kld_of(result: Evaluation) -> float:
     return result.divergence.kld_mean
 
 
-def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: Progress,
+def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: OnProgress,
                 host: Session | None = None) -> Session:
     """A session whose activations can be read, closed by the stack."""
     window = min(WINDOW, source.config.max_position_embeddings)
-    window -= window % OUTPUTS if window > OUTPUTS else 0  # no walk of a single token is left over
+    window -= window % OUTPUTS if window > OUTPUTS else 0  # no forward pass of a single token is left over
     session = open_plain(path, window, None if host else threads, host=host, outputs=OUTPUTS,
                          loading=partial(told, "load"), progress=partial(told, "compile"))
     stack.callback(session.close)
@@ -227,15 +229,15 @@ def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | Non
 
 
 class _Activity:
-    """How often the neurons of each layer fire, and how much they give at most."""
+    """Frequency of each layer's active neurons, and their largest outputs."""
 
     def __init__(self, networks: list[Ffn]):
         self.fired, self.largest = [Firing(ffn.f) for ffn in networks], [Largest(ffn.f) for ffn in networks]
-        self.visits: dict[Op, list[Visit]] = {ffn.op: [a, b] for ffn, a, b in
+        self.hooks: dict[Op, list[Hook]] = {ffn.op: [a, b] for ffn, a, b in
                                               zip(networks, self.fired, self.largest, strict=True)}
 
 
-def _activity(session: Session, ids: Sequence[int], told: Progress) -> list[Firing]:
+def _activity(session: Session, ids: Sequence[int], told: OnProgress) -> list[Firing]:
     """Count how often neurons fire, layer by layer."""
     fired = [Firing(ffn.f) for ffn in ffns(session.graph)]
     capture(session, ids, {ffn.op: [one] for ffn, one in zip(ffns(session.graph), fired, strict=True)},
@@ -245,7 +247,7 @@ def _activity(session: Session, ids: Sequence[int], told: Progress) -> list[Firi
 
 @dataclass(frozen=True)
 class _Maker:
-    """What fits and measures a predictor of a bundle by neuron."""
+    """Fitting and measuring of a predictor for a bundle by neuron."""
 
     session: Session
     reference: Session
@@ -274,7 +276,7 @@ class _Maker:
         return [found.get(ffn.layer, Tally(measured, measured, n, n))
                 for ffn, n in zip(self.networks, fired, strict=True)]
 
-    def price(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, told: Progress) -> int:
+    def price(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, told: OnProgress) -> int:
         """Return the highest price within the bound on all texts."""
         tried: list[float] = []
 
@@ -321,7 +323,7 @@ def _kind(kind: str | None, networks: list[Ffn]) -> str:
 
 
 def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn], graph: Graph) -> list[int]:
-    """The layers of which too many neurons fire for leaving out the others to pay; all of them are refused."""
+    """Return the layers in which too many neurons are active for skipping to pay; refuse if that is all of them."""
     if kind == "threshold":
         return []
     densities = [float(one.counts.mean()) / one.tokens for one in fired]
@@ -336,7 +338,7 @@ def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn]
 
 
 def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
-    """What is fitted on, what the price is chosen on, and what is measured on, from the text's beginning to its end."""
+    """Split a text from its beginning to its end: to fit on, to choose the price on, and to measure on."""
     n = len(stream.ids)
     if n < MIN_TOKENS:
         raise RequestError(f"The text has {n} tokens, too few to learn from; give {MIN_TOKENS} at least, and better "
@@ -349,7 +351,7 @@ def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
 
 
 def cut_held_out(stream: Stream) -> tuple[Stream, Stream]:
-    """What of another text the price is chosen on, and what is measured on."""
+    """Split another text: to choose the price on, and to measure on."""
     n = min(len(stream.ids), 2 * MEASURED_TOKENS)
     if n < LEAST_HELD_OUT:
         raise RequestError(f"The held-out text {stream.name} has {n} tokens, too few to measure on; give "

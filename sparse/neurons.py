@@ -1,4 +1,4 @@
-"""A bundle anew with its FFNs stored neuron by neuron, in an order of their own: codes are moved, not rounded again.
+"""A new bundle with its FFNs stored neuron by neuron, in an order of their own: codes are moved, not rounded again.
 
 Only the down matrix of a bundle in layout tile16 must be quantised again: there its groups run along the neurons.
 """
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Graph, Weight, WeightType, build_graph, expected_types
-from edgeinfer.quant import holds, layouts, quantise
+from edgeinfer.graph import Graph, Weight, build_graph, expected_types
+from edgeinfer.quant import WeightType, holds, layouts, quantise
 
 from .ffn import Ffn, apart, biases, down_matrix, stored_bytes
 
@@ -28,7 +28,7 @@ class Codes(NamedTuple):
     scales: NDArray[np.float16]
     """(neurons, parts, groups)."""
     error: quantise.ErrorSums
-    """What quantising the down matrix again has added."""
+    """Additional error of quantising the down matrix a second time."""
 
 
 def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None = None) -> Graph:
@@ -80,7 +80,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
     Returns the error that was added to the down matrices.
     """
     by_name = {f"layers.{ffn.layer}.ffn": (ffn, orders[ffn.layer]) for ffn in networks}
-    by_bias = {ffn.product.bias.name: (ffn, orders[ffn.layer]) for ffn in networks if ffn.product.bias}
+    by_bias = {ffn.matmul.bias.name: (ffn, orders[ffn.layer]) for ffn in networks if ffn.matmul.bias}
     added, strides = quantise.ErrorSums(), graph.strides
     with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
         writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
@@ -106,7 +106,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
 
 
 def copy_files(bundle: Bundle, writer: BundleWriter) -> None:
-    """Copy a bundle's other files: tokenizer, chat template, licence; not what was made for its weights."""
+    """Copy a bundle's other files: tokenizer, chat template, licence; not those made for its weights."""
     for entry in bundle.header.files:
         if not entry.part:
             writer.copy_file(bundle.path / entry.name)

@@ -1,4 +1,4 @@
-"""Predictors of live neurons, in NumPy: how each kind is made of a layer's weights, and what it says of an input.
+"""Predictors of active neurons, in NumPy: their construction from a layer's weights, and their evaluation.
 
 * ``sign``: how many more places of x and the gate row agree in their sign than differ (SparseInfer, arXiv 2411.12692).
 * ``lowrank``: the best approximation of the gate by a product of rank r, for inputs with the covariance C: of all G' of

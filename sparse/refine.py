@@ -15,7 +15,7 @@ BATCH, SEED = 256, 1
 STEP = 0.04
 """Of the mean magnitude of a matrix, at the beginning; it falls to 0 along a cosine."""
 HEAVIEST = 6.0
-"""Most that a missed neuron weighs; one that is computed in vain weighs 1."""
+"""Maximum weight of a missed neuron; one computed in vain weighs 1."""
 STEEPNESS = 3.0
 """Of the logit, for a score one deviation from its threshold."""
 DECAY = (0.9, 0.99)
@@ -60,7 +60,7 @@ def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float, 
 
 
 class _Adam:
-    """Adam (arXiv 1412.6980) whose steps are shares of what they change, and fall to 0."""
+    """Adam (arXiv 1412.6980) with steps relative to the parameters, falling to 0."""
 
     def __init__(self, weights: list[Floats], sizes: list[float], steps: int):
         self._weights, self._sizes, self._steps, self._done = weights, sizes, steps, 0

@@ -1,4 +1,4 @@
-"""From a bundle to the same with a screen of its output head, and what the screen costs in quality."""
+"""Conversion of a bundle to one with a screen of its output head, and the quality of the screen."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
 from edgeinfer.config import Recipe, RuntimeConfig
-from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
-from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import place_of_head
-from edgeinfer.progress import Progress
-from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
+from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
+from edgeinfer.quality.gate import (
+    MAX_KLD,
+    QUALITY_FILE,
+    Setting,
+    measured_identity,
+    measurement,
+    read_quality,
+    to_json,
+)
+from edgeinfer.registry import recipe_with
 from edgeinfer.rules import plain
 from edgeinfer.runtime import Session, everywhere
-from edgeinfer.technique import recipe_with
 
 from .head import make_screen
 from .making import OUTPUTS, RULES, cut, cut_held_out, kld_of, open_source
@@ -29,12 +37,12 @@ PROTOCOL = "windows of 512, tokens decoded together"
 
 @dataclass(frozen=True)
 class Screened:
-    """What was made, and what it costs."""
+    """Report on a new screen."""
 
     destination: Path
     screen: HeadScreen
     read_share: float
-    """Bytes that a drawn token reads of head and screen, over those of the head."""
+    """Bytes that a sampled token reads of head and screen, over those of the head."""
     results: tuple[tuple[Setting, Evaluation], ...]
     """The screen alone, and together with the bundle's predictor where it has one, against the bundle without both;
     of several texts the worst."""
@@ -51,7 +59,7 @@ class Screened:
 
 def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_kld: float = MAX_KLD,
                 rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-                told: Progress = lambda *_: None, held_out: Sequence[Stream] = ()) -> Screened:
+                told: OnProgress = lambda *_: None, held_out: Sequence[Stream] = ()) -> Screened:
     """Write a bundle with everything that a bundle has, a screen of its head, and measurements of it.
 
     Parameters and exceptions are those of `sparsify` and `make_screen`.
@@ -98,7 +106,7 @@ def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:
     writer.add_file(SCREEN_FILE, screen.pack(weights_identity(source.header.tensors)), "screen")
 
 
-def _measure(path: Path, stream: Stream, host: Session, told: Progress) -> list[tuple[Setting, Evaluation]]:
+def _measure(path: Path, stream: Stream, host: Session, told: OnProgress) -> list[tuple[Setting, Evaluation]]:
     """Divergence of the screen, and of screen and predictor together, as the kernels run them."""
     results = []
     with ExitStack() as stack:

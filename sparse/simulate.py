@@ -1,6 +1,6 @@
 """A predictor in the model's own program, before kernels apply it: scores in NumPy, everything else by the kernels.
 
-The walk stops behind each layer's f; there the neurons that are not chosen are set to 0, and the down matrix goes on
+The pass stops behind each layer's f; there the neurons that are not chosen are set to 0, and the down matrix goes on
 from that. A neuron of 0 adds nothing, so the sums are those of a program that leaves it out.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import Predictor
-from edgeinfer.dataclass import dataclass
+from edgeinfer.calibration.hooks import Hook, HookedRunner, View
 from edgeinfer.errors import RequestError
-from edgeinfer.runtime import Session, Taps, View, Visit
+from edgeinfer.runtime import Session
 
 from .ffn import Ffn
 from .predictors import Scores
@@ -22,7 +23,7 @@ from .predictors import Scores
 
 @dataclass
 class Tally:
-    """What a layer's predictor chose, in neurons added up over tokens."""
+    """Neurons that a layer's predictor selected, summed over tokens."""
 
     neurons: int = 0
     """All of them."""
@@ -58,21 +59,22 @@ class Tally:
 
 
 def predicted(session: Session, networks: Sequence[Ffn], scores: Sequence[Scores],
-              thresholds: Sequence[NDArray[np.float32]]) -> tuple[Taps, list[Tally]]:
+              thresholds: Sequence[NDArray[np.float32]]) -> tuple[HookedRunner, list[Tally]]:
     """Return a runner that leaves out neurons as a predictor says, and what each layer's predictor chose so far.
 
     Parameters
     ----------
-    session : of `open_plain`; its walks must have two tokens or more
+    session : of `open_plain`; its forward passes must have two tokens or more
     networks : of `ffns`
     scores, thresholds : of each of them
     """
     tallies = [Tally() for _ in networks]
 
-    def visit(i: int) -> Visit:
+    def hook(i: int) -> Hook:
         def leave_out(view: View) -> None:
             if view.tokens == 1:  # then layout neuron has added up the columns already
-                raise RequestError("A predictor is simulated in walks of two tokens or more; take another window.")
+                raise RequestError("A predictor is simulated in forward passes of two tokens or more; take another "
+                                   "window.")
             f = view.floats(networks[i].f)
             chosen, fired = scores[i](view.values(networks[i].x)) > thresholds[i], f != 0
             tallies[i] += Tally(chosen.size, *(int(np.count_nonzero(a)) for a in (chosen, fired, chosen & fired)))
@@ -80,7 +82,7 @@ def predicted(session: Session, networks: Sequence[Ffn], scores: Sequence[Scores
 
         return leave_out
 
-    return Taps(session, {ffn.op: (visit(i),) for i, ffn in enumerate(networks)}), tallies
+    return HookedRunner(session, {ffn.op: (hook(i),) for i, ffn in enumerate(networks)}), tallies
 
 
 def read_bytes_share(predictor: Predictor, tally: Tally, dense_bytes: int, gates: float) -> float:

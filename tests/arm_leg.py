@@ -1,11 +1,11 @@
 """The kernels of ARM boards on an emulator: `prepare` where this runs natively, `run` on each emulated core.
 
-.ci/arm calls both, with names of cores. `prepare` cross-compiles the kernels of their rungs into EDGEINFER_CACHE and
+.ci/arm calls both, with names of cores. `prepare` cross-compiles the kernels of their levels into EDGEINFER_CACHE and
 writes tiny random models with the tokens that this machine's own kernels choose. `run` sees that the core gets the
-rung made for it, that every record agrees with its twin, that neither chunks nor threads change a bit, that greedy
-decoding gives those tokens and that the paths of a tree are chains; then it runs those kernel tests whose kernels were
-compiled. One core has all of it (`WHOLE`); the others have what an instruction set does in its own way: a model of the
-usual types, and the products of integers of every type.
+level made for it, that every instruction agrees with its reference, that neither chunks nor threads change a bit, that
+greedy decoding gives those tokens and that the paths of a tree are chains; then it runs those kernel tests whose
+kernels were compiled. One core has all of it (`WHOLE`); the others have what an instruction set does in its own way: a
+model of the usual types, and the products of integers of every type.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from edgeinfer.cache import make_directories
+from edgeinfer.base.cache_dir import make_directories
 from edgeinfer.errors import KernelError
-from edgeinfer.kernels import LADDER, Isa, cache_directory, choose
+from edgeinfer.kernels import ISA_LEVELS, Isa, cache_directory, choose
 from edgeinfer.kernels.catalogue import FOREIGN
 from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests import tested
-from tests.offloaded import MIXED, OPTIONS, made, offloaded
-from tests.sessions import logits_of, session, tokens, write_model
-from tests.test_trees import chain_logits, path_to
+from tests.helpers.offloaded import MIXED, OPTIONS, made, offloaded
+from tests.helpers.sessions import logits_of, session, tokens, write_model
+from tests.models.test_trees import chain_logits, path_to
 
-RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
-"""Rung that each emulated core must choose: Raspberry Pi 4, Raspberry Pi 5, a core with i8mm."""
+LEVELS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
+"""ISA level that each emulated core must choose: Raspberry Pi 4, Raspberry Pi 5, a core with i8mm."""
 WHOLE = "cortex-a76"
 """The core that all is tried on. EDGEINFER_TEST_ALL=1 tries all on each."""
 MODELS = (("q4", "int8"), ("int8", "f16"))
 """Weights (in groups of 32) and KV; cores but `WHOLE` have the first."""
-WALKS = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
+PASSES = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
 """Threads and tokens of a prompt's chunks; the tokens of register blocks are 4, 2 and 1."""
 PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
-TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
-         "tests/test_kernels_screen.py", "tests/test_kernels_norms.py", "tests/test_kernels_experts.py",
-         "tests/test_kernels_latent.py", "tests/test_kernels_attention.py")
+TESTS = ("tests/kernels/test_linear.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
+         "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
+         "tests/kernels/test_latent.py", "tests/kernels/test_attention.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
 SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
@@ -57,9 +57,9 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(slots_give and not f32))) or "
              "(kernels_latent and int8 and not size1 and not size2) or "
              "(kernels_attention and distance and not f32)")
-PRODUCTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
-"""What other cores than `WHOLE` run, by the same selection."""
-PRODUCT_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
+MATMULS = ("tests/kernels/test_linear.py", "tests/kernels/test_neuron.py")
+"""Tests that run on cores other than `WHOLE`, by the same selection."""
+MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
                    "gated_int8_g32")
 """Kernels of these that the first of `MODELS` does not need."""
 OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
@@ -73,7 +73,7 @@ OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
 def prepare(work: Path, cores: list[str]) -> None:
     """Compile for some cores, write the models and what this machine says."""
     expected = {}
-    some = {"worker", "submit", "wait", "spin", *PRODUCT_KERNELS, *(f"linear_{kind}" for kind in FOREIGN)}
+    some = {"worker", "submit", "wait", "spin", *MATMUL_KERNELS, *(f"linear_{kind}" for kind in FOREIGN)}
     names = {*some, *OTHERS}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
@@ -85,8 +85,8 @@ def prepare(work: Path, cores: list[str]) -> None:
     (work / "expected.json").write_text(json.dumps(expected))
     made(work / "cold")
     for core in cores:
-        rung = next(rung for rung in LADDER if rung.name == RUNGS[core])
-        compile_rung(rung, sorted(names if is_whole(core) else some))
+        level = next(level for level in ISA_LEVELS if level.name == LEVELS[core])
+        compile_level(level, sorted(names if is_whole(core) else some))
 
 
 def is_whole(core: str) -> bool:
@@ -94,16 +94,16 @@ def is_whole(core: str) -> bool:
     return core == WHOLE or tested.everything()
 
 
-def compile_rung(rung: Isa, names: list[str]) -> None:
-    """Cross-compile some kernels of a rung, two at a time, unless they are there."""
-    wanted, start = objects.KernelSet(rung), time.perf_counter()
+def compile_level(level: Isa, names: list[str]) -> None:
+    """Cross-compile some kernels of an ISA level, two at a time, unless they are there."""
+    wanted, start = objects.KernelSet(level), time.perf_counter()
     out = wanted.directory(cache_directory())
     with contextlib.suppress(KernelError):
         wanted.read_all(out, names)
         return
     make_directories(out)
     build.build(wanted, names, keep=lambda name, code: wanted.write(out, name, code))
-    print(f"arm: {len(names)} kernels of {rung.name} compiled in {time.perf_counter() - start:.0f} s")
+    print(f"arm: {len(names)} kernels of {level.name} compiled in {time.perf_counter() - start:.0f} s")
 
 
 def greedy(opened: Session) -> list[int]:
@@ -122,12 +122,12 @@ def paths_are_chains(opened: Session) -> bool:
     opened.prefill(sequence, PROMPT)
     paths = [[ids[i] for i in path_to(PARENTS, node)] for node in range(len(PARENTS))]
     expected = [chain_logits(opened, sequence, path)[-1] for path in paths]
-    rows = opened.walk([Segment(sequence, ids, tuple(range(len(ids))), DECODE, PARENTS)])
+    rows = opened.forward([Segment(sequence, ids, tuple(range(len(ids))), DECODE, PARENTS)])
     return [row.tobytes() for row in rows] == expected
 
 
 def cold_is_resident(work: Path) -> bool:
-    """Whether a model has the same logits with neurons on storage; records agree with their twins there."""
+    """Whether a model has the same logits with neurons on storage; instructions agree with their references there."""
     path = work / "cold"
     os.environ["EDGEINFER_CHECK"] = "1"
     with offloaded(path, MIXED, 0) as opened:
@@ -142,37 +142,38 @@ def cold_is_resident(work: Path) -> bool:
 
 def run(work: Path, core: str) -> None:
     """All checks on this (emulated) core."""
-    rung = choose().name
-    require(rung == RUNGS[core], f"{core} gets {rung}, not {RUNGS[core]}")
+    level = choose().name
+    require(level == LEVELS[core], f"{core} gets {level}, not {LEVELS[core]}")
     expected = json.loads((work / "expected.json").read_text())
     for weights, kv in MODELS if is_whole(core) else MODELS[:1]:
         path = write_model(work, weights=weights)
         os.environ["EDGEINFER_CHECK"] = "1"
-        with session(path, kv=kv, ctx=512) as opened:  # raises where a record and its twin disagree
+        with session(path, kv=kv, ctx=512) as opened:  # raises where an instruction and its reference disagree
             logits_of(opened, PROMPT[:21], n_decoded=3)
         del os.environ["EDGEINFER_CHECK"]
         rows = []
-        for threads, chunk in WALKS:
+        for threads, chunk in PASSES:
             with session(path, kv=kv, ctx=512, threads=threads, prefill_chunk=chunk) as opened:
                 rows.append(logits_of(opened, PROMPT, n_decoded=3))
         same = all((row == rows[0]).all() for row in rows)
-        require(same, f"{weights}-{kv} on {rung}: chunks or threads change bits")
+        require(same, f"{weights}-{kv} on {level}: chunks or threads change bits")
         with session(path, kv=kv, ctx=512, threads=2) as opened:
-            require(greedy(opened) == expected[f"{weights}-{kv}"], f"{weights}-{kv} on {rung}: other tokens than x86's")
+            require(greedy(opened) == expected[f"{weights}-{kv}"],
+                    f"{weights}-{kv} on {level}: other tokens than x86's")
         with session(path, kv=kv, ctx=512, threads=2, max_sequences=2, outputs=len(PARENTS)) as opened:
-            require(paths_are_chains(opened), f"{weights}-{kv} on {rung}: a tree's paths are no chains")
-        print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits, tokens and trees agree", flush=True)
+            require(paths_are_chains(opened), f"{weights}-{kv} on {level}: a tree's paths are not chains")
+        print(f"arm: {core}: {level}, {weights}-{kv}: references, bits, tokens and trees agree", flush=True)
     if is_whole(core):
-        require(cold_is_resident(work), f"{rung}: neurons that are read when they are wanted change bits")
-        print(f"arm: {core}: {rung}: hot and cold neurons: twins and bits agree", flush=True)
-    os.environ["EDGEINFER_ISA"] = rung
+        require(cold_is_resident(work), f"{level}: neurons that are read when they are wanted change bits")
+        print(f"arm: {core}: {level}: hot and cold neurons: references and bits agree", flush=True)
+    os.environ["EDGEINFER_ISA"] = level
     import pytest
 
     os.environ["EDGEINFER_TEST_EMULATED"] = "1"
     alone = ("-o", "addopts=--import-mode=importlib", "-o", "required_plugins=")  # an emulator has no other workers
     how = ("-q", "--all", "-p", "no:cacheprovider", "--no-header", "--durations=3")
-    code = pytest.main([*alone, *how, "-k", SELECTION, *(TESTS if is_whole(core) else PRODUCTS)])
-    require(code == 0, f"{core}: kernel tests fail on {rung}")
+    code = pytest.main([*alone, *how, "-k", SELECTION, *(TESTS if is_whole(core) else MATMULS)])
+    require(code == 0, f"{core}: kernel tests fail on {level}")
 
 
 def require(holds: bool, otherwise: str) -> None:

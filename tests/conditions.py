@@ -2,7 +2,7 @@
 
 Standard streams that are closed, full, or whose reader has left; a disk that takes nothing more; Ctrl-C and SIGTERM at
 random moments from the first line of ours on. What must hold: no traceback and nothing called a bug, one sentence where
-it can be said, an exit code other than 0 where the answer did not arrive whole.
+it can be said, an exit code other than 0 if the answer did not arrive whole.
 
 A case is a fork of this process, which has imported the commands; ``--signals N`` starts processes of their own. The
 suite runs a share of both (``--quick``).
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.cli.app import COMMANDS
-from tests.checkpoints import make_checkpoint
-from tests.command_line import ROOT, environment, listening
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.command_line import ROOT, environment, listening
 
 FULL, CLOSED, LEFT, KEPT, NULL = "full", "closed", "left", "kept", "null"
-"""What a standard stream is: /dev/full, not there, a pipe without a reader, a pipe that is read, /dev/null."""
+"""Kinds of a standard stream: /dev/full, closed, a pipe without a reader, a pipe that is read, /dev/null."""
 STREAMS = {
     "output full": (NULL, FULL, KEPT), "output closed": (NULL, CLOSED, KEPT), "output left": (NULL, LEFT, KEPT),
     "error full": (NULL, KEPT, FULL), "error closed": (NULL, KEPT, CLOSED), "error left": (NULL, KEPT, LEFT),
@@ -49,7 +49,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended; what was not kept is empty."""
+    """Result of a command; streams that were not kept are empty."""
 
     code: int
     out: str
@@ -66,12 +66,12 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "convert": ["convert", str(checkpoint), str(folder / "bundle"), "--overwrite"],
         "run saved": ["run", "demo", *greedy, "--prompt-cache", str(folder / "prompt.cache")],
         "run checkpoint": ["run", str(checkpoint), *greedy, "--raw"],
-        "estimate plot": ["estimate", "llama-2-7b", "--device", "m4", "--plot", str(folder / "plot.svg")],
+        "estimate plot": ["estimate", "llama-2-7b", "--machine", "m4", "--plot", str(folder / "plot.svg")],
         "run": ["run", "demo", *greedy], "plan": ["plan", "demo", "--budget", "1GiB"],
-        "estimate": ["estimate", "llama-2-7b", "--device", "m4"], "devices": ["devices"],
+        "estimate": ["estimate", "llama-2-7b", "--machine", "m4"], "devices": ["devices"],
         "device": ["devices", "rpi5"], "info": ["info", "demo"], "verify": ["verify", demo],
         "bench": ["bench", "demo", "-p", "4", "-n", "2", "-r", "1", "-t", "1", "--no-startup"],
-        "eval": ["eval", "demo", "--text", str(folder / "text.txt"), "--max-tokens", "16", "-t", "1"],
+        "eval": ["eval", "demo", "--text", str(folder / "text.txt"), "--tokens", "16", "-t", "1"],
         "warmup": ["warmup"], "cache list": ["cache", "list"], "cache clear": ["cache", "clear", "bundles", "--yes"],
         "help": ["--help"], "version": ["--version"], "wrong": ["run", "demo", "x", "--temp", "-1"],
         "unknown": ["plan", "no-such-model"], "too large": ["run", "demo", "x", "--budget", "1MB"],
@@ -146,7 +146,7 @@ def _read(readers: dict[int, int], child: int) -> dict[int, str]:
 
 
 def faults(streams: tuple[str, ...], usual: Outcome, done: Outcome, as_json: bool) -> Iterator[str]:
-    """What is wrong with an outcome; `usual` is that of the same command without the condition."""
+    """Yield the faults of an outcome; `usual` is the outcome of the same command without the condition."""
     yield from clean(done)
     sentences = [line for line in done.err.splitlines() if line.startswith("edgeinfer: ")]
     if streams[1] != KEPT and usual.out:  # the answer, or what JSON says of a failure, did not arrive
@@ -165,7 +165,7 @@ def faults(streams: tuple[str, ...], usual: Outcome, done: Outcome, as_json: boo
 
 
 def clean(done: Outcome) -> Iterator[str]:
-    """What no outcome may have."""
+    """Yield forbidden text in an outcome."""
     for text in FORBIDDEN:
         if text in done.out + done.err:
             yield f"{text}: {(done.err or done.out)[-400:]}"
@@ -271,8 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     os.environ.update(environment())
-    for name in (*(f"edgeinfer.cli.{name}" for name in COMMANDS), "numpy", "tokenizers", "llvmlite.binding",
-                 "edgeinfer.llm", "edgeinfer.runtime.session", "edgeinfer.describe", "matplotlib.figure",
+    for name in (*(f"edgeinfer.cli.commands.{name}" for name in COMMANDS), "numpy", "tokenizers", "llvmlite.binding",
+                 "edgeinfer.llm", "edgeinfer.runtime.session", "edgeinfer.models.describe", "matplotlib.figure",
                  "edgeinfer.devices.learning", "edgeinfer.converters"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _cache(place: Path) -> Path:
     """A cache of its own, with this machine's kernels."""
-    from edgeinfer.cache import cache_root
+    from edgeinfer.base.cache_dir import cache_root
 
     cache = place / "cache"
     cache.mkdir()

@@ -37,11 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     What a developer's machine has learned of itself (a profile, measured quality, converted models) would let tests
     pass that fail on a new one, and tests would leave their own there. Workers of pytest-xdist get it from here.
     """
-    from edgeinfer.cache import cache_root, make_directories
+    from edgeinfer.base.cache_dir import cache_root, make_directories
     from tests import tiers
 
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        tiers.choose_rungs(config)
+        tiers.choose_levels(config)
     config.pluginmanager.register(tiers.Tier(config))
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -79,8 +79,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own with nothing in it but the kernels, which would be compiled anew without."""
-    from edgeinfer.cache import cache_root, make_directories
+    """A cache of the test's own with nothing in it but the kernels, which would be recompiled without."""
+    from edgeinfer.base.cache_dir import cache_root, make_directories
 
     make_directories(kernels := cache_root() / "kernels")
     (own := tmp_path / "cache").mkdir()

@@ -1,7 +1,8 @@
-"""What may befall a process that writes: a kill at any moment, a full disk at any write, others that write the same.
+"""Faults that a writing process may suffer: a kill at any moment, a full disk at any write, concurrent writers.
 
-``python -m tests.faults --count 100`` does all of it; the suite does a little of each (test_faults.py). Nothing may be
-left wrong or half-written, and nobody may have to delete anything: the next process works as if nothing had been.
+``python -m tests.faults --count 100`` runs all of them, system/test_faults.py a few of each. No file may
+be wrong or half-written afterwards, and no user may have to delete anything: the next process works as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from edgeinfer import LLM, cache
+from edgeinfer.base import cache_dir as cache
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.devices import load_profile, profiles
 from edgeinfer.devices.store import save_profile
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.llm.api import LLM
 from edgeinfer.models import resolve
-from tests.checkpoints import make_checkpoint
-from tests.command_line import PYTHON, ROOT, environment
 from tests.fuzz.base import tokens_of
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.command_line import PYTHON, ROOT, environment
 
 PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 DELETE = ("delete", "remove ")
-"""What no message may ask for."""
+"""Requests that no message may contain."""
 
 
 class Place:
@@ -229,7 +231,7 @@ class FailingDisk(FullDisk):
 
 def failing_disk(patched: Any, after: int) -> FailingDisk:
     """Let reads through `files.open_plain` fail, in all modules that are there (`patched`: pytest's monkeypatch)."""
-    from edgeinfer import files
+    from edgeinfer.base import files
 
     disk, plain = FailingDisk(after), files.open_plain
 

@@ -1,4 +1,4 @@
-"""Write tests/golden/beams.json anew, from transformers (extra ``reference``): ``python -m tests.make_beams MODELS``.
+"""Rewrite tests/golden/beams.json from transformers (extra ``reference``): ``python -m tests.make_beams MODELS``.
 
 MODELS is the folder of the fables models; the models of tests/golden need none. In each case of settings some tokens
 that come often are taken as end tokens, so that texts end at all lengths.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests import golden_cases
+from tests.helpers import golden_cases
 from tests.make_golden import CASES, transformers_model
 
 FILE = golden_cases.FOLDER / "beams.json"

@@ -1,4 +1,5 @@
-"""The pages that are made from the program: ``python -m tests.make_documents`` writes docs/demo-program.md."""
+"""The pages that are made from the program: ``python -m tests.make_documents`` writes
+docs/explanation/demo-program.md."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
-from tests.command_line import edgeinfer
+from tests.helpers.command_line import edgeinfer
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "demo-program.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "demo-program.md"
 CONTEXT, THREADS = 512, 2
 INTRODUCTION = """# The plan and the program of the demo
 

@@ -1,4 +1,4 @@
-"""Write converters/gguf_grids.npz anew, from the gguf package (extra ``dev``): ``python -m tests.make_gguf_grids``."""
+"""Rewrite converters/gguf/grids.npz from the gguf package (extra ``dev``): ``python -m tests.make_gguf_grids``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-PATH = Path(__file__).parents[1] / "converters" / "gguf_grids.npz"
+PATH = Path(__file__).parents[1] / "converters" / "gguf" / "grids.npz"
 
 
 def grids() -> dict[str, NDArray[np.int8]]:

@@ -1,4 +1,4 @@
-"""Write tests/golden anew, from transformers (extra ``reference``): ``python -m tests.make_golden [NAME ...]``.
+"""Rewrite tests/golden from transformers (extra ``reference``): ``python -m tests.make_golden [NAME ...]``.
 
 Each case is a decoder of odd sizes that shows some variants at once; the prompt is longer than any window and than the
 original context of each RoPE scaling.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden_cases import FOLDER, GoldenCase, save, weights
+from tests.helpers.golden_cases import FOLDER, GoldenCase, save, weights
 
 N_TOKENS = 44
 FEWER = 24  # of later cases: beyond their windows and LongRoPE's training context

@@ -1,4 +1,5 @@
-"""Reference pages: ``python -m tests.make_manual`` renews docs/cli.md and the tables of devices.md and python.md."""
+"""Reference pages: ``python -m tests.make_manual`` renews cli.md, environment.md and the tables of
+devices.md and python.md in docs/reference."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ast
 import inspect
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,34 +18,67 @@ from edgeinfer.cli.app import make_app
 from edgeinfer.config import GenerationConfig
 from edgeinfer.devices import profiles
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 INTRODUCTION = """# Command line
 
 This page is made from the program: `python -m tests.make_manual`.
 
-MODEL is the directory of a bundle, the directory of a checkpoint (converted once into the cache, and again when its
-files change), a known name (`demo` is embedded), or the id of a model on the hub (`owner/name`; downloaded and
-converted once). A directory goes before a name. Sizes are a number and a unit: `4GiB`, `500MB`.
+MODEL is a bundle directory, a checkpoint directory (converted once into the cache, and again when its files change), a
+known name (`demo` is embedded), or a model id on the hub (`owner/name`; downloaded and converted once). A directory
+takes precedence over a name. Sizes are a number and a unit: `4GiB`, `500MB`.
 
 Exit codes: 0 done; 1 failed, or interrupted with Ctrl-C; 2 wrong usage; 3 does not fit the memory budget (the plan is
-printed); 130 Ctrl-C before a command began, 143 SIGTERM. A signal that was ignored when the program started, as Ctrl-C
-is in the background of a shell, stays ignored. An answer that standard output could not take, closed or full, is a
-failure; what standard error cannot take is lost, and the exit code stays that of the command.
+printed); 130 Ctrl-C before a command began, 143 SIGTERM. A signal that is ignored at the start, as Ctrl-C is in the
+background of a shell, stays ignored. A command fails if standard output is closed or full; errors of standard error are
+ignored.
 
-With `--json` standard output gets one JSON object and nothing else; everything else, progress and statistics too,
-goes to standard error. Times are milliseconds, sizes bytes, shares 0 to 1. An error is
-`{"error": {"code", "message"}}`, with `regions` and `total_bytes` of the plan where it does not fit. Without `--json`
-an error is one line on standard error; `EDGEINFER_DEBUG=1` shows where it comes from.
+With `--json`, standard output receives one JSON object, and progress and statistics go to standard error. Times are in
+milliseconds, sizes in bytes, shares from 0 to 1. An error is `{"error": {"code", "message"}}`, with `regions` and
+`total_bytes` of the plan if it does not fit. Without `--json`, an error is one line on standard error;
+`EDGEINFER_DEBUG=1` prints its traceback.
+
+Options may also be given as [environment variables](environment.md) or in a configuration file.
+"""
+
+ENVIRONMENT = """# Environment variables
+
+This page is made from the program: `python -m tests.make_manual`.
+
+A flag overrides its variable, a variable overrides the configuration file (`edgeinfer config path` prints where it is).
+
+## Of every process
 
 | variable | meaning |
 |---|---|
 | `EDGEINFER_CACHE` | directory of converted checkpoints and compiled kernels |
+| `EDGEINFER_CONFIG` | configuration file of the command line |
 | `EDGEINFER_ISA` | instruction set to use instead of the best one |
 | `EDGEINFER_LEARN=0` | keep this machine's profile as the probe saved it; runs do not change its constants |
-| `EDGEINFER_CHECK=1` | compare every record of the program with its NumPy twin (slow) |
+| `EDGEINFER_CHECK=1` | compare every kernel call with its NumPy reference (slow) |
 | `EDGEINFER_DEBUG=1` | show where errors come from |
+
+## Of options
+
+Options without a value are 1 or 0. `EDGEINFER_STOP` holds one text.
+
+| variable | option | commands |
+|---|---|---|
 """
+
+
+def environment() -> str:
+    """Return the page of environment variables: those of the process, then those of options by name."""
+    found: dict[str, tuple[set[str], list[str]]] = {}
+    for name, command in commands(typer.main.get_command(make_app())):
+        for parameter in command.params:
+            for variable in [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []:
+                flags, names = found.setdefault(variable, (set(), []))
+                flags.add(max(parameter.opts, key=len))
+                names.append(name)
+    rows = [f"| `{variable}` | {', '.join(f'`{flag}`' for flag in sorted(flags))} | {', '.join(names)} |"
+            for variable, (flags, names) in sorted(found.items())]
+    return ENVIRONMENT + "\n".join(rows) + "\n"
 
 
 def manual() -> str:
@@ -65,7 +100,8 @@ def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _section(name: str, command: Any) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden
+               and p.name != "help_all"]
     words = [p.metavar if p.required else f"[{p.metavar}]" for p in arguments]
     needed = [f"{max(p.opts, key=len)} {p.metavar}" for p in options if p.required]
     yield f"## {' '.join(['edgeinfer', name, *words, *needed])}\n"
@@ -77,8 +113,10 @@ def _section(name: str, command: Any) -> Iterator[str]:
     yield ""
     fields = json_fields(name, command)
     if fields:
-        yield "| JSON field | meaning |\n|---|---|"
-        yield from (f"| `{field}` | {meaning} |" for field, meaning in fields.items())
+        yield "Fields of the JSON object:\n"
+        for field, meaning in fields.items():
+            yield textwrap.fill(f"* `{field}`: {meaning}", 118, subsequent_indent="  ", break_long_words=False,
+                                break_on_hyphens=False)
         yield ""
 
 
@@ -121,12 +159,12 @@ def _default(parameter: Any) -> str:
 
 def device_table() -> str:
     """Return all devices as a Markdown table, with where the bandwidth figures are from."""
-    lines = ["| name | device | class | memory, GiB | GB/s | source | drawn by decoding, GB/s | source |",
+    lines = ["| name | device | class | memory, GiB | GB/s | source | sampled by decoding, GB/s | source |",
              "|---|---|---|---|---|---|---|---|"]
     for profile in profiles().values():
-        drawn = "" if profile.effective_gbs is None else f"{profile.effective_gbs:g}"
+        sampled = "" if profile.effective_gbs is None else f"{profile.effective_gbs:g}"
         cells = [f"`{profile.name}`", profile.title, profile.device_class, f"{profile.memory_bytes / 2**30:g}",
-                 f"{profile.bandwidth_gbs:g}", profile.sources["bandwidth_gbs"], drawn,
+                 f"{profile.bandwidth_gbs:g}", profile.sources["bandwidth_gbs"], sampled,
                  profile.sources.get("effective_gbs", "")]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -151,7 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def renewed(name: str) -> str:
-    """Return a page of docs/ with its table made anew."""
+    """Return a page of docs/reference with its table made again."""
     table, make = TABLES[name]
     begin, end = f"<!-- {table}: made by tests.make_manual -->\n", f"<!-- end of {table} -->\n"
     before, found, rest = (DOCS / name).read_text(encoding="utf-8").partition(begin)
@@ -162,5 +200,6 @@ def renewed(name: str) -> str:
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(manual(), encoding="utf-8")
+    (DOCS / "environment.md").write_text(environment(), encoding="utf-8")
     for name in TABLES:
         (DOCS / name).write_text(renewed(name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What tests run in a process of its own, because it would fail by hanging or crashing.
+"""Tests that run in a process of their own, because they would fail by hanging or crashing.
 
 ``python -m tests.stress MODE BUNDLE``
 """
@@ -19,14 +19,14 @@ import numpy as np
 from edgeinfer.errors import CancelledError, EdgeInferError
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.runner import Cancellation, Sequence
-from edgeinfer.runtime import Program, Record, Session
-from edgeinfer.runtime.executor import Executor
-from tests.python_kernels import AnyWay
-from tests.sessions import free_blocks, logits_of, session, tokens
+from edgeinfer.runtime import Instruction, Program, Session
+from edgeinfer.runtime.execution.executor import Executor
+from tests.helpers.python_kernels import AnyMode
+from tests.helpers.sessions import free_blocks, logits_of, session, tokens
 
 SECONDS = 5.0
 """Of the modes that go on for long on a busy machine."""
-N_CHUNKS, CHUNK_BYTES, N_RECORDS = 11, 256, 3
+N_CHUNKS, CHUNK_BYTES, N_INSTRUCTIONS = 11, 256, 3
 
 
 @functools.cache
@@ -36,22 +36,24 @@ def kernels() -> Kernels:
 
 
 class Sums:
-    """An executor whose records add up the same numbers in chunks that threads claim: each chunk must count once."""
+    """An executor whose instructions add up the same numbers in chunks that threads claim: each chunk must count
+    once.
+    """
 
     def __init__(self, threads: int):
         self.data = aligned(N_CHUNKS * CHUNK_BYTES)
         self.data[:] = np.random.default_rng(0).integers(0, 256, self.data.size)
-        self.out = aligned(N_RECORDS * threads * 64)
-        records = tuple(
-            Record("stream_read", "sum", (("weights", 0), ("scratch", i * threads * 64)), (CHUNK_BYTES, N_CHUNKS))
-            for i in range(N_RECORDS)
+        self.out = aligned(N_INSTRUCTIONS * threads * 64)
+        instructions = tuple(
+            Instruction("stream_read", "sum", (("weights", 0), ("scratch", i * threads * 64)), (CHUNK_BYTES, N_CHUNKS))
+            for i in range(N_INSTRUCTIONS)
         )
-        self.executor = Executor(Program(records), kernels(), threads, {"weights": self.data, "scratch": self.out})
+        self.executor = Executor(Program(instructions), kernels(), threads, {"weights": self.data, "scratch": self.out})
 
     def run(self, cancel: Cancellation | None = None) -> None:
         self.out[:] = 0
         self.executor.run(cancel=cancel)
-        sums = self.out.view(np.int32).reshape(N_RECORDS, -1, 16)[:, :, 0].sum(axis=1, dtype=np.int32)
+        sums = self.out.view(np.int32).reshape(N_INSTRUCTIONS, -1, 16)[:, :, 0].sum(axis=1, dtype=np.int32)
         expected = self.data.view(np.int32).sum(dtype=np.int32)
         assert (sums == expected).all(), f"{sums} instead of {expected}"
 
@@ -63,7 +65,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 def walks(bundle: Path) -> None:
-    """Thousands of short walks, back to back and after pauses, by fewer and more threads than cores."""
+    """Thousands of short forward passes, back to back and after pauses, by fewer and more threads than cores."""
     rng = np.random.default_rng(0)
     for threads, n in ((1, 3000), (2, 2000), (3, 1000), (7, 500)):
         sums, end = Sums(threads), time.perf_counter() + SECONDS / 3
@@ -77,10 +79,10 @@ def walks(bundle: Path) -> None:
 
 
 def ways(bundle: Path) -> None:
-    """Walks by one thread and by all, with the caller and with the helper, in any order; some are cancelled.
+    """Forward passes by one thread and by all, with the caller and with the helper, in any order; some are cancelled.
 
     On more threads than cores, while other threads take the cores away: whoever is slow to leave the last barrier of a
-    walk must not take part in the next one.
+    forward pass must not take part in the next one.
     """
     stop, hogs = threading.Event(), kernels().function("spin")
     idle = aligned(abi.CTX_BYTES)
@@ -96,7 +98,7 @@ def ways(bundle: Path) -> None:
         thread.start()
     for threads in (2, 3, 5, 8):
         sums, end, cancelled, done = Sums(threads), time.perf_counter() + SECONDS / 6, 0, 0
-        sums.executor.pace = AnyWay(threads)  # type: ignore[assignment]
+        sums.executor.tuner = AnyMode(threads)  # type: ignore[assignment]
         while time.perf_counter() < end:
             cancellation = Cancellation()
             timer = threading.Timer(rng.uniform(0, 3e-4), cancellation.cancel)
@@ -109,7 +111,7 @@ def ways(bundle: Path) -> None:
             done += 1
             timer.cancel()
         sums.executor.close()
-        print(f"{threads} threads: {done} walks, {cancelled} cancelled")
+        print(f"{threads} threads: {done} forward passes, {cancelled} cancelled")
     stop.set()
     for thread in busy:
         thread.join()
@@ -145,7 +147,7 @@ def drop(bundle: Path) -> None:
 
 
 def leave(bundle: Path) -> None:
-    """Python exits right after a walk, nothing closed."""
+    """Python exits right after a forward pass, nothing closed."""
     opened = _open(bundle, threads=3)
     logits_of(opened, tokens(5))
     sys.modules["kept"] = opened  # type: ignore[assignment]  # until modules are torn down
@@ -187,7 +189,7 @@ class _SlowImport:
 
 def fork_importing(bundle: Path) -> None:
     """A child of a process in which another thread imports: its locks must not be taken for ever in the child."""
-    from edgeinfer import LLM
+    from edgeinfer.llm.api import LLM
 
     opened = LLM("demo", ctx=64, threads=1)
     slow = _SlowImport("edgeinfer.engine.beams")
@@ -333,9 +335,9 @@ def ctrl_c(bundle: Path) -> None:
 
 
 def flow(bundle: Path) -> None:
-    """What 64 decoded tokens may take: 16 page faults, 64 KiB, one of Python's own arenas; their numbers in a list.
+    """Check the cost of 64 decoded tokens: 16 page faults, 64 KiB, one of Python's arenas; the numbers are in a list.
 
-    And what one of them may: 3 KiB of Python's objects at a time, no copy of the logits among them.
+    One token may take 3 KiB of Python's objects at a time, without a copy of the logits.
     """
     import gc
     import resource

@@ -1,10 +1,11 @@
-"""What the pages say is true: their commands and Python run, their paths exist, what is printed is the program's."""
+"""The pages are true: their commands and Python run, their paths exist, printed output is the program's."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -22,9 +23,9 @@ from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
-from tests.checkpoints import make_checkpoint
-from tests.command_line import environment
-from tests.gguf_files import SIZES, write_gguf
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.command_line import environment
+from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.make_documents import PAGE, demo_program
 from tests.make_manual import commands, renewed
 from tests.test_layers import FLOORS
@@ -32,31 +33,35 @@ from tests.test_layers import FLOORS
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "README.md").is_file():
     pytest.skip("no checkout: the pages are not installed", allow_module_level=True)
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")] + sorted(ROOT.glob("docs/*.md"))
-RUN = ("README.md", "CONTRIBUTING.md", "docs/cli.md")
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
+RUN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/reference/cli.md")]
+RUN += [page for part in ("tutorials", "how-to") for page in sorted((ROOT / "docs" / part).glob("*.md"))]
 """Pages whose commands are run; those of the others are measurements, and only looked at."""
 NOT_RUN = {
     "python -m venv": "makes environments; .ci/run makes its own the same way",
     "git clone": "needs a network",
-    "edgeinfer run model-Q4_K_M.gguf": "needs the reader's file; tests/test_gguf_models.py runs files of all types",
-    "edgeinfer run ollama:": "needs what ollama has pulled; tests/test_gguf_stores.py writes a store",
+    "edgeinfer run model-Q4_K_M.gguf": "needs the reader's file; models/test_gguf_models.py runs files of all types",
+    "edgeinfer run model-Q8_0.gguf": "needs a file with a tokenizer; the one that stands in has none",
+    "edgeinfer run ollama:": "needs what ollama has pulled; tests/system/test_gguf_stores.py writes a store",
     "pip install": "needs a package index; .ci/run installs with the same extras",
     "python -m pytest": "is this very run",
     ".ci/run": "runs this test",
     ".ci/release": "compiles every instruction set; .ci/run calls it",
-    "edgeinfer devices --probe": "measures for minutes; tests/test_devices_probe.py takes small sizes",
-    "edgeinfer pull": "needs a download; tests/test_cli_local.py has a server",
-    "edgeinfer rm smollm2-135m": "needs what was pulled; tests/test_cli_local.py removes it",
-    "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; tests/test_convert_hub.py has a server",
+    "edgeinfer devices --probe": "measures for minutes; tests/system/test_devices_probe.py takes small sizes",
+    "edgeinfer pull": "needs a download; tests/cli/test_local.py has a server",
+    "edgeinfer rm smollm2-135m": "needs what was pulled; tests/cli/test_local.py removes it",
+    "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; test_convert_hub.py has a server",
     "edgeinfer plan owner/model": "needs a download",
     "edgeinfer estimate ./my-bundle --ctx 32768": "the bundle that stands in knows 1024 positions",
     "edgeinfer bench ./my-bundle -d 0,4096": "the bundle that stands in knows 1024 positions",
+    "edgeinfer convert hf:": "needs a download",
     "edgeinfer sparsify ./prosparse-7b": "needs a model of gigabytes; the other example runs",
     "edgeinfer bench --shape": "writes and reads gigabytes",
+    "pre-commit install": "writes a hook into the checkout",
     "python benchmarks/": "measures for minutes",
 }
 """Beginnings of the commands that are not run here, and why."""
-SLOW = ("edgeinfer bench", "edgeinfer eval", "edgeinfer sparsify")
 OUTSIDE = {"/proc/PID/status": "Linux'", "devices/local-KEY.toml": "the user's", "llama-env/bin/python": "the reader's",
            "openvino-env/bin/python": "the reader's", "PEER_ENV/bin/python": "the reader's"}
 """Paths on the pages that are not in this repository."""
@@ -78,14 +83,17 @@ def shell_lines(page: Path) -> Iterator[str]:
                 yield command
 
 
+def label(page: Path) -> str:
+    """The page's path, as a test's name."""
+    return page.relative_to(ROOT).as_posix()
+
+
 def reason(command: str) -> str | None:
     """Why a command is not run here, if so."""
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), None)
 
 
 LINES = {line: page for page in reversed(PAGES) for line in shell_lines(page)}
-RUNNABLE = [pytest.param(line, marks=[pytest.mark.slow] if line.startswith(SLOW) else [], id=line)
-            for line, page in LINES.items() if page.relative_to(ROOT).as_posix() in RUN and not reason(line)]
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +123,29 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
                           timeout=600, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.skipif(sys.platform == "win32", reason="no sh")
-@pytest.mark.parametrize("line", RUNNABLE)
-def test_a_command_runs(line: str, folder: Path) -> None:
-    done = run(["sh", "-c", line], folder)
-    assert done.returncode == 0 and done.stdout, done.stderr
+@pytest.mark.parametrize("page", [page for page in RUN if not all(map(reason, shell_lines(page)))], ids=label)
+def test_the_commands_of_a_page_run(page: Path, folder: Path, tmp_path: Path) -> None:
+    """In their order, in a folder of their own: a command may use what one before it has made."""
+    shutil.copytree(folder, tmp_path / "reader", symlinks=True)
+    for line in shell_lines(page):
+        if not reason(line):
+            done = run(["sh", "-c", line], tmp_path / "reader")
+            assert done.returncode == 0 and done.stdout, f"{line}\n{done.stderr}"
 
 
-def test_readmes_python_runs(folder: Path) -> None:
-    for page in PAGES[:2]:
-        for block in blocks(page, "python"):
-            done = run([sys.executable, "-c", block], folder)
-            assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
+PYTHON = [page for page in RUN if blocks(page, "python")] + [ROOT / "docs" / "reference" / "python.md"]
 
 
-def test_the_python_of_the_api_page_runs(folder: Path) -> None:
-    done = run([sys.executable, "-c", "\n".join(blocks(ROOT / "docs" / "python.md", "python"))], folder)
-    assert done.returncode == 0 and "finish" not in done.stderr and len(done.stdout) > 200, done.stderr
+@pytest.mark.parametrize("page", PYTHON, ids=label)
+def test_the_python_of_a_page_runs(page: Path, folder: Path) -> None:
+    done = run([sys.executable, "-c", "\n".join(blocks(page, "python"))], folder)
+    assert done.returncode == 0 and "finish" not in done.stderr and len(done.stdout) > 100, done.stderr
 
 
 def test_the_options_of_the_api_page_are_up_to_date() -> None:
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert renewed("python.md") == page, "run: python -m tests.make_manual"
     assert all(f"| `{one.name}` |" in page for one in fields(GenerationConfig))
 
@@ -175,7 +184,7 @@ def test_every_script_and_flag_exists() -> None:
     for page in PAGES:
         for module in re.findall(r"`python -m ([\w.]+)", page.read_text(encoding="utf-8")):
             path = module.removeprefix("edgeinfer.").replace(".", "/")
-            if module == "pytest":
+            if module in ("pytest", "sphinx"):
                 continue
             files = [top / (path + end) for top in (ROOT, ROOT / "edgeinfer") for end in (".py", "/__main__.py")]
             assert any(file.is_file() for file in files), f"{page.name}: {module}"
@@ -217,9 +226,9 @@ def test_a_wrong_path_is_named() -> None:
 
 
 def test_the_forward_pass_in_numpy_gives_the_demos_logits() -> None:
-    (source,) = blocks(ROOT / "docs" / "reading.md", "python")
+    (source,) = blocks(ROOT / "docs" / "explanation" / "reading.md", "python")
     names: dict[str, object] = {}
-    exec(compile(source, "docs/reading.md", "exec"), names)  # as the reader would: it opens the demo itself
+    exec(compile(source, "docs/explanation/reading.md", "exec"), names)  # as the reader would: it opens the demo itself
     assert np.shape(names["logits"]) == (len(names["ids"]), 4096)  # type: ignore[arg-type]
     ids = Tokenizer.open(demo_path(), {"bos_token_id": 1}).encode(
         "Once upon a time a fox met a crow who sat in a tree with a piece of cheese")

@@ -1,4 +1,4 @@
-"""What is installed: every folder with code, every tracked file, every import declared. Needs a checkout."""
+"""Installed files: every folder with code, every tracked file, every import declared. Needs a checkout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import edgeinfer
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -28,7 +30,7 @@ PACKAGES: list[str] = SETTINGS["tool"]["setuptools"]["packages"]
 
 
 def folder_of(package: str) -> Path:
-    """Where a package's files lie in the checkout; packages within a mapped one lie in its folder."""
+    """Return the folder of a package's files in the checkout; packages within a mapped one lie in its folder."""
     for mapped, folder in FOLDERS.items():
         if package == mapped or package.startswith(mapped + "."):
             return ROOT / (folder + package.removeprefix(mapped).replace(".", "/"))
@@ -71,7 +73,7 @@ def test_every_root_folder_has_its_signpost() -> None:
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Top-level name of each absolute import, and whether it is optional (in a function or for type checkers)."""
 
-    def walk(node: ast.AST, optional: bool) -> Iterator[tuple[str, bool]]:
+    def forward(node: ast.AST, optional: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 continue  # most of a file, and none imports
@@ -81,9 +83,9 @@ def imports(path: Path) -> list[tuple[str, bool]]:
                 yield (child.module or "").split(".")[0], optional
             inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-            yield from walk(child, optional or inner or typing_only)
+            yield from forward(child, optional or inner or typing_only)
 
-    return list(walk(ast.parse(path.read_text(encoding="utf-8")), False))
+    return list(forward(ast.parse(path.read_text(encoding="utf-8")), False))
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -187,3 +189,10 @@ def test_the_wheels_metadata(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
     assert "edgeinfer = edgeinfer.cli:main" in entry_points
+
+
+def test_changelog_and_citation_name_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d$", text, re.M)
+    assert released and released[0] == edgeinfer.__version__ and len(set(released)) == len(released)
+    assert f"\nversion: {released[0]}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

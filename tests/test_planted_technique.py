@@ -12,29 +12,31 @@ from typing import Any
 
 import pytest
 
-from edgeinfer import LLM, technique
+from edgeinfer import registry
 from edgeinfer.backends import PROVIDERS, device_planner
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import build_graph, expected_types
+from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
-from edgeinfer.quality import MAX_KLD, Measurement, Setting, judge, measured_identity, remember
-from edgeinfer.technique import COMMANDS, MODULES, configured, recipe_with
-from tests.planted import REGION_BYTES, TECHNIQUE
-from tests.sessions import session
+from edgeinfer.quality.gate import MAX_KLD, Measurement, Setting, judge, measured_identity, remember
+from edgeinfer.registry import MODULES, configured, recipe_with
+from edgeinfer.technique import COMMANDS
+from tests.helpers.planted import REGION_BYTES, TECHNIQUE
+from tests.helpers.sessions import session
 
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = {
     "run": ("run", "demo", "Once", "-n", "2"), "plan": ("plan", "demo"),
-    "estimate": ("estimate", "demo", "--device", "rpi5"),
+    "estimate": ("estimate", "demo", "--machine", "rpi5"),
     "bench": ("bench", "demo", "-p", "0", "-n", "2", "-r", "1", "--no-startup"), "info": ("info", "demo"),
     "eval": ("eval", "demo", "--text", "TEXT", "-c", "16"),
 }
 SCRIPT = """
 import contextlib, io, json, sys
-from edgeinfer import technique
-technique.MODULES += ("tests.planted",)
+from edgeinfer import registry
+registry.MODULES += ("tests.helpers.planted",)
 from edgeinfer.cli.app import execute
 def said(arguments):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -52,7 +54,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     asked = {}
     for name in COMMANDS:
         own = [str(text) if one == "TEXT" else one for one in ARGUMENTS[name]]
-        asked |= {(name, "help"): [name, "--help"], (name, "off"): [*own, "--json"],
+        asked |= {(name, "help"): [name, "--help-all"], (name, "off"): [*own, "--json"],
                   (name, "half"): [*own, "--json", "--shade", "half"]}
     done = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(list(asked.values())), cwd=ROOT,
                           capture_output=True, text=True, check=True)
@@ -61,10 +63,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(technique, "MODULES", (*MODULES, "tests.planted"))
-    technique.techniques.cache_clear()
+    monkeypatch.setattr(registry, "MODULES", (*MODULES, "tests.helpers.planted"))
+    registry.techniques.cache_clear()
     yield
-    technique.techniques.cache_clear()
+    registry.techniques.cache_clear()
 
 
 @pytest.mark.slow
@@ -104,7 +106,7 @@ def test_a_model_takes_its_option_and_refuses_wrong_values(planted: None) -> Non
 ])
 def test_it_stands_behind_the_gate(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kld: float,
                                    enabled: int, why: tuple[str, ...]) -> None:
-    monkeypatch.setattr("edgeinfer.quality.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path)
     monkeypatch.setattr(Bundle, "parts", frozenset({"draft_head"}))
     with Bundle.open(demo_path()) as bundle:
         config = RuntimeConfig()
@@ -140,18 +142,20 @@ def test_other_backends_refuse_it_by_name(planted: None) -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 OWN_FILES = {
-    "sparse": ("sparse/", "edgeinfer/runtime/fallback.py"),
+    "sparse": ("sparse/", "edgeinfer/runtime/sparse_fallback.py"),
     "head": ("sparse/",),
     "attention": ("edgeinfer/techniques/topn_attention.py",),
     "lazy": ("edgeinfer/techniques/prompt_pruning.py",),
+    "speculate": ("edgeinfer/techniques/speculation.py", "edgeinfer/runtime/self_draft.py"),
     "experts from flash": ("offload/kept_experts.py",),
     "sparse from flash": ("offload/cold_neurons.py",),
 }
 OTHER_MEANINGS = {
-    "sparse": {"edgeinfer/choice.py": "how a way to run is called", "edgeinfer/graph/architectures/": "a type of MLP"},
+    "sparse": {"edgeinfer/llm/strategy.py": "how a way to run is called",
+               "edgeinfer/graph/architectures/": "a type of MLP"},
     "head": {"edgeinfer/graph/": "the weight", "edgeinfer/bundle/": "the weight", "converters/": "the weight",
              "edgeinfer/rules.py": "the weight",
-             "edgeinfer/cli/info.py": "the weight", "kernels/": "the kernels"},
+             "edgeinfer/cli/commands/info.py": "the weight", "kernels/": "the kernels"},
     "attention": {"kernels/": "the kernels", "edgeinfer/backends/onnx/export.py": "a setting of an export"},
     "experts from flash": {"memory_planner/plan.py": "the mode of a plan"},
     "sparse from flash": {"memory_planner/plan.py": "the mode of a plan"},
@@ -161,7 +165,7 @@ OTHER_MEANINGS = {
 
 def named(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and file of each string in product files that is the name of a technique."""
-    names = {one.name for one in technique.techniques()}
+    names = {one.name for one in registry.techniques()}
     for part in ("edgeinfer", "kernels", "memory_planner", "converters", "sparse", "offload", "devices"):
         for path in sorted((folder / part).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
@@ -178,7 +182,7 @@ def stray(found: Iterator[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def test_no_technique_is_named_outside_its_own_files() -> None:
-    assert set(OWN_FILES) == {one.name for one in technique.techniques()}
+    assert set(OWN_FILES) == {one.name for one in registry.techniques()}
     found = list(named(ROOT))
     assert not stray(iter(found))
     for name, files in OTHER_MEANINGS.items():
@@ -187,11 +191,12 @@ def test_no_technique_is_named_outside_its_own_files() -> None:
 
 
 def test_a_name_elsewhere_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "edgeinfer").mkdir()
-    (tmp_path / "edgeinfer" / "choice.py").write_text("steps = [step for step in recipe if step.name == 'lazy']\n")
-    assert stray(named(tmp_path)) == {("lazy", "edgeinfer/choice.py")}
+    (tmp_path / "edgeinfer" / "llm").mkdir(parents=True)
+    strategy = tmp_path / "edgeinfer" / "llm" / "strategy.py"
+    strategy.write_text("steps = [step for step in recipe if step.name == 'lazy']\n")
+    assert stray(named(tmp_path)) == {("lazy", "edgeinfer/llm/strategy.py")}
 
 
 def test_each_option_is_declared_once() -> None:
-    names = [one.name for one in technique.options()]
+    names = [one.name for one in registry.options()]
     assert len(names) == len(set(names)) and TECHNIQUE.name not in names

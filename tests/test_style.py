@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,16 @@ FOLDERS = ("edgeinfer", "kernels", "memory_planner", "converters", "sparse", "of
 FILE_WISH, FILE_CAP = 300, 500
 FUNCTION_WISH, KERNEL_WISH = 40, 80
 MACHINE_PATH = re.compile(r"(?<![\w.])(/home/|/root/|/work/|/opt/|/tmp/|/Users/|/mnt/|/var/tmp/|[A-Z]:\\\\?Users)")
+QUESTION = re.compile(r"(What|Which|Where|How|Who|Whoever|Nobody)\b")
+REPLACED = {
+    "walk": "forward", "walker": "ModelRunner", "walked": "run", "twin": "reference", "ticket": "event",
+    "rung": "level", "ladder": "ISA_LEVELS", "taps": "hooks", "tapped": "hooked", "pace": "tuner",
+    "guess": "propose", "guesser": "drafter", "guesses": "proposals", "mixture": "moe", "rewind": "rollback",
+    "rungs": "levels", "holes": "pruned",
+}
+"""Words that the field has another one for, by the parts of identifiers, and that one."""
+ALLOWED = {"tokens_per_walk", "os.walk", "ast.walk"}
+"""A field of the JSON report, and functions of the standard library."""
 PARTS = ("bundle", "graph", "kernels", "memory_planner", "runtime", "converters", "sparse", "offload", "devices", "cli")
 
 
@@ -47,6 +59,27 @@ def undocumented_fields(source: str) -> list[str]:
                 if not (isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.strip()):
                     missing.append(f"{node.name}.{field.target.id}")
     return missing
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those of fields and constants included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_docstrings_begin_with_a_verb_or_their_subject() -> None:
+    everywhere = [path for folder in (*FOLDERS, "tests", "benchmarks", "docs", "examples")
+                  for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(everywhere) > 400
+    found = [f"{path.relative_to(ROOT)}:{line}: {text[:60]}" for path in everywhere
+             for line, text in docstrings(path.read_text(encoding="utf-8")) if QUESTION.match(text)]
+    assert not found, "begin with a verb or name the subject:\n" + "\n".join(found)
+
+
+def test_a_docstring_that_begins_with_a_question_is_noticed() -> None:
+    source = 'x = 1\n"""What x is."""\ndef f():\n    """Return how many; Whatever."""\n'
+    assert [line for line, text in docstrings(source) if QUESTION.match(text)] == [2]
 
 
 def test_every_field_of_the_request_types_is_documented() -> None:
@@ -123,3 +156,33 @@ def test_importing_a_part_compiles_nothing(part: str) -> None:
     check = f"import sys, edgeinfer.{part}; sys.exit('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or f"import edgeinfer.{part} imports numba"
+
+
+def replaced_words(source: str) -> list[str]:
+    """Identifiers with a word of `REPLACED`, each with the word to use."""
+    if not re.search("|".join(REPLACED), source, re.IGNORECASE):
+        return []
+    found, before = list[str](), ["", ""]
+    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
+                for alias in node.names if not node.module}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = token.string
+        if token.type == tokenize.NAME and not ({name, "".join([*before, name])} & ALLOWED or name in imported):
+            parts = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+            found += [f"line {token.start[0]}: {name}: {REPLACED[part]}" for part in parts if part in REPLACED]
+        before = [before[1], name]
+    return found
+
+
+def test_identifiers_use_the_words_of_the_field() -> None:
+    modules = {path.stem for path in sources()}
+    found = {f"{path.relative_to(ROOT)}, {line}" for path in sources()
+             for line in replaced_words(path.read_text(encoding="utf-8")) if line.split(": ")[1] not in modules}
+    assert not found
+
+
+def test_a_replaced_word_is_noticed() -> None:
+    assert replaced_words("import os\nfor _ in os.walk('.'):\n    runner.walk_range(1)\n") == [
+        "line 3: walk_range: forward"]
+    assert replaced_words("class Guesser:\n    n_rungs = 1\n    rung = 2\n") == [
+        "line 1: Guesser: drafter", "line 2: n_rungs: levels", "line 3: rung: level"]

@@ -1,4 +1,4 @@
-"""What README's command runs, and what it leaves to `--all`."""
+"""Tests that README's command runs, and those that it leaves to `--all`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.kernels import choose
 from edgeinfer.kernels.toolchain import objects
 from tests import tested, tiers
-from tests.command_line import ROOT, environment
+from tests.helpers.command_line import ROOT, environment
 
 
 def item(name: str, *more: str, **marks: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def test_whoever_asks_for_more_gets_it(options: dict[str, Any]) -> None:
 
 def test_the_end_of_a_run_says_what_was_left_out() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--co", "-p", "no:cacheprovider"]
-    command.append("tests/test_startup.py")
+    command.append("tests/system/test_startup.py")
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_help_loads_nothing_heavy" in done.stdout and "test_help_answers_at_once" not in done.stdout
@@ -58,10 +58,11 @@ def test_the_end_of_a_run_says_what_was_left_out() -> None:
 
 def test_the_record_of_kernels_knows_files_of_tests() -> None:
     known = set(objects.KernelSet(choose()).names)
-    assert {"norm_f32", "norm_q8"} <= set(tested.wanted({"test_kernels_norms.py"})) <= known
-    assert tested.wanted({"test_sizes.py"}) == [] and len(tested.wanted(None)) > 60
+    assert {"norm_f32", "norm_q8"} <= set(tested.wanted({"kernels/test_norms.py"})) <= known
+    assert tested.wanted({"unit/base/test_units.py"}) == [] and len(tested.wanted(None)) > 60
     record = json.loads(tested.RECORD.read_text(encoding="utf-8"))
-    assert all(not file or file.startswith("test_") for file in record)
+    here = tested.RECORD.parents[1]
+    assert [file for file in record if not (here / file).exists()] == []
 
 
 def test_no_test_of_the_tier_wants_a_kernel_that_the_tier_leaves_out() -> None:

@@ -1,13 +1,13 @@
-"""Which kernels are tested on which instruction sets; `python -m tests.tested` compiles them and says what is left out.
+"""Selection of the kernels that are tested on each instruction set; `python -m tests.tested` compiles and lists them.
 
-README's command tests the best rung of the machine with the kernels that its tests use, which `--record` finds out by
-running them and writes to RECORD; the rest of this text is about `python -m pytest --all`.
+README's command tests the best instruction set of the machine with the kernels that its tests use; `--record` finds
+these by running the tests and writes them to RECORD. The rest of this text is about `python -m pytest --all`.
 
-The best rung of the machine has all kernels. Of the others the lowest (`generic`) and the one above it are tested: what
-an instruction set changes (the products of integers, widening, rounding) meets every type of weights in the plain
-product, and every loop around it (gates, experts, embedding, screened heads) with a few types; another type in such a
-loop would show nothing there that neither the type nor the loop has shown. EDGEINFER_TEST_ALL=1 tests every kernel on
-every rung, EDGEINFER_ISA one rung with all kernels, EDGEINFER_TEST_RUNGS these rungs.
+The best instruction set of the machine has all kernels. Of the others the lowest (`generic`) and the one above it are
+tested: the code that depends on an instruction set (products of integers, widening, rounding) meets every type of
+weights in the plain product, and every loop around it (gates, experts, embedding, screened heads) with a few types;
+another type in such a loop would show nothing that neither the type nor the loop has shown. EDGEINFER_TEST_ALL=1 tests
+every kernel on every instruction set, EDGEINFER_ISA one instruction set with all kernels, EDGEINFER_TEST_RUNGS these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOWER = {
     "screen_least": ("q4_g64", "int8_g32"),
     "head": ("q4_g64", "int8_g32"),
 }
-"""Ends of the names of kernels that rungs below the best are tested with, by loop; of other loops all kernels are."""
+"""Ends of the names of kernels that levels below the best are tested with, by loop; of other loops all kernels are."""
 TIER = {
     "linear": ("q4_g32", "q4_g128", "q4m_g32", "q4k_g32", "q6_g16", "int8_g32", "int8_g128", "f16", "f32"),
     "gated": ("q4_g32", "q4_g128", "q4m_g32", "q4k_g32", "int8_g32", "int8_g128", "f16", "f32"),
@@ -51,8 +51,8 @@ TIER = {
 """Ends of the names of kernels that README's tier tests, by loop: what most models want, and one of each form."""
 
 
-def rungs() -> list[str]:
-    """Names of the rungs under test, the best first."""
+def levels() -> list[str]:
+    """Names of the ISA levels under test, the best first."""
     if "EDGEINFER_ISA" in os.environ:
         return [choose().name]
     there = [isa.name for isa in available()]
@@ -62,13 +62,13 @@ def rungs() -> list[str]:
 
 
 def isas() -> list[Isa]:
-    """Those of `rungs`."""
-    return [isa for isa in available() if isa.name in rungs()]
+    """Those of `levels`."""
+    return [isa for isa in available() if isa.name in levels()]
 
 
-def other_rungs() -> list[str]:
-    """Names of the rungs of this machine that are not under test."""
-    return [isa.name for isa in available() if isa.name not in rungs()]
+def other_levels() -> list[str]:
+    """Names of the ISA levels of this machine that are not under test."""
+    return [isa.name for isa in available() if isa.name not in levels()]
 
 
 def everything() -> bool:
@@ -77,8 +77,8 @@ def everything() -> bool:
 
 
 def takes(isa: str, kernel: str) -> bool:
-    """Whether a kernel is tested on a rung."""
-    return everything() or isa == rungs()[0] or _is_among(kernel, LOWER)
+    """Whether a kernel is tested on an ISA level."""
+    return everything() or isa == levels()[0] or _is_among(kernel, LOWER)
 
 
 def in_tier(kernel: str) -> bool:
@@ -93,7 +93,7 @@ def _is_among(kernel: str, chosen: dict[str, tuple[str, ...]]) -> bool:
 
 
 def kernels_of(isa: Isa) -> list[str]:
-    """Names of the kernels that a rung is tested with."""
+    """Names of the kernels that an ISA level is tested with."""
     return [name for name in objects.KernelSet(isa).names if takes(isa.name, name)]
 
 
@@ -106,14 +106,14 @@ def wanted(files: set[str] | None, all_kernels: bool = False) -> list[str]:
 
 
 def compile_named(isa: Isa, names: list[str], progress: Callable[[int, int, str], None] | None = None) -> None:
-    """Compile those of the named kernels that a rung is tested with, unless they are there."""
+    """Compile those of the named kernels that an ISA level is tested with, unless they are there."""
     there = [name for name in kernels_of(isa) if name in set(names)]
     if there:
         provide.find_objects(objects.KernelSet(isa), there, progress)
 
 
 def compiled() -> set[str]:
-    """Rung and name of each kernel of the rungs under test that the cache has."""
+    """ISA level and name of each kernel of the ISA levels under test that the cache has."""
     found = set()
     for isa in isas():
         directory = objects.KernelSet(isa).directory(objects.cache_directory())
@@ -140,22 +140,23 @@ def record() -> None:
 
 
 def main() -> None:
-    """Compile for the rungs under test, the best first, as long as there is time; say what is left out."""
+    """Compile for the ISA levels under test, the best first, as long as there is time; say what is left out."""
     parser = argparse.ArgumentParser(prog="python -m tests.tested", description=main.__doc__)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave a rung out that would end later")
-    parser.add_argument("--taken", type=Path, default=Path(os.devnull), help="write the names of the rungs here")
+    parser.add_argument("--seconds", type=float, default=float("inf"),
+                        help="leave an ISA level out that would end later")
+    parser.add_argument("--taken", type=Path, default=Path(os.devnull), help="write the names of the ISA levels here")
     parser.add_argument("--left", type=Path, default=Path(os.devnull), help="add what is left out to this file")
     parser.add_argument("--record", action="store_true", help="find out which kernels README's tests use; minutes")
     chosen = parser.parse_args()
     if chosen.record:
         record()
         return
-    under_test, taken, began, each = rungs(), list[str](), time.monotonic(), 0.0
+    under_test, taken, began, each = levels(), list[str](), time.monotonic(), 0.0
     for isa in available():
         names, start = kernels_of(isa), time.monotonic()
         more, left = len(objects.KernelSet(isa).names) - len(names), ""
         if isa.name not in under_test:
-            left = f"kernels for {isa.name}: the rungs around it are tested"
+            left = f"kernels for {isa.name}: the ISA levels around it are tested"
         elif start - began + each * len(names) > chosen.seconds:
             left = f"kernels for {isa.name}: they would take about {each * len(names):.0f} s"
         else:

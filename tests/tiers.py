@@ -39,7 +39,7 @@ def is_whole(config: pytest.Config) -> bool:
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> Counter[str]:
     """Take the tests out that README's command does not run; returns how many of each mark.
 
-    Where all are run, those are named to the process that reports, by a property of each.
+    If all are run, those are named to the process that reports, by a property of each.
     """
     kept, counts, left = _representatives(items), Counter[str](), []
     for item in items:
@@ -68,19 +68,30 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
     return {ids[i * len(ids) // wanted[name]] for name, ids in cases.items() for i in range(wanted[name])}
 
 
-def choose_rungs(config: pytest.Config) -> None:
-    """Have README's command test the best rung of the machine; workers and the programs of tests get it from here."""
+def choose_levels(config: pytest.Config) -> None:
+    """Have README's command test the best level of the machine; workers and the programs of tests get it from here."""
     if not is_whole(config) and "EDGEINFER_ISA" not in os.environ:
-        os.environ.setdefault("EDGEINFER_TEST_RUNGS", tested.rungs()[0])
+        os.environ.setdefault("EDGEINFER_TEST_RUNGS", tested.levels()[0])
+
+
+def name_of(path: Path) -> str:
+    """Return the path of a file of tests below tests/."""
+    here = Path(__file__).parent
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name
 
 
 def modules(config: pytest.Config) -> set[str] | None:
-    """Names of the files of tests that were asked for; None for all."""
-    names = [Path(argument.partition("::")[0]) for argument in config.args]
-    return {path.name for path in names} if names and all(path.suffix == ".py" for path in names) else None
+    """Names of the files of tests that were asked for, by themselves or in folders of tests/; None for all."""
+    here, found = Path(__file__).parent, set()
+    for argument in config.args:
+        path = (config.invocation_params.dir / argument.partition("::")[0]).resolve()
+        if here not in path.parents:
+            return None
+        found |= {name_of(file) for file in ([path] if path.suffix == ".py" else path.rglob("test_*.py"))}
+    return found or None
 
 
-class Progress:
+class OnProgress:
     """Says how many kernels are compiled: in one line of a terminal, else every ten seconds."""
 
     def __init__(self, isa: str, config: pytest.Config):
@@ -106,7 +117,7 @@ class Progress:
 
 
 class Wanted:
-    """Which kernels the tests of each file use; `python -m tests.tested --record` writes it down."""
+    """Kernels that the tests of each file use, recorded by `python -m tests.tested --record`."""
 
     def __init__(self) -> None:
         self.by_file: dict[str, set[str]] = {}
@@ -115,7 +126,7 @@ class Wanted:
     def watch(self) -> None:
         """Note every kernel that anything asks for in this process."""
         from edgeinfer.kernels.toolchain import link
-        from tests import kernel_bench
+        from tests.helpers import kernel_bench
 
         addresses, function = link.Kernels.addresses, kernel_bench.function
 
@@ -139,7 +150,7 @@ class Wanted:
             self.by_file.setdefault(file, set()).update(names)
 
     def plain(self) -> dict[str, list[str]]:
-        """What was noted, for JSON."""
+        """Return the record for JSON."""
         return {file: sorted(names) for file, names in sorted(self.by_file.items())}
 
 
@@ -170,7 +181,7 @@ class Tier:
         files = modules(self._config)
         names = tested.wanted(files, all_kernels=is_whole(self._config) and files is None)
         for isa in tested.isas():
-            progress = Progress(isa.name, self._config)
+            progress = OnProgress(isa.name, self._config)
             try:
                 tested.compile_named(isa, names, progress.tell)
             except EdgeInferError as error:
@@ -186,7 +197,7 @@ class Tier:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Name the test that runs now."""
-        self._wanted.file = item.path.name
+        self._wanted.file = name_of(item.path)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count seconds, where the reports of all workers come together."""
@@ -211,15 +222,23 @@ class Tier:
         """Say what was left out, and which tests lack a mark or a line in the record."""
         if path := self._config.getoption("record_kernels"):
             Path(path).write_text(json.dumps(self._wanted.plain()), encoding="utf-8")
-        for line in [*self._on_marks(), *self._on_kernels()]:
+        for line in [*self._on_folders(), *self._on_marks(), *self._on_kernels()]:
             terminalreporter.write_line(line)
+
+    def _on_folders(self) -> list[str]:
+        folders: Counter[str] = Counter()
+        for name, seconds in self._seconds.items():
+            parts = name.partition("::")[0].split("/")
+            folders["/".join(parts[:2]) if len(parts) > 2 else "tests"] += seconds
+        parts = [f"{name} {seconds:.0f}" for name, seconds in folders.most_common()]
+        return [f"seconds per folder, in all processes together: {', '.join(parts)}"] if parts else []
 
     def _on_marks(self) -> list[str]:
         if not is_whole(self._config):
-            others = ", ".join(tested.other_rungs())
+            others = ", ".join(tested.other_levels())
             told = {"slow": "slow tests", "timing": "tests of times"}
             parts = [f"{self._left[mark]} {told[mark]}" for mark in LEFT_OUT if self._left[mark]]
-            parts += [f"instruction sets other than {tested.rungs()[0]} ({others})"] if others else []
+            parts += [f"instruction sets other than {tested.levels()[0]} ({others})"] if others else []
             return [f"left out: {', '.join(parts) or 'nothing'}; `python -m pytest --all` runs everything"]
         plain = {name: seconds for name, seconds in self._seconds.items() if name not in self._outside}
         over = sorted(((seconds, name) for name, seconds in plain.items() if seconds > SLOW_SECONDS), reverse=True)

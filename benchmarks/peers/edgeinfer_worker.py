@@ -9,17 +9,11 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from guessing import Model, guess  # noqa: E402
-from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids  # noqa: E402
+from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids
 
-from edgeinfer.technique import placer, recipe_with  # noqa: E402
-
-MOST_CHECKED = 16
-"""Tokens whose logits are all computed; more are a prompt."""
+from edgeinfer.registry import placer, recipe_with
 
 
 class EdgeInfer:
@@ -39,8 +33,7 @@ class EdgeInfer:
         self._path, self._threads, self._base = path, threads, peak_rss_bytes() or 0
         return {"version": edgeinfer.__version__}
 
-    def context(self, ctx: int, kv: str = "int8", budget: int | None = None, sparse: str = "exact",
-                outputs: int = 1) -> dict[str, Any]:
+    def context(self, ctx: int, kv: str = "int8", budget: int | None = None, sparse: str = "exact") -> dict[str, Any]:
         from edgeinfer.bundle import Bundle
         from edgeinfer.config import Recipe, RuntimeConfig
         from edgeinfer.runtime import Session
@@ -48,7 +41,7 @@ class EdgeInfer:
         self._close()
         began = time.perf_counter()
         bundle = Bundle.open(self._path)
-        config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget, outputs=outputs,
+        config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget,
                                recipe=recipe_with(sparse=sparse) if sparse else Recipe())
         session = Session(bundle, config, place=placer(bundle.config, bundle))
         load_ms = 1000 * (time.perf_counter() - began)
@@ -65,22 +58,6 @@ class EdgeInfer:
         experts = session.plan.experts
         return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
                 "slots": experts and experts.slots}
-
-    def draft(self, path: str, ctx: int) -> dict[str, Any]:
-        """Open a model that guesses, on the threads of the one that checks."""
-        from edgeinfer.bundle import Bundle
-        from edgeinfer.config import RuntimeConfig
-        from edgeinfer.runtime import Session
-
-        self._draft = Session(Bundle.open(path), RuntimeConfig(ctx=ctx, outputs=MOST_CHECKED), host=self._session)
-        return {}
-
-    def guess(self, tokens: int, depth: int, guesses: int, accept: float, draft: bool = False) -> dict[str, Any]:
-        """See guessing.py."""
-        sessions = [self._session, *([self._draft] if draft else [])]
-        text = token_ids(min(session.model.vocab_size for session in sessions), depth + tokens)
-        return {"seconds": guess(*[as_model(session) for session in sessions], *([] if draft else [None]), text, depth,
-                                 guesses, accept)}
 
     def run(self, kind: str, tokens: int, depth: int) -> dict[str, Any]:
         from edgeinfer.bench import Case, bytes_per_token, operations_per_token
@@ -128,9 +105,6 @@ class EdgeInfer:
         self._session.prefill(self._sequence, ids)
         return {"seconds": [time.perf_counter() - began]}
 
-    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
-        return self._runner.run_for(kind, tokens, at, seconds)
-
     def memory(self) -> dict[str, Any]:
         return {"peak_rss_bytes": peak_rss_bytes(), "base_rss_bytes": self._base}
 
@@ -153,23 +127,7 @@ class EdgeInfer:
             self._session = self._runner = None
 
 
-def as_model(session: Any) -> Model:
-    """A session with one sequence, as guessing.py uses models."""
-    from edgeinfer.runner import DECODE, Segment
-
-    sequence = session.new_sequence()
-
-    def check(ids: list[int]) -> list[int]:
-        if len(ids) > MOST_CHECKED:  # a prompt
-            session.prefill(sequence, ids)
-            return []
-        return [int(row.argmax()) for row in session.walk([Segment(sequence, ids, range(len(ids)), DECODE)])]
-
-    return Model(check, lambda n_tokens: session.truncate(sequence, n_tokens))
-
-
 if __name__ == "__main__":
     worker = EdgeInfer()
-    names = ("load", "context", "run", "decode", "prompt", "run_for", "memory", "first_token", "probe", "draft",
-             "guess")
+    names = ("load", "context", "run", "decode", "prompt", "memory", "first_token", "probe")
     serve({name: getattr(worker, name) for name in names})

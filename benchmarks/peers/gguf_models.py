@@ -26,7 +26,7 @@ SCALES = {TYPES.Q4_0: (0,), TYPES.Q8_0: (0,), TYPES.Q5_0: (0,), TYPES.Q4_K: (0, 
 DEVIATION = {TYPES.Q4_0: 4.6, TYPES.Q8_0: 74.0, TYPES.Q5_0: 9.2, TYPES.Q4_K: 300.0, TYPES.Q6_K: 1400.0}
 """Roughly the size of what a scale multiplies."""
 FALLBACK = {TYPES.Q4_K: TYPES.Q5_0, TYPES.Q6_K: TYPES.Q8_0}
-"""What llama.cpp takes where rows are no multiple of 256."""
+"""Types that llama.cpp uses for rows that are not a multiple of 256."""
 PART_WEIGHTS = 1 << 24
 
 
@@ -84,7 +84,7 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
 
 
 APART = 8.0
-"""Root mean square of an embedding's values in mixtures, as in converters/random_experts.py."""
+"""Root mean square of an embedding's values in mixtures, as in converters/synthetic/random_experts.py."""
 MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe", "smallthinker": "smallthinker"}
 """Mixtures of experts that can be written, and what llama.cpp calls them."""
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--format", choices=("q4_0", "q4_k_m"), required=True)
-    parser.add_argument("--spread", type=float, help="of a mixture's routing (converters/random_experts.py)")
+    parser.add_argument("--spread", type=float, help="of a mixture's routing (converters/synthetic/random_experts.py)")
     parser.add_argument("--output", required=True)
     given = parser.parse_args()
     print(json.dumps({"bytes_read": write(given.shape, given.format, given.output, given.spread)}))

@@ -6,17 +6,14 @@ import ctypes
 import time
 from typing import Any
 
-from guessing import Model, guess
 from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids
 
 UBATCH = 512
 """llama.cpp's own default, and that of llama-bench."""
-MOST_CHECKED = 16
-"""Tokens whose logits are all computed; more are a prompt."""
 
 
 class LlamaCpp:
-    """One model; its context is made anew for each setting."""
+    """One model; its context is made again for each setting."""
 
     def __init__(self) -> None:
         self._model: Any = None
@@ -107,44 +104,6 @@ class LlamaCpp:
         self._process(ids)
         return {"seconds": [time.perf_counter() - began]}
 
-    def draft(self, path: str, ctx: int, mapped: bool = False) -> dict[str, Any]:
-        """Open a model that guesses, with a context and threads like those of the one that checks."""
-        self._draft = LlamaCpp()
-        self._draft.load(path, self._threads, mapped)
-        return self._draft.context(ctx)
-
-    def guess(self, tokens: int, depth: int, guesses: int, accept: float, draft: bool = False) -> dict[str, Any]:
-        """See guessing.py."""
-        text = token_ids(min(self._vocab_size, self._draft._vocab_size if draft else self._vocab_size), depth + tokens)
-        return {"seconds": guess(self._as_model(), self._draft._as_model() if draft else None, text, depth, guesses,
-                                 accept)}
-
-    def _as_model(self) -> Model:
-        return Model(self._check, self._truncate)
-
-    def _check(self, ids: list[int]) -> list[int]:
-        import llama_cpp as lib
-        import numpy as np
-
-        if len(ids) > MOST_CHECKED:  # a prompt
-            self._process(ids)
-            return []
-        batch = lib.llama_batch_init(len(ids), 0, 1)
-        start = 1 + lib.llama_memory_seq_pos_max(lib.llama_get_memory(self._context), 0)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, start + i, 1, 0
-            batch.logits[i] = True
-        if status := lib.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama_decode returned {status}")
-        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, i), (self._vocab_size,))
-                for i in range(len(ids))]
-        lib.llama_batch_free(batch)
-        return [int(row.argmax()) for row in rows]
-
-    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
-        return self._runner.run_for(kind, tokens, at, seconds)
-
     def memory(self) -> dict[str, Any]:
         return {"peak_rss_bytes": peak_rss_bytes(), "base_rss_bytes": self._base}
 
@@ -157,5 +116,5 @@ class LlamaCpp:
 
 if __name__ == "__main__":
     worker = LlamaCpp()
-    names = ("load", "context", "run", "decode", "prompt", "run_for", "memory", "first_token", "draft", "guess")
+    names = ("load", "context", "run", "decode", "prompt", "memory", "first_token")
     serve({name: getattr(worker, name) for name in names})

@@ -37,7 +37,7 @@ class Builder:
     shape : dict
         Sizes by their Hugging Face names.
     group_size : int
-        Weights that share a scale; 64 or 32 where rows are no multiple of it.
+        Weights that share a scale; 64 or 32 where rows are not a multiple of it.
     """
 
     def __init__(self, shape: dict, group_size: int):

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from benchmarks.peers.machine import Others, wait_for_calm
+from benchmarks.harness import Others, wait_for_calm
 from benchmarks.peers.worker import Worker
 
 MOST_OTHERS = 0.15
@@ -71,7 +71,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Comparison:
-        """What `as_json` gave."""
+        """Restore a comparison from `as_json`."""
         names = {item.name for item in fields(cls)}
         known = {key: value for key, value in row.items() if key in names}
         return cls(**{**known, "pairs": [Pair(**pair) for pair in row["pairs"]]})

@@ -29,7 +29,7 @@ def serve(handlers: dict[str, Callable[..., dict[str, Any]]]) -> None:
 
 
 def peak_rss_bytes() -> int | None:
-    """Most physical memory of this process, or None where the system does not say (outside Linux)."""
+    """Most physical memory of this process, or None if the system does not say (outside Linux)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -38,7 +38,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def process_age_ms() -> float | None:
-    """Milliseconds since the system started this process, or None where it does not say (outside Linux)."""
+    """Milliseconds since the system started this process, or None if it does not say (outside Linux)."""
     try:
         with open("/proc/self/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
             ticks = int(stat.read().rsplit(b")", 1)[1].split()[19])
@@ -89,22 +89,3 @@ class Runner:
         seconds = time.perf_counter() - began
         self._truncate(depth)
         return {"seconds": seconds}
-
-    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
-        """Tokens per second of work repeated from the time `at` on (seconds since 1970), for so many seconds.
-
-        Generation continues one sequence, which starts again after `tokens`; prompts have `tokens` tokens. Workers that
-        are given the same time work side by side; what one has not finished at the end counts for the time it took.
-        """
-        ids = token_ids(self._vocab_size, tokens)
-        time.sleep(max(0.0, at - time.time()))
-        began, done = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds:
-            if kind == "pp" or done % tokens == 0:
-                self._truncate(0)
-            self._process(ids if kind == "pp" else [ids[done % tokens]])
-            done += tokens if kind == "pp" else 1
-        elapsed = time.perf_counter() - began
-        self._truncate(0)
-        self._length = 0
-        return {"tok_per_s": done / elapsed}

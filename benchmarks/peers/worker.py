@@ -76,7 +76,7 @@ class Worker:
         try:
             answer = json.loads(line)
         except ValueError:
-            raise WorkerError(f"{self.name} answered {do!r} with what is no JSON: {line.strip()[:80]!r}") from None
+            raise WorkerError(f"{self.name} answered {do!r} with what is not JSON: {line.strip()[:80]!r}") from None
         if "error" in answer:
             raise WorkerError(f"{self.name} cannot {do}: {answer['error']}")
         return answer

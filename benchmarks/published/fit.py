@@ -37,7 +37,7 @@ class Prediction:
 
 
 def predict_with_profile(row: Row) -> float | None:
-    """Tokens per second by the profile that `edgeinfer estimate` takes for the device; None where there is none."""
+    """Tokens per second by the profile that `edgeinfer estimate` takes for the device; None if there is none."""
     try:
         profile = load_profile(row.device)
     except UsageError:

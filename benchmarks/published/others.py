@@ -29,7 +29,7 @@ class Other:
     tok_per_s: float
     estimated: float
     how: str
-    """Whose constants were taken: a profile's or a class's."""
+    """Source of the constants: a profile or a class."""
 
     @property
     def miss(self) -> float:

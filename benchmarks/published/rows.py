@@ -25,7 +25,7 @@ class Row:
     bandwidth_gbs: float
     """Of the vendor."""
     multiprocessors: int
-    """GPU cores of Apple, streaming multiprocessors of NVIDIA; 1 where they do not enter."""
+    """GPU cores of Apple, streaming multiprocessors of NVIDIA; 1 if they do not enter."""
     clock_ghz: float | None
     ecc: bool
     """Whether error correction takes its part of the bandwidth."""
@@ -35,7 +35,7 @@ class Row:
     read_bytes: float
     kv_bytes_per_position: float
     positions: int
-    """Mean context during the test; 0 where it is not known."""
+    """Mean context during the test; 0 if it is not known."""
     tok_per_s: float
     source: str
 

@@ -1,13 +1,13 @@
 """edgeinfer.backends: other executors of the same graph.
 
 `onnx/` lowers it to ONNX with onnxruntime's operators, writes files that others can open, and runs it on onnxruntime's
-providers (docs/onnx.md). Its packages, onnx and onnxruntime, come with the extras `onnx` and `gpu` and are imported
-where they are needed.
+providers (docs/explanation/onnx.md). Its packages, onnx and onnxruntime, come with the extras `onnx` and `gpu` and
+are imported where they are needed.
 """
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .onnx.devices import PROVIDERS, Provider, provider_of

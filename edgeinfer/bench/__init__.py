@@ -1,4 +1,4 @@
-"""How fast a model runs here, beside what the machine could give in the same minutes. Nothing here prints.
+"""Speed of a model, beside the limits of the machine measured in the same minutes. Nothing here prints.
 
 Rows carry llama-bench's names: ``pp512`` processes a prompt of 512 tokens, ``tg128`` generates 128 tokens one by one,
 and ``tg128 @ d4096`` does so after 4096 tokens of context.
@@ -6,7 +6,7 @@ and ``tg128 @ d4096`` does so after 4096 tokens of context.
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .calibration import CALM_SHARE, SHAPES, Lengths, Shape
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .profile import make_profile, operation_name
     from .repetitions import measure, token_ids
     from .results import Case, Measurement, OperationTime, Profile, Row, make_cases, needed_ctx
-    from .speculation import COUNTS, REPLAYED_TOKENS, Replayed, SpeculationBench, measure_speculation, walk_times
+    from .speculation import COUNTS, REPLAYED_TOKENS, Replayed, SpeculationBench, measure_speculation, pass_times
     from .startup import first_token_ms, prompt_of
     from .storage import StorageProbe, StorageSpeed
     from .traffic import bytes_per_token, operations_per_token
@@ -25,14 +25,14 @@ __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "
            "Lengths", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed", "Row",
            "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms",
            "make_cases", "make_profile", "measure", "measure_speculation", "needed_ctx", "neuron_speed",
-           "operation_name", "operations_per_token", "probe_machine", "prompt_of", "seconds", "thread_counts",
-           "token_ids", "walk_times"]
+           "operation_name", "operations_per_token", "pass_times", "probe_machine", "prompt_of", "seconds",
+           "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
     "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
     "neurons": "FfnBench FfnShape neuron_speed seconds",
     "machine": "ProbeRequest probe_machine", "storage": "StorageProbe StorageSpeed",
     "repetitions": "measure token_ids", "profile": "make_profile operation_name",
     "results": "Measurement OperationTime Profile Row Case make_cases needed_ctx",
-    "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation walk_times",
+    "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation pass_times",
     "startup": "first_token_ms prompt_of", "traffic": "bytes_per_token operations_per_token",
 })

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ..base.dataclass import dataclass
+from ..base.progress import Counted
 from ..bundle import Bundle
 from ..config import RuntimeConfig
-from ..dataclass import dataclass
 from ..devices import DecodeRun, PromptRun
-from ..progress import Counted
 from .probe import repeated
 from .repetitions import token_ids
 from .results import GENERATE, PROMPT, Case
@@ -51,7 +51,7 @@ SHAPES = (Shape("smollm2-135m", 30, 49152), Shape("tinyllama-1.1b", 5, 8192), Sh
 
 @dataclass(frozen=True)
 class Lengths:
-    """What each model is asked for."""
+    """Test lengths for each model."""
 
     depth: int = 4096
     """Context to fill, by prompts that are measured."""
@@ -72,7 +72,7 @@ def lengths_for(int8_peak_gops: float) -> Lengths:
 
 @dataclass(frozen=True)
 class Runs:
-    """What was measured."""
+    """Measurements of a calibration."""
 
     decodes: list[DecodeRun]
     prompts: list[PromptRun]
@@ -148,7 +148,7 @@ class _Runner:
         while not self._enough(tried, self.lengths.repetitions, until):
             share, seconds, reading = self._timed(
                 partial(self._generate, self._some(count)), self.probe.read_gbs, lambda both: sum(both) / 2)
-            self.session.rewind(self.sequence, depth)
+            self.session.rollback(self.sequence, depth)
             tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading, attention)))
         return self._calmest(tried, self.lengths.repetitions)
 
@@ -160,7 +160,7 @@ class _Runner:
             depth = len(self.sequence)
             tried: list[tuple[float, PromptRun]] = []
             while not self._enough(tried, 1, until):
-                self.session.rewind(self.sequence, depth)
+                self.session.rollback(self.sequence, depth)
                 prompt = partial(self.session.prefill, self.sequence, self._some(self.lengths.prompt))
                 share, seconds, peak = self._timed(prompt, self._peak, max)
                 tried.append((share, self._prompt_run(depth, seconds, peak)))

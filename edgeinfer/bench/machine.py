@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
+from ..base.progress import OnProgress
+from ..base.units import format_size
 from ..devices import (
     DENSE_SHARE,
     GATES_SHARE,
@@ -29,8 +31,6 @@ from ..devices import (
 )
 from ..errors import BudgetError
 from ..memory_planner import available_bytes
-from ..progress import Progress
-from ..sizes import format_size
 from .calibration import Lengths, Runs, calibrate, lengths_for
 from .neurons import neuron_speed
 from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
@@ -50,17 +50,17 @@ LOAD_SECONDS, LOAD_STEP = 20.0, 0.5
 END_SHARE = 0.15
 """Part of the load whose speed counts as that of the start, and as that of the end."""
 CALIBRATIONS, LEAST_SHARE = 2, 0.5
-"""How often models are run where the runs contradict themselves, and the share of the processors that they need."""
+"""Number of attempts if the runs contradict each other, and the share of the processors that they need."""
 SMALL_PAGE_SIZES = (64, 1024, 4096)
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What to measure and how long; the defaults are those of ``edgeinfer devices --probe``."""
+    """Measurements to make and their duration; the defaults are those of ``edgeinfer devices --probe``."""
 
     threads: int
     directory: Path
-    """Where the storage's file goes."""
+    """Directory for the file of the storage test."""
     read_bytes: int | None = None
     seconds: float = 0.15
     """Of each measurement of memory and arithmetic."""
@@ -88,7 +88,7 @@ class _Findings:
         self.fields[name], self.sources[name] = value, f"probe: {source}"
 
 
-def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], progress: Progress) -> DeviceProfile:
+def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], progress: OnProgress) -> DeviceProfile:
     """Measure this machine.
 
     Parameters
@@ -124,10 +124,10 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     return _profile(found, request)
 
 
-Tell = Callable[[int, int, str], None]
+OnCount = Callable[[int, int, str], None]
 
 
-def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -> None:
+def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: OnCount) -> None:
     threads, counts = probe.threads, thread_counts(probe.threads)
     for done, count in enumerate(counts):
         tell(done, len(counts), f"{count} threads")
@@ -138,7 +138,7 @@ def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: Tel
         found.add(name, found.curves[curve][-1][1], f"{threads} threads, products from registers")
 
 
-def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -> None:
+def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: OnCount) -> None:
     """Read in order by threads, scattered pieces by size, and both again on small pages."""
     def in_order(count: int) -> float:
         return statistics.median(repeated(partial(probe.read_gbs, count), seconds))
@@ -163,7 +163,7 @@ def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -
         found.figures[f"huge_pages_gain_{size}_bytes"] = dict(found.shares)[size] / share
 
 
-def _neurons(found: _Findings, threads: int, read_bytes: int, tell: Tell) -> None:
+def _neurons(found: _Findings, threads: int, read_bytes: int, tell: OnCount) -> None:
     """FFNs by neuron against tiles, by density: whether leaving out neurons pays is decided by these curves."""
     speed = neuron_speed(threads, read_bytes, tell)
     found.curves[MASKED_SHARE], found.curves[GATES_SHARE] = speed.masked, speed.gates
@@ -171,7 +171,7 @@ def _neurons(found: _Findings, threads: int, read_bytes: int, tell: Tell) -> Non
 
 
 def huge_pages_share(nbytes: int) -> float:
-    """Return which share of so many bytes of this process lies on huge pages; 0 where the system does not say."""
+    """Return which share of so many bytes of this process lies on huge pages; 0 if the system does not say."""
     with suppress(OSError):
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace")
         if match := re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE):
@@ -179,7 +179,7 @@ def huge_pages_share(nbytes: int) -> float:
     return 0.0
 
 
-def _storage(found: _Findings, request: ProbeRequest, tell: Tell) -> None:
+def _storage(found: _Findings, request: ProbeRequest, tell: OnCount) -> None:
     tell(0, 1, f"writing a file of {format_size(request.storage_bytes)} in {request.directory}")
     with StorageProbe(request.directory, request.storage_bytes, request.storage_seconds) as probe:
         speed = probe.measure(tell)
@@ -201,7 +201,7 @@ def _how_read(speed: StorageSpeed) -> str:
 
 
 def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: Callable[[], list[Path]],
-                 tell: Tell) -> None:
+                 tell: OnCount) -> None:
     """Find the constants of our own kernels; the bandwidth and the peak of these minutes become the profile's."""
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
     paths = bundles()
@@ -242,13 +242,13 @@ def _constants(
 
 
 def _doubts(runs: Runs) -> list[str]:
-    """Return why the runs of a calibration are not to be believed; empty where they are."""
+    """Return why the runs of a calibration are not to be believed; empty if they are."""
     said = contradictions(runs.decodes, runs.prompts)
     share = statistics.median(runs.shares)
     return [*said, f"other programs had {1 - share:.0%} of the processor"] if share < LEAST_SHARE else said
 
 
-def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: Tell) -> None:
+def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: OnCount) -> None:
     """Let all threads multiply for a while: how much slower they are in the end."""
     began = time.perf_counter()
     speeds: list[float] = []

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.units import round_up
 from ..devices import PER_MILLE
 from ..kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, Kernels, abi, choose, fill
 from ..quant import TYPES, WeightType
-from ..runtime import Executor, Program, Record, allocate
-from ..sizes import round_up
+from ..runtime import Executor, Instruction, Program, allocate
 
 Places = tuple[tuple[str, int], ...]
-"""Operands of a record."""
+"""Operands of an instruction."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class FfnBench:
                                     abi.neuron_down_scratch_bytes(),
                                     abi.GATED_SCRATCH_BYTES + self.f_q8[0] + self.width) + 64, 64)
 
-    def executor(self, records: list[Record], weights: NDArray[np.uint8], threads: int) -> Executor:
+    def executor(self, instructions: list[Instruction], weights: NDArray[np.uint8], threads: int) -> Executor:
         """Threads over a program; one token."""
         regions = {"weights": weights, "activations": self.activations, "scratch": allocate(threads * self.scratch)}
-        executor = Executor(Program(tuple(records)), self.kernels, threads, regions)
+        executor = Executor(Program(tuple(instructions)), self.kernels, threads, regions)
         executor.set_count(abi.COUNT_TOKENS, 1)
         self.token[abi.TOKEN_ROLE // 8] = abi.ROLE_DECODE
         executor.set(abi.CTX_TOKENS, self.token.ctypes.data)
@@ -100,9 +100,9 @@ class FfnBench:
         return {"fused": kind, "width": width, "eps": 1e-5, "group": self.shape.group, "x_stride": row[0],
                 "x_scales": row[1], "x_offsets": row[2]}
 
-    def tile16_records(self, threads: int) -> list[Record]:
+    def tile16_instructions(self, threads: int) -> list[Instruction]:
         """All FFNs in tile16, dense, as a session runs them."""
-        s, records = self.shape, []
+        s, instructions = self.shape, []
         gate_up, down = s.tile_bytes
         kernel, chunk_bytes = f"{s.dtype}_g{s.group}", 64 << 10
         gate_tiles, tiles = -(-s.neurons // 16), -(-s.hidden // 16)
@@ -115,20 +115,20 @@ class FfnBench:
                               **common)
             places: Places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0),
                               self.at["x"], self.at["norm"])
-            records.append(Record(f"gated_{kernel}", "gated", places, tuple(parameters)))
+            instructions.append(Instruction(f"gated_{kernel}", "gated", places, tuple(parameters)))
             offset += 2 * gate_tiles * gate_up
             chunk = max(2, min(chunk_bytes // down, tiles // (4 * threads)) // 2 * 2)
             parameters = fill(LINEAR, tiles=tiles, tile_bytes=down, records=-(-s.neurons // (2 * s.group)),
                               out_stride=self.width, chunk=chunk,
                               **self._fused(abi.FUSED_QUANTISE, s.neurons, self.f_q8), **common)
             places = (("weights", offset), self.at["fq"], self.at["x"], self.at["bias"], ("scratch", 0), self.at["f"])
-            records.append(Record(f"linear_{kernel}", "down", places, tuple(parameters), abi.FLAG_RESIDUAL))
+            instructions.append(Instruction(f"linear_{kernel}", "down", places, tuple(parameters), abi.FLAG_RESIDUAL))
             offset += tiles * down
-        return records
+        return instructions
 
-    def neuron_records(self, threads: int, activation: str, flags: int = 0) -> list[Record]:
+    def neuron_instructions(self, threads: int, activation: str, flags: int = 0) -> list[Instruction]:
         """All FFNs in layout neuron."""
-        s, records = self.shape, []
+        s, instructions = self.shape, []
         groups = -(-s.hidden // s.group)
         rows, lines = abi.neuron_chunks(s.neurons, s.part_bytes, abi.neuron_lines(s.hidden, s.group, s.dtype), threads)
         common = {"neurons": s.neurons, "part_bytes": s.part_bytes, "groups": groups,
@@ -139,13 +139,13 @@ class FfnBench:
                               activation=ACTIVATIONS[activation], **self._fused(abi.FUSED_NORM, s.hidden, self.q8))
             places: Places = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
                               self.at["sums"], self.at["x"], self.at["norm"])
-            records.append(Record(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
+            instructions.append(Instruction(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
             parameters = fill(NEURON_DOWN, **common, group=s.group, x_stride=self.f_width, out_stride=self.width,
                               width=s.hidden, chunk=lines)
             places = (weights, self.at["f"], self.at["x"], ("scratch", 0), self.at["norm"], self.at["sums"])
-            records.append(Record(f"neuron_down_{s.dtype}", "down", places, tuple(parameters),
+            instructions.append(Instruction(f"neuron_down_{s.dtype}", "down", places, tuple(parameters),
                                   abi.FLAG_RESIDUAL | (flags & abi.FLAG_DENSE)))
-        return records
+        return instructions
 
     def set_input(self) -> None:
         """Random x: the residual of the last run would grow."""
@@ -184,7 +184,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class NeuronSpeed:
-    """What a reading of neurons is, as a share of the speed of tiles."""
+    """Speed of reading neurons, as a share of the speed of tiles."""
 
     masked: list[tuple[int, float]]
     """By chosen neurons in a thousand."""
@@ -203,11 +203,11 @@ def neuron_speed(threads: int, nbytes: int, tell: Callable[[int, int, str], None
     layers = max(1, min(MOST_LAYERS, most // NEURONS))
     shape = FfnShape(HIDDEN, max(64, min(NEURONS, most // layers) // 64 * 64), "q4", 32, layers)
     bench = FfnBench(shape, progress=tell)
-    programs = {name: bench.executor(records, memory, threads) for name, records, memory in (
-        ("tiles", bench.tile16_records(threads), bench.tile16),
-        ("off", bench.neuron_records(threads, "relu", abi.FLAG_DENSE), bench.neuron),
-        ("predict", bench.neuron_records(threads, "relu", abi.FLAG_MASK | abi.FLAG_DENSE), bench.neuron),
-        ("exact", bench.neuron_records(threads, "relu", abi.FLAG_BIAS), bench.neuron))}
+    programs = {name: bench.executor(instructions, memory, threads) for name, instructions, memory in (
+        ("tiles", bench.tile16_instructions(threads), bench.tile16),
+        ("off", bench.neuron_instructions(threads, "relu", abi.FLAG_DENSE), bench.neuron),
+        ("predict", bench.neuron_instructions(threads, "relu", abi.FLAG_MASK | abi.FLAG_DENSE), bench.neuron),
+        ("exact", bench.neuron_instructions(threads, "relu", abi.FLAG_BIAS), bench.neuron))}
     points = [("off", 1000), *((mode, density) for mode in ("predict", "exact") for density in PER_MILLE)]
     found: dict[tuple[str, int], list[float]] = {point: [] for point in points}
     try:

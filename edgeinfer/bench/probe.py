@@ -1,7 +1,7 @@
-"""What this machine gives right now: memory in order and scattered, and products from registers.
+"""Present limits of this machine: memory read in order and scattered, and products from registers.
 
-These limits belong beside every measurement, taken in the same minutes: on shared machines they move by a factor. So
-every method is one short reading; `repeated` makes a figure of several.
+These limits belong beside every measurement, taken in the same minutes: on shared machines they change by a factor.
+Every method is therefore one short reading; `repeated` combines several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..kernels import Kernels, choose
-from ..runtime import Executor, Program, Record, allocate
+from ..runtime import Executor, Instruction, Program, allocate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,11 +29,11 @@ CHUNK_SIZES = tuple(LINE << shift for shift in range(15))
 LIST_BYTES = 128 << 20
 """Scattered bytes that one pass reads."""
 AHEAD_BYTES = 4096
-"""How far the kernel prefetches along the list: 64 lines were enough for every size, 16 too few for small ones."""
+"""Prefetch distance along the list: 64 lines were enough for every size, 16 too few for small ones."""
 TAKEN_BYTES = 64 << 10
 """Scattered bytes that a thread takes at a time."""
 RESULT_BYTES = 1024
-"""What a thread writes, so that the compiler leaves nothing out."""
+"""Bytes that a thread writes, so that the compiler removes nothing."""
 LOOP_SECONDS, TRIAL_ROUNDS = 0.02, 1000
 """Wanted duration of a register loop, and rounds to find out how many that takes."""
 LEAST_READINGS = 3
@@ -54,12 +54,13 @@ class MachineProbe:
     Raises
     ------
     UsageError
-        If EDGEINFER_CHECK=1 asks for the slow walk, which measures nothing.
+        If EDGEINFER_CHECK=1 asks for the slow forward pass, which measures nothing.
     """
 
     def __init__(self, threads: int, read_bytes: int, progress: Callable[[int, int, str], None] | None = None):
         if os.environ.get("EDGEINFER_CHECK") == "1":
-            raise UsageError("EDGEINFER_CHECK=1 compares every record in Python, which nobody can time; unset it.")
+            raise UsageError("EDGEINFER_CHECK=1 compares every instruction in Python, so timings mean nothing; unset "
+                             "it.")
         self.threads, self._chunks = threads, max(1, read_bytes // CHUNK_BYTES)
         self.read_bytes = self._chunks * CHUNK_BYTES
         self._kernels = Kernels(choose(), progress)
@@ -142,7 +143,9 @@ class MachineProbe:
         return reading
 
     def _executor(self, kernel: str, threads: int | None, *parameters: int) -> Executor:
-        """Return an executor of one record, which is kept as long as readings are of the same number of threads."""
+        """Return an executor of one instruction, which is kept as long as readings are of the same number of
+        threads.
+        """
         threads = threads or self.threads
         if any(executor.threads != threads for executor in self._executors.values()):
             self._forget(*self._executors)
@@ -153,8 +156,8 @@ class MachineProbe:
 
     def _new_executor(self, kernel: str, threads: int, *parameters: int) -> Executor:
         regions = ["weights", *["constants"][: kernel == "random_read"], "scratch"]
-        record = Record(kernel, kernel, tuple((name, 0) for name in regions), parameters)
-        return Executor(Program((record,)), self._kernels, threads, dict(self._regions))
+        instruction = Instruction(kernel, kernel, tuple((name, 0) for name in regions), parameters)
+        return Executor(Program((instruction,)), self._kernels, threads, dict(self._regions))
 
     def _forget(self, *kernels: str) -> None:
         for executor in [self._executors.pop(name) for name in kernels if name in self._executors]:
@@ -177,7 +180,7 @@ class MachineProbe:
         return self._rounds[kernel]
 
     def _seconds(self, executor: Executor) -> float:
-        """Time a walk, after work for a moment: threads that slept may wake up on one core and part later."""
+        """Time a forward pass, after work for a moment: threads that slept may wake up on one core and part later."""
         if executor.threads > 1:
             _timed(self._executor("int8_peak", executor.threads, self._loop_rounds("int8_peak")))
         return _timed(executor)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..base.progress import Counted
 from ..errors import UsageError
-from ..progress import Counted
 from .profile import make_profile
 from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
 from .traffic import bytes_per_token, operations_per_token
@@ -36,13 +36,13 @@ def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions
         Those of one depth follow each other, so that its context is processed once.
     repetitions : int
     profile : bool
-        Afterwards run each test once more with a clock per record.
+        Afterwards run each test once more with a clock per instruction.
     progress : callable, optional
 
     Raises
     ------
     UsageError
-        A profile is wanted where records cannot be timed.
+        A profile is wanted where instructions cannot be timed.
     """
     if profile:
         own(session).executor.check_clock()
@@ -114,12 +114,12 @@ class _Run:
             for token in ids:
                 session.decode([sequence], [token])
         seconds = time.perf_counter() - began
-        session.rewind(sequence, case.depth)
+        session.rollback(sequence, case.depth)
         return seconds
 
     def _fill(self, depth: int) -> None:
         if depth < len(self.sequence):
-            self.session.rewind(self.sequence, depth)
+            self.session.rollback(self.sequence, depth)
         if depth > len(self.sequence):
             self.session.prefill(self.sequence, [next(self._ids) for _ in range(depth - len(self.sequence))])
 
@@ -142,7 +142,8 @@ def own(runner: Runner) -> Session:
     from ..runtime import Session
 
     if not isinstance(runner, Session):
-        raise UsageError(f"Records are those of our own kernels, and {runner.isa} runs the model; leave --profile out.")
+        raise UsageError(f"Instructions are those of our own kernels, and {runner.isa} runs the model; leave "
+                         "--profile out.")
     return runner
 
 

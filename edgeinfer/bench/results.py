@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from ..errors import UsageError
 
 PROMPT, GENERATE = "pp", "tg"
@@ -75,7 +75,7 @@ class OperationTime:
 
     operation: str
     kernel: str
-    records: int
+    instructions: int
     seconds: float
     bytes_read: float
     """Weights and KV, per token or per prompt."""
@@ -85,18 +85,18 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """One test, record by record."""
+    """One test, instruction by instruction."""
 
     test: str
     operations: tuple[OperationTime, ...]
     """Longest first."""
-    records: tuple[OperationTime, ...]
+    instructions: tuple[OperationTime, ...]
     """In the program's order."""
 
     @property
     def seconds(self) -> float:
-        """All records together."""
-        return math.fsum(item.seconds for item in self.records)
+        """All instructions together."""
+        return math.fsum(item.seconds for item in self.instructions)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What checking guesses costs here, from which acceptance on it pays, and the speed at a stated one.
+"""Cost of verifying draft tokens, the acceptance from which speculation pays, and the speed at a given acceptance.
 
-A text is replayed: the model walks it with all the work of decoding, whatever it computes is drawn and set aside, and
-the text's own next token is taken. So the time of any text can be measured with any weights, random ones too, and a
-drafter is right as often as the text says.
+A text is replayed: the model runs with all the work of decoding, its own choice is sampled and set aside, and the
+text's next token is taken instead. So the time of any text can be measured with any weights, including random ones, and
+a drafter is right exactly as often as the text prescribes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .repetitions import token_ids
 
 if TYPE_CHECKING:
     from ..engine import Completion
-    from ..runner import Ahead, Cancellation, Runner
+    from ..runner import Cancellation, DraftRunner, Runner
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Tokens of a walk."""
-GUESSES = (1, 2, 3, 5, 7)
-"""What the controller chooses from by default."""
+"""Tokens of a forward pass."""
+PROPOSALS = (1, 2, 3, 5, 7)
+"""Draft lengths that the controller chooses from by default."""
 REPLAYED_TOKENS = 128
 
 
 class OneByOne:
-    """A runner that never takes steps by itself: each token is replaced before the next one is walked."""
+    """A runner that never takes steps by itself: each token is replaced before the next one is run."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -40,32 +40,32 @@ class OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def decode(self, sequences: Any, ids: Any, cancel: Any = None, draws: Any = (), further: int = 0) -> Any:
-        """Walk over one token of each sequence."""
-        return self._runner.decode(sequences, ids, cancel, draws)
+    def decode(self, sequences: Any, ids: Any, cancel: Any = None, sample_specs: Any = (), further: int = 0) -> Any:
+        """Run over one token of each sequence."""
+        return self._runner.decode(sequences, ids, cancel, sample_specs)
 
 
 class ReplayedSampler(Sampler):
-    """Takes the next token of a text, whatever was drawn."""
+    """Takes the next token of a text, whatever was sampled."""
 
     text: Items[int] = ()
     right = 1.0
     """Share of tokens that are the text's; the others are their neighbours in the vocabulary."""
-    guessed_right = 1.0
+    accepted_before = 1.0
     """The same of a draft's."""
 
     def sample(self, logits: Any) -> Sampled:
         """Return the text's next token, or a wrong one: for a place in the text always the same."""
-        drawn = super().sample(logits)
+        sampled = super().sample(logits)
         if self._position >= len(self.text):
-            return drawn
+            return sampled
         return Sampled(stated(self.text, self._position, self.right, self._vocab_size))
 
-    def guessing(self, vocab_size: int, n: int) -> Sampler:
+    def for_draft(self, vocab_size: int, n: int) -> Sampler:
         """Return the sampler of a draft."""
-        other = super().guessing(vocab_size, n)
+        other = super().for_draft(vocab_size, n)
         assert isinstance(other, ReplayedSampler)
-        other.right = self.guessed_right
+        other.right = self.accepted_before
         return other
 
 
@@ -74,15 +74,15 @@ def stated(text: Items[int], place: int, right: float, vocab_size: int) -> int:
     return (text[place] + (random.Random(place).random() >= right)) % vocab_size
 
 
-class StatedGuesses(Drafter):
-    """Is right in a stated share of its guesses, without effort."""
+class StatedProposals(Drafter):
+    """Is right in a stated share of its draft tokens, without effort."""
 
     name = "lookup"
 
     def __init__(self, text: Items[int], right: float, vocab_size: int):
         self._text, self._right, self._vocab_size = text, right, vocab_size
 
-    def guess(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+    def propose(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Return the text's next tokens, some of them wrong."""
         ends = [(len(text.tokens), min(len(text.tokens) + n, len(self._text))) for text in texts]
         return [[stated(self._text, place, self._right, self._vocab_size) for place in range(*end)] for end in ends]
@@ -96,10 +96,10 @@ class Replayed(Generation):
 
     Parameters
     ----------
-    runner : walks it
+    runner : forward passes it
     prompt, text : tokens
-    speculation : guesses, if anybody does
-    right : share of the guesses of a draft model that are right
+    speculation : draft tokens, if anybody does
+    right : share of the draft tokens of a draft model that are right
     """
 
     def __init__(self, runner: Runner, prompt: Items[int], text: Items[int], speculation: Speculation | None = None,
@@ -111,7 +111,7 @@ class Replayed(Generation):
     def sampler(self, index: int) -> Sampler:
         """Return what replays the text."""
         sampler = ReplayedSampler(self._config, self._runner.model.vocab_size, self.seed, index, len(self._whole))
-        sampler.text, sampler.guessed_right = self._whole, self._right
+        sampler.text, sampler.accepted_before = self._whole, self._right
         sampler.prompt(self.prompt_ids)
         return sampler
 
@@ -127,24 +127,26 @@ class Replayed(Generation):
 
 
 class SpeculationBench(NamedTuple):
-    """What checking guesses costs, and gives."""
+    """Cost and gain of verifying draft tokens."""
 
     seconds: dict[int, float]
-    """Median time of a walk over so many tokens."""
+    """Median time of a forward pass over so many tokens."""
     draft_seconds: float | None
-    """Of a guessed token, of the draft model; None without one."""
+    """Of a draft token, of the draft model; None without one."""
     self_seconds: float | None
     """The same of a part of the model itself."""
     pays_from: dict[str, float | None]
-    """Per drafter the least acceptance with which some number of guesses is faster than none; None: no acceptance."""
+    """Per drafter the least acceptance with which some number of draft tokens is faster than none; None: no
+    acceptance.
+    """
     stated: dict[str, float] | None
     """At the acceptance that was asked for: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
     `predicted` (the gain by these times)."""
 
 
 def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repetitions: int,
-                        accept: float | None, ahead: Ahead | None = None) -> SpeculationBench:
-    """Measure walks over several tokens behind a context, a draft's, and replay a text at a stated acceptance.
+                        accept: float | None, ahead: DraftRunner | None = None) -> SpeculationBench:
+    """Measure forward passes over several tokens behind a context, a draft's, and replay a text at a stated acceptance.
 
     Parameters
     ----------
@@ -152,13 +154,13 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
     draft : on the same threads
     depth : tokens of context
     repetitions : of each; those of different numbers of tokens take turns
-    accept : share of right guesses that a text is replayed with
-    ahead : a part of the model itself that guesses
+    accept : share of right draft tokens that a text is replayed with
+    ahead : a part of the model itself that drafts
     """
     ids = token_ids(runner.model.vocab_size)
     prompt = [next(ids) for _ in range(max(depth, 1))]
-    seconds = walk_times(runner, prompt, repetitions)
-    drafted = None if draft is None else walk_times(draft, [
+    seconds = pass_times(runner, prompt, repetitions)
+    drafted = None if draft is None else pass_times(draft, [
         token % draft.model.vocab_size for token in prompt], repetitions, (1,))[1]
     own = None if ahead is None else ahead_seconds(runner, ahead, prompt, repetitions)
     pays = {name: pays_from(seconds, cost) for name, cost in (("lookup", 0.0), ("draft", drafted), ("self", own))
@@ -169,12 +171,12 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
         if draft:
             text = [token % min(draft.model.vocab_size, runner.model.vocab_size) for token in text]
         found = _at_acceptance(runner, draft, prompt, text, accept, repetitions)
-        found["predicted"] = max(gain(seconds, drafted or 0.0, accept, n) for n in GUESSES)
+        found["predicted"] = max(gain(seconds, drafted or 0.0, accept, n) for n in PROPOSALS)
     return SpeculationBench(seconds, drafted, own, pays, found)
 
 
-def walk_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Items[int] = COUNTS) -> dict[int, float]:
-    """Return the median seconds of walks over several tokens behind a prompt, with logits of all."""
+def pass_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Items[int] = COUNTS) -> dict[int, float]:
+    """Return the median seconds of forward passes over several tokens behind a prompt, with logits of all."""
     sequence, ids = runner.new_sequence(), token_ids(runner.model.vocab_size)
     runner.prefill(sequence, prompt)
     taken: dict[int, list[float]] = {n: [] for n in counts}
@@ -182,56 +184,56 @@ def walk_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Ite
         for n, times in taken.items():
             segment = Segment(sequence, [next(ids) for _ in range(n)], range(n), DECODE)
             began = time.perf_counter()
-            runner.walk([segment])
+            runner.forward([segment])
             times.append(time.perf_counter() - began)
-            runner.rewind(sequence, len(prompt))
+            runner.rollback(sequence, len(prompt))
     runner.release(sequence)
     return {n: statistics.median(times[1:]) for n, times in taken.items()}
 
 
-def ahead_seconds(runner: Runner, ahead: Ahead, prompt: Items[int], repetitions: int) -> float:
-    """Return the median seconds of a token that a part of the model guesses behind a prompt."""
+def ahead_seconds(runner: Runner, ahead: DraftRunner, prompt: Items[int], repetitions: int) -> float:
+    """Return the median seconds of a token that a part of the model drafts behind a prompt."""
     sequence, times = runner.new_sequence(), []
     runner.prefill(sequence, prompt)
     for token in repeat(prompt[0], repetitions + 1):
         began = time.perf_counter()
         ahead.ahead([sequence], [token], [0], 0, 0)
         times.append(time.perf_counter() - began)
-        runner.rewind(sequence, len(prompt))
+        runner.rollback(sequence, len(prompt))
     runner.release(sequence)
     return statistics.median(times[1:])
 
 
 def gain(seconds: Mapping[int, float], draft: float, accept: float, n: int) -> float:
-    """Return the speed of walks over n guesses beside that of single tokens (arXiv 2211.17192, theorem 3.8)."""
+    """Return the speed of passes over n draft tokens beside that of single tokens (arXiv 2211.17192, theorem 3.8)."""
     tokens = sum(accept**place for place in range(n + 1))
     return tokens * seconds[1] / (n * draft + seconds[n + 1])
 
 
 def pays_from(seconds: Mapping[int, float], draft: float) -> float | None:
-    """Return the least acceptance, in hundredths, with which guesses are faster than none; None if none is."""
-    return next((a / 100 for a in range(101) if max(gain(seconds, draft, a / 100, n) for n in GUESSES) > 1), None)
+    """Return the least acceptance, in hundredths, with which draft tokens are faster than none; None if none is."""
+    return next((a / 100 for a in range(101) if max(gain(seconds, draft, a / 100, n) for n in PROPOSALS) > 1), None)
 
 
 def _at_acceptance(runner: Runner, draft: Runner | None, prompt: Items[int], text: Items[int], accept: float,
                    repetitions: int) -> dict[str, float]:
-    """Replay a text with guesses and without, in turns."""
-    times, plain, guessed = Times(), [], []
-    most, rows = GUESSES[-1], int(runner.config.outputs)
+    """Replay a text with draft tokens and without, in turns."""
+    times, plain, proposed = Times(), [], []
+    most, rows = PROPOSALS[-1], int(runner.config.outputs)
     for repetition in range(repetitions + 1):
         plain.append(Replayed(runner, prompt, text).run())
         drafter: Drafter
         if draft is None:
-            drafter = StatedGuesses((*prompt, *text), accept, runner.model.vocab_size)
+            drafter = StatedProposals((*prompt, *text), accept, runner.model.vocab_size)
         else:
             drafter = DraftModel(cast("Runner", OneByOne(draft)), runner.model.vocab_size)
-        guessed.append(Replayed(runner, prompt, text, Speculation(drafter, times, most, rows), accept).run())
+        proposed.append(Replayed(runner, prompt, text, Speculation(drafter, times, most, rows), accept).run())
         if draft is not None:
             drafter.release()
-        if not repetition:  # a first time, which learns how long walks take
-            plain, guessed = [], []
-    speeds = [statistics.median(one.tok_per_s or 0.0 for one in runs) for runs in (plain, guessed)]
-    gains = [(b.tok_per_s or 0.0) / (a.tok_per_s or 1.0) for a, b in zip(plain, guessed, strict=True)]
-    each = [one.speculation.tokens_per_walk or 1.0 for one in guessed if one.speculation]
+        if not repetition:  # a first time, which learns how long forward passes take
+            plain, proposed = [], []
+    speeds = [statistics.median(one.tok_per_s or 0.0 for one in runs) for runs in (plain, proposed)]
+    gains = [(b.tok_per_s or 0.0) / (a.tok_per_s or 1.0) for a, b in zip(plain, proposed, strict=True)]
+    each = [one.speculation.tokens_per_walk or 1.0 for one in proposed if one.speculation]
     return {"accept": accept, "plain_t_per_s": speeds[0], "t_per_s": speeds[1], "gain": statistics.median(gains),
             "tokens_per_walk": statistics.median(each)}

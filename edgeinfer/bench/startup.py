@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.process import python_command
 from ..errors import EdgeInferError
-from ..process import python_command
 
 if TYPE_CHECKING:
     from ..config import RuntimeConfig

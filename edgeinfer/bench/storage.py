@@ -1,4 +1,4 @@
-"""How fast storage reads, in order and scattered, past the page cache: on a file of its own that is always removed."""
+"""Read speed of storage, in order and scattered, past the page cache: on a temporary file that is always removed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
+from ..base.files import uncached
+from ..base.progress import Counted
+from ..base.units import format_size
 from ..errors import DestinationError
-from ..progress import Counted
 from ..runtime import allocate
-from ..sizes import format_size
 
 CHUNK_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 QUEUE_DEPTHS = (1, 8)
 WRITE_BYTES = 4 << 20
 HUGE_BYTES = 2 << 20
-"""Of the memory that is read into, as runs do: a read into small pages reaches a disk in parts (docs/experts.md)."""
+"""Of the memory that is read into, as runs do: a read into small pages reaches a disk in parts
+(docs/explanation/experts.md)."""
 LEAST_FILE_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
 """Free space that the file leaves."""
@@ -30,7 +32,7 @@ SPARE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class StorageSpeed:
-    """What was read from the file, GB/s."""
+    """Read speeds of the file in GB/s."""
 
     sequential_gbs: float
     """The better of one thread and of the deepest queue, pieces of 4 MiB in order."""
@@ -114,7 +116,7 @@ class StorageProbe:
         try:
             for one in threads:
                 one.join()
-        except BaseException:  # Ctrl-C: the file stays open until nobody reads it
+        except BaseException:  # Ctrl-C: the file stays open until its last reader ends
             ended = 0.0
             for one in threads:
                 one.join()
@@ -164,7 +166,7 @@ def _open(path: Path) -> tuple[int, bool]:
             if error.errno != errno.EINVAL:
                 raise
     file = os.open(path, flags, 0o600)
-    return _hidden(path, file), _uncached(file)
+    return _hidden(path, file), uncached(file)
 
 
 def _hidden(path: Path, file: int) -> int:
@@ -172,17 +174,6 @@ def _hidden(path: Path, file: int) -> int:
     with suppress(OSError):
         path.unlink()
     return file
-
-
-def _uncached(file: int) -> bool:
-    """Switch the page cache off by macOS's own call."""
-    try:
-        import fcntl
-
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined, unused-ignore]
-    except (ImportError, AttributeError, OSError):
-        return False
-    return True
 
 
 def _fill(file: int, nbytes: int) -> None:

@@ -1,11 +1,11 @@
 """Bundles: weights on disk in the layouts that the kernels read, described by a table that is checked before use.
 
-The format is specified in docs/bundle.md.
+The format is specified in docs/reference/bundle.md.
 """
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 from .config_json import config_from_json
 from .format import (

@@ -1,4 +1,4 @@
-"""Files of named arrays: how optional parts of a bundle are stored. Specified in docs/bundle.md."""
+"""Files of named arrays: how optional parts of a bundle are stored. Specified in docs/reference/bundle.md."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.files import open_plain
+from edgeinfer.base.strict_json import parse_json
+from edgeinfer.base.units import MAX_BYTES, round_up
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
-from edgeinfer.json_text import parse_json
 from edgeinfer.quant import LINE_BYTES
-from edgeinfer.sizes import MAX_BYTES, round_up
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .format import UnknownError
 from .rows import exact_fields
 
@@ -81,7 +81,7 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
             head = file.read(8)
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > MAX_TABLE_BYTES or (8 + length) % LINE_BYTES:
-                raise BundleError(f"{path.name} is no file of arrays.")
+                raise BundleError(f"{path.name} is not a file of arrays.")
             about, rows = _table(file.read(length), path.name)
             nbytes = file.seek(0, 2) - 8 - length
             data = np.memmap(file, np.uint8, "r", 8 + length, (nbytes,)) if nbytes > 0 else np.zeros(0, np.uint8)
@@ -120,17 +120,17 @@ def _table(text: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]
     except ValueError as error:
         raise BundleError(f"{name} has a table that is not valid JSON ({str(error)[:120]}).") from None
     if not isinstance(table, dict) or type(table.get("version")) is not int:
-        raise BundleError(f"{name} is no file of arrays.")
+        raise BundleError(f"{name} is not a file of arrays.")
     if table["version"] > ARRAYS_VERSION:
         raise BundleError(f"{name} has version {table['version']}, made by a newer edgeinfer; upgrade edgeinfer.")
     try:
         exact_fields(table, ("version", "about", "arrays"), name)
         rows = table["arrays"]
         if not isinstance(rows, list) or not isinstance(table["about"], dict):
-            raise BundleError(f"{name} is no file of arrays.")
+            raise BundleError(f"{name} is not a file of arrays.")
         for row in rows:
             if not isinstance(row, dict):
-                raise BundleError(f"{name} lists an array that is no JSON object.")
+                raise BundleError(f"{name} lists an array that is not a JSON object.")
             exact_fields(row, ("name", "kind", "shape", "offset"), name)
             _check_row(row, name)
     except UnknownError as error:

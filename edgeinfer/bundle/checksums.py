@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from edgeinfer.cache import cache_root, make_directories
+from edgeinfer.base.cache_dir import cache_root, make_directories
+from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
 
-from ..dataclass import dataclass
-from ..progress import Counted
+from ..base.dataclass import dataclass
+from ..base.progress import Counted
 
 REMEDY = "convert or copy the model again"
 CHUNK_BYTES = 256 << 10
@@ -115,7 +115,7 @@ def compare(pieces: Sequence[Piece], threads: int | None = None, progress: Count
             living[0].join(WAIT_SECONDS)
             if progress:
                 progress(work.done, work.total, work.name)
-        work.run()  # what nobody took: all, if it is little
+        work.run()  # the rest that no thread took: all, if it is little
     finally:
         work.stopped = True  # after an interruption, each ends with its chunk
         for helper in helpers:
@@ -156,7 +156,7 @@ class _Work:
                     self._fault(index, f"{piece.path.name} cannot be read: {error.strerror or error}.")
                 except BundleError as error:
                     self._fault(index, str(error))
-                except Exception as error:  # of a thread: nobody else would hear of it
+                except Exception as error:  # of a thread: it would be lost otherwise
                     self._fault(index, f"{piece.path.name} could not be compared ({type(error).__name__}).")
 
     def _fault(self, index: int, sentence: str) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
 from edgeinfer.quant import WeightType
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .arrays import Later, offsets, pack_arrays
 from .format import UNIT_BYTES, TensorEntry, cluster_shape
 from .parts import layers_of, neuron_layers, open_part, weights_identity
@@ -82,7 +82,7 @@ def clusters_of(entry: TensorEntry, data: Bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class Cold:
-    """The clusters of a bundle, in a file that is open to nobody yet."""
+    """Clusters of a bundle, in a file that is not open yet."""
 
     path: Path
     neurons: int
@@ -90,7 +90,7 @@ class Cold:
     nbytes: int
     """Of a cluster."""
     offsets: tuple[int, ...]
-    """Where each layer's clusters begin in the file: multiples of `UNIT_BYTES`; 0 of layers in tiles."""
+    """Start of each layer's clusters in the file: multiples of `UNIT_BYTES`; 0 for layers in tiles."""
     checksums: tuple[NDArray[np.uint32], ...]
     """CRC-32 of each cluster, layer by layer; none of layers in tiles."""
 
@@ -113,7 +113,7 @@ class Cold:
                         self.check(layer, first + i, data[i * self.nbytes : (i + 1) * self.nbytes], int(expected))
 
     def check(self, layer: int, cluster: int, data: Any, expected: int | None = None) -> None:
-        """Raise `BundleError` where the bytes of a cluster are not those that were written."""
+        """Raise `BundleError` if the bytes of a cluster differ from those that were written."""
         expected = int(self.checksums[layer][cluster]) if expected is None else expected
         if zlib.crc32(data) != expected:
             which = f"neurons {cluster * self.neurons} to {(cluster + 1) * self.neurons - 1} of layer {layer}"
@@ -122,7 +122,7 @@ class Cold:
 
 
 def read_cold(bundle: Bundle) -> Cold | None:
-    """Return where a bundle's clusters lie, or None where it has none; raises as `read_predictor`."""
+    """Return where a bundle's clusters lie, or None if it has none; raises as `read_predictor`."""
     if (opened := open_part(bundle, "cold", ("neurons",))) is None:
         return None
     about, arrays, where = opened

@@ -38,7 +38,7 @@ def config_from_json(data: object) -> ModelConfig:
     if config.num_hidden_layers > MAX_LAYERS:
         raise BundleError(f"config.num_hidden_layers is {config.num_hidden_layers}; the limit is {MAX_LAYERS}.")
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", config.model_type):
-        raise BundleError(f"config.model_type {config.model_type!r} is no name of an architecture.")
+        raise BundleError(f"config.model_type {config.model_type!r} is not the name of an architecture.")
     if config.num_attention_heads % config.num_key_value_heads:
         raise BundleError(
             f"config.num_attention_heads is {config.num_attention_heads}, "
@@ -64,7 +64,7 @@ def check_layers(config: ModelConfig) -> None:
     for i in layers:
         if config.num_attention_heads % config.kv_count(i):
             raise BundleError(f"config.kv_heads has {config.kv_count(i)}, of which config.num_attention_heads "
-                              f"{config.num_attention_heads} is no multiple.")
+                              f"{config.num_attention_heads} is not a multiple.")
         of = config.kv_layer(i)
         if of not in layers or of > i or config.kv_layer(of) != of or \
                 (config.head_size(of), config.kv_count(of)) != (config.head_size(i), config.kv_count(i)):
@@ -78,7 +78,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def check_experts(experts: ExpertsConfig) -> None:
-    """Refuse numbers that no mixture of experts has; what fits together the graph knows."""
+    """Refuse numbers that no mixture of experts can have; the graph checks whether they fit together."""
     limits = {"total": (1, MOST_OF_A_LAYER), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
               "groups": (1, experts.total), "active_groups": (1, experts.groups), "group_best": (1, 2),
               "shared_size": (0, 2**31 - 1)}
@@ -109,7 +109,7 @@ def _hints(kind: type) -> dict[str, Any]:
 def _record(kind: type, data: object, where: str) -> Any:
     """Build a dataclass from a JSON object with its fields; those with a default may be absent."""
     if not isinstance(data, dict):
-        raise BundleError(f"{where} is no JSON object.")
+        raise BundleError(f"{where} is not a JSON object.")
     optional = [f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING]
     exact_fields(data, _hints(kind), where, optional)
     return kind(**{name: _value(_hints(kind)[name], data[name], f"{where}.{name}") for name in data})

@@ -1,17 +1,17 @@
-"""What a bundle holds: its entries, and where they lie in weights.bin."""
+"""Contents of a bundle: its entries, and their places in weights.bin."""
 
 from __future__ import annotations
 
+from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.quant import LINE_BYTES, WeightType
-from edgeinfer.sizes import round_up
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 FORMAT_NAME = "edgeinfer-bundle"
 FORMAT_VERSION = 3
-"""What is written; older ones are read."""
+"""Version that is written; older ones can be read."""
 WEIGHTS_FILE = "weights.bin"
 PARTS = ("predictor", "statistics", "cold", "quality", "draft_head", "screen")
 """Optional parts of a model that are files of their own."""
@@ -27,7 +27,7 @@ END_BYTES = LINE_BYTES
 
 
 class UnknownError(Exception):
-    """Something that a later version may have added; a BundleError with advice where the header's writer is known."""
+    """A value that a later version may have added; the `BundleError` has advice if the header's writer is known."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FileEntry:
     nbytes: int
     sha256: str
     part: str = ""
-    """Which of `PARTS` it is; empty for the others."""
+    """Entry of `PARTS` that it belongs to; empty for the others."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Header:
     weights_bytes: int
     """Length of weights.bin."""
     source: str = ""
-    """Where the weights came from, for people: a checkpoint's directory name or its id on the hub."""
+    """Origin of the weights, for people: a checkpoint's directory name or its id on the hub."""
     made_by: str = ""
     """Program and version that wrote the bundle."""
     version: int = FORMAT_VERSION
@@ -107,12 +107,12 @@ def next_offset(end: int, nbytes: int) -> int:
 
 
 class Places:
-    """Where one tensor after the other goes in weights.bin.
+    """Placement of one tensor after the other in weights.bin.
 
     Attributes
     ----------
     end : int
-        Where the last one ends, or the place that several share.
+        End of the last tensor, or of the place that several share.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Places:
         return self._at + begins
 
     def close(self) -> None:
-        """Raise `BundleError` where a place that tensors share is not full."""
+        """Raise `BundleError` if a place that tensors share is not full."""
         if self._filled:
             raise BundleError("does not follow on tensors that share a place and fill it")
 

@@ -8,9 +8,9 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from edgeinfer.base.strict_json import parse_json
+from edgeinfer.base.units import MAX_BYTES
 from edgeinfer.errors import BundleError
-from edgeinfer.json_text import parse_json
-from edgeinfer.sizes import MAX_BYTES
 
 from .config_json import config_from_json
 from .format import FORMAT_NAME, FORMAT_VERSION, Header, Places, UnknownError, end_of_file
@@ -20,7 +20,7 @@ HEADER_FILE = "bundle.json"
 MAX_HEADER_BYTES = 64 << 20
 FIELDS = ("format", "version", "checksum", "made_by", "source", "config", "quantisation", "weights_bytes", "tensors",
           "files")
-_WORDS = {list: "list", str: "string", int: "size in bytes"}
+_WORDS = {list: "a list", str: "a string", int: "a size in bytes"}
 
 
 def header_to_json(header: Header) -> bytes:
@@ -58,7 +58,7 @@ def header_from_json(text: bytes) -> Header:
     """
     data = _parse(text)
     if data.get("format") != FORMAT_NAME:
-        raise BundleError(f"{HEADER_FILE} is no bundle header: its format is not {FORMAT_NAME!r}.")
+        raise BundleError(f"{HEADER_FILE} is not a bundle header: its format is not {FORMAT_NAME!r}.")
     version = data.get("version")
     if type(version) is not int or version < 1:
         raise BundleError(f"{HEADER_FILE} has no valid format version.")
@@ -107,7 +107,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise BundleError(f"{HEADER_FILE} is not valid JSON ({str(error)[:120]}); the bundle is damaged.") from None
     if not isinstance(data, dict):
-        raise BundleError(f"{HEADER_FILE} is no JSON object; the bundle is damaged.")
+        raise BundleError(f"{HEADER_FILE} is not a JSON object; the bundle is damaged.")
     return data
 
 
@@ -147,5 +147,5 @@ def _check_places(header: Header) -> None:
 def _field(data: dict[str, Any], name: str, kind: type) -> Any:
     """A field of the type that it must have; a number is a size in bytes."""
     if type(data[name]) is not kind or (kind is int and not 0 <= data[name] <= MAX_BYTES):
-        raise BundleError(f"{HEADER_FILE}: {name} is no {_WORDS[kind]}.")
+        raise BundleError(f"{HEADER_FILE}: {name} is not {_WORDS[kind]}.")
     return data[name]

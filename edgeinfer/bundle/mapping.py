@@ -3,8 +3,8 @@
 A mapped page that cannot be had (another program cut the file short, a disk failed) ends a process by SIGBUS, without a
 word. Python's own signal handlers cannot help: they run after the instruction, which faults again and again. Ours is
 called by the system in the thread that faulted, says one sentence and ends the process with exit code 1. Running Python
-there is sound because the signal belongs to a load from weights: whoever reads them (kernels, NumPy) holds no lock that
-Python needs, nor the GIL or by right, and nothing returns to it. Other faults are left to whoever was responsible.
+there is sound because the signal belongs to a load from weights: their readers (kernels, NumPy) hold no lock that
+Python needs, nor the GIL or by right, and nothing returns to it. Other faults are left to the previous handler.
 
 Linux on 64 bits; elsewhere a fault ends the process as it would anyway. Copying the weights (``--no-mmap``) has no such
 fault, but takes the memory from the system for good, so it is not the default.
@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from edgeinfer import process
+from edgeinfer.base import process
+from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class _Action(ctypes.Structure):
 
 
 class _Mapped(NamedTuple):
-    """A mapping: where it ends, and its file, open, with its state when it was mapped."""
+    """A mapping: its end, and its open file with the status when it was mapped."""
 
     end: int
     path: Path
@@ -106,7 +106,7 @@ def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
 
 
 def check_state(path: Path, handle: int, state: os.stat_result) -> None:
-    """Raise `BundleError` where the open file was written to since it had this state, or is another one."""
+    """Raise `BundleError` if the open file was written to since it had this status, or is another one."""
     try:
         now = os.fstat(handle)
     except OSError as error:
@@ -150,7 +150,9 @@ def _on_fault(number: int, info: int, context: int) -> None:
 
 
 def _give_up(sentence: str) -> NoReturn:
-    """Say it without Python's streams, whose locks another thread may hold; once, though several threads may fault."""
+    """Print the message without Python's streams, whose locks another thread may hold; once, even if several threads
+    fault.
+    """
     if not _speaks.acquire(blocking=False):
         time.sleep(60)  # the thread that speaks ends the process meanwhile
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Recipes that name what a bundle's parts are: so a graph can be built of a recipe alone."""
+"""Names of a bundle's parts in recipes, so that a graph can be built from a recipe alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import UsageError
-from edgeinfer.technique import technique
+from edgeinfer.registry import technique
 
 if TYPE_CHECKING:
     from .reader import Bundle
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def named(recipe: Recipe, bundle: Bundle) -> Recipe:
     """Return the recipe with kind, rank and the like of the bundle's predictor, or screen, where its steps need one.
 
-    Where there is none, a step that names none stays, and is refused.
+    If there is none, a step that names none stays, and is refused.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """Optional parts of a bundle for sparse FFNs: a predictor of live neurons, and statistics of how often they live.
 
-`sparse/` makes them, whoever runs or places neurons reads them. A part names the weights that it was made for, by the
+`sparse/` makes them; the runtime and `offload/` read them. A part names the weights that it was made for, by the
 checksum of their table, so that none is taken for another model's.
 """
 
@@ -19,7 +19,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
 from edgeinfer.quant import LINE_BYTES, WeightType
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .arrays import Arrays, offsets, open_arrays, pack_arrays
 from .format import TensorEntry
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 PREDICTOR_FILE, STATISTICS_FILE = "predictor.bin", "statistics.bin"
 FIELDS = {"predictor": ("kind", "rank"), "statistics": ("tokens",), "screen": ("rank", "share")}
-"""What a part says of itself, beside its name and its weights."""
+"""Fields that describe a part, beside its name and its weights."""
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of each array, by name."""
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Which neurons of each layer are computed: those whose score is above their threshold.
+    """Predictor of active neurons: a layer computes those whose score is above their threshold.
 
     Arrays are by layer, those of layers in tiles empty.
 
@@ -56,7 +56,7 @@ class Predictor:
     outer: tuple[NDArray[np.uint8], ...] = ()
     """lowrank: bytes of a matrix (neurons, rank) of `PREDICTOR_TYPE` a layer."""
     thresholds: tuple[NDArray[np.float32], ...] = ()
-    """One a neuron, of each layer; one for all of them where the kind is ``threshold``."""
+    """Thresholds of each layer, one per neuron; a single one per layer for the kind ``threshold``."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Statistics:
-    """How the neurons of each layer behaved over a text, in the order in which the bundle stores them."""
+    """Activity of each layer's neurons over a text, in the order in which the bundle stores them."""
 
     tokens: int
     """Tokens of the text."""
@@ -82,8 +82,9 @@ class Statistics:
     largest: tuple[NDArray[np.float32], ...]
     """Largest magnitude that each neuron gave."""
     order: tuple[NDArray[np.int32], ...]
-    """Which neuron of the source each one is; they are stored from the most to the least active, as counted
-    with the source's weights."""
+    """Index of each stored neuron in the source; neurons are stored from the most to the least active, as counted with
+    the source's weights.
+    """
     chosen: tuple[NDArray[np.int64], ...] = ()
     """One number a layer: neurons that the bundle's predictor would have chosen, all tokens together; or nothing."""
 
@@ -106,7 +107,7 @@ def weights_identity(tensors: Iterable[TensorEntry]) -> str:
 
 
 def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
-    """Return a bundle's predictor, its arrays mapped, or None where it has none.
+    """Return a bundle's predictor, its arrays mapped, or None if it has none.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
     Raises
     ------
     BundleError
-        It was made for other weights, does not fit the model, or has values that are no numbers.
+        It was made for other weights, does not fit the model, or has values that are not numbers.
     """
     if (opened := open_part(bundle, "predictor", FIELDS["predictor"])) is None:
         return None
@@ -146,9 +147,9 @@ def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:
 
 
 def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
-    """Return the file of a part, and of each of its arrays offset and bytes there, for who reads it without mapping it.
+    """Return the file of a part, and of each of its arrays offset and bytes there, for readers that do not map it.
 
-    What reads the part says whether they are good; raises `BundleError` where there is none.
+    What reads the part says whether they are good; raises `BundleError` if there is none.
     """
     if (opened := open_part(bundle, part, FIELDS[part])) is None:
         raise BundleError(f"The bundle {bundle.path} has no {part}.")
@@ -158,7 +159,7 @@ def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, i
 
 
 def predictor_settings(bundle: Bundle) -> dict[str, str | float]:
-    """Return kind and rank of a bundle's predictor, without its arrays; nothing where it has none."""
+    """Return kind and rank of a bundle's predictor, without its arrays; nothing if it has none."""
     if (opened := open_part(bundle, "predictor", FIELDS["predictor"])) is None:
         return {}
     kind, rank = _kind_and_rank(opened[0], bundle.config, opened[2])
@@ -166,7 +167,7 @@ def predictor_settings(bundle: Bundle) -> dict[str, str | float]:
 
 
 def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tuple[str, int]:
-    """What a predictor's file says of itself, if this model can have such a predictor."""
+    """Return the kind and rank in a predictor's file; refuse those that this model cannot have."""
     kind, rank = about["kind"], about["rank"]
     if kind not in PREDICTORS:
         raise BundleError(f"{where} is of the unknown kind {str(kind)[:60]!r}; the kinds are {', '.join(PREDICTORS)}.")
@@ -176,7 +177,7 @@ def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tu
 
 
 def read_statistics(bundle: Bundle) -> Statistics | None:
-    """Return a bundle's statistics, or None where it has none; raises as `read_predictor`."""
+    """Return a bundle's statistics, or None if it has none; raises as `read_predictor`."""
     if (opened := open_part(bundle, "statistics", FIELDS["statistics"])) is None:
         return None
     about, arrays, where = opened
@@ -251,12 +252,12 @@ def check_arrays(arrays: Arrays, expected: Shapes, where: str) -> None:
 
 
 def check_finite(array: NDArray[Any], name: str, where: str) -> None:
-    """Refuse values that are no finite numbers."""
+    """Refuse values that are not finite numbers."""
     if not np.isfinite(array).all():
-        raise BundleError(f"{where}: {name} has values that are no finite numbers.")
+        raise BundleError(f"{where}: {name} has values that are not finite numbers.")
 
 
 def check_scales(data: NDArray[np.uint8], stored: WeightType, cols: int, name: str, where: str) -> None:
-    """Refuse a matrix in tile16 with scales that are no finite numbers."""
+    """Refuse a matrix in tile16 with scales that are not finite numbers."""
     records = data.reshape(-1, stored.tile_bytes(cols) // stored.tile_records(cols))
     check_finite(np.ascontiguousarray(records[:, -LINE_BYTES:]).view(np.float16), name, where)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer.base.files import open_plain, refuse_special
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain, refuse_special
 from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.quant import WeightType
 
-from ..progress import Counted
+from ..base.progress import Counted
 from .checksums import Passed, Piece, compare
 from .format import APPROXIMATING, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TELL_SECONDS = 1.0
-"""A check on opening is told of if it takes longer."""
+"""Duration from which a check on opening is announced."""
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -120,11 +120,11 @@ class Bundle:
 
     @property
     def weights_state(self) -> os.stat_result:
-        """What the system said of weights.bin when it was mapped."""
+        """Return the file status of weights.bin when it was mapped."""
         return self._states[WEIGHTS_FILE]
 
     def state(self, name: str) -> os.stat_result:
-        """What the system said of a listed file when the bundle was opened."""
+        """Return the file status of a listed file when the bundle was opened."""
         return self._states[name]
 
     @property
@@ -140,7 +140,7 @@ class Bundle:
         return self._weights
 
     def weight_type(self, name: str) -> WeightType:
-        """Storage of a tensor that the graph asks for; a BundleError says so if the table lacks it."""
+        """Return the storage of a tensor that the graph needs; raises `BundleError` if the table lacks it."""
         return self._entry(name).type
 
     def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
@@ -149,7 +149,7 @@ class Bundle:
         return (self.weights[at : at + entry.piece_bytes] for at in entry.piece_offsets)
 
     def file(self, name: str) -> Path | None:
-        """Path of a listed file such as tokenizer.json, or None where the bundle has none of that name."""
+        """Return the path of a listed file such as tokenizer.json, or None if the bundle has none of that name."""
         return self.path / name if name in self.files else None
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -258,7 +258,7 @@ class Bundle:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Name the bundle in what is said of it."""
+        """Name the bundle in errors about it."""
         try:
             yield
         except BundleError as error:
@@ -323,7 +323,7 @@ class Bundle:
 
 def _read_header(path: Path) -> bytes:
     if not path.is_dir():
-        raise BundleError("there is no such directory." if not path.exists() else "it is no directory.")
+        raise BundleError("there is no such directory." if not path.exists() else "it is not a directory.")
     try:
         with open_plain(path / HEADER_FILE) as file:
             return file.read(MAX_HEADER_BYTES + 1)
@@ -334,7 +334,7 @@ def _read_header(path: Path) -> bytes:
 
 
 def _state(path: Path, entry: FileEntry) -> os.stat_result:
-    """What the system says of a listed file, which is a plain one of the right length."""
+    """Return the status of a listed file, which must be a regular file of the right length."""
     try:
         status = os.stat(path / entry.name)
         refuse_special(path / entry.name, status)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from edgeinfer.base.units import MAX_BYTES
 from edgeinfer.errors import BundleError
 from edgeinfer.quant import TYPES, StorageType, WeightType
-from edgeinfer.sizes import MAX_BYTES
 
 from .format import PARTS, FileEntry, Quantisation, TensorEntry, UnknownError
 
@@ -21,7 +21,7 @@ _TYPE = {
     2: {"layout": str, "group_size": int, **_OF_TABLE},
 }
 _SHARED = {"pieces": int, "stride": int}
-"""What rows of tensors have that share a place with others."""
+"""Additional fields of tensors that share a place with others."""
 _FILE = {1: {"name": str, "nbytes": int, "sha256": str}}
 _FILE[2] = _FILE[1] | {"part": str}
 _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": str}
@@ -45,7 +45,7 @@ def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")
     if not all(type(n) is int for n in data["shape"]):
-        raise BundleError(f"tensor {name!r} has a shape that is no list of integers.")
+        raise BundleError(f"tensor {name!r} has a shape that is not a list of integers.")
     shape = tuple(data["shape"])
     stored = _stored(data, f"tensor {name!r}")
     try:
@@ -121,7 +121,7 @@ def _of_table(row: StorageType) -> dict[str, Any]:
 
 def _row(row: object, types: dict[str, type], where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BundleError(f"{where} is no JSON object.")
+        raise BundleError(f"{where} is not a JSON object.")
     exact_fields(row, tuple(types), where)
     for name, kind in types.items():
         if type(row[name]) is not kind:

@@ -1,4 +1,4 @@
-"""The optional part of a bundle that estimates its logits: `sparse/` makes it, whoever screens the head reads it."""
+"""Optional part of a bundle with estimates of its logits: `sparse/` makes it, the screened head reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.graph import OUTER_TYPE, ModelConfig, inner_type
 from edgeinfer.quant import WeightType
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .arrays import pack_arrays
 from .parts import FIELDS, check_arrays, check_scales, open_part
 
@@ -42,7 +42,7 @@ class HeadScreen:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a drawn token reads of it."""
+        """Bytes that a sampled token reads of it."""
         return self.inner.nbytes + self.outer.nbytes + self.bounds.nbytes
 
     def pack(self, weights: str) -> Iterator[bytes]:
@@ -52,12 +52,12 @@ class HeadScreen:
 
 
 def read_screen(bundle: Bundle) -> HeadScreen | None:
-    """Return what a bundle's head is screened with, its arrays mapped, or None where it has nothing.
+    """Return what a bundle's head is screened with, its arrays mapped, or None if it has nothing.
 
     Raises
     ------
     BundleError
-        It was made for other weights, does not fit the model, or has values that are no numbers.
+        It was made for other weights, does not fit the model, or has values that are not numbers.
     """
     if (opened := open_part(bundle, "screen", FIELDS["screen"])) is None:
         return None
@@ -78,7 +78,7 @@ def read_screen(bundle: Bundle) -> HeadScreen | None:
 
 
 def screen_settings(bundle: Bundle) -> dict[str, str | float]:
-    """Return rank and share of a bundle's screen, without its arrays; nothing where it has none."""
+    """Return rank and share of a bundle's screen, without its arrays; nothing if it has none."""
     if (opened := open_part(bundle, "screen", FIELDS["screen"])) is None:
         return {}
     rank, share = _numbers(opened[0], bundle.config, opened[2])

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
 STEP_BYTES = 64 << 20
-"""Written before the disk is told to take it; a disk that is slower than this is asked less often."""
+"""Bytes written before the disk is asked to flush them; a slower disk is asked less often."""
 
 
 class WriteBack:
@@ -24,7 +24,7 @@ class WriteBack:
         self._new = 0
 
     def wrote(self, nbytes: int) -> None:
-        """Count bytes that were written; raises `OSError` where earlier ones did not reach the disk."""
+        """Count bytes that were written; raises `OSError` if earlier ones did not reach the disk."""
         self._new += nbytes
         if self._new >= STEP_BYTES and (self._running is None or self._running.done()):
             self.wait()
@@ -32,7 +32,7 @@ class WriteBack:
             self._running = self._pool.submit(_sync, self._descriptor)
 
     def wait(self) -> None:
-        """Wait until nothing is under way; raises `OSError` where bytes did not reach the disk."""
+        """Wait until nothing is under way; raises `OSError` if bytes did not reach the disk."""
         running, self._running = self._running, None
         if running:
             running.result()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from edgeinfer import __version__
-from edgeinfer.destination import Destination
+from edgeinfer.base.atomic_write import Destination
+from edgeinfer.base.files import open_plain
+from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import BundleError, CheckpointError
-from edgeinfer.files import open_plain
 from edgeinfer.graph import ModelConfig
-from edgeinfer.json_text import parse_json
 from edgeinfer.quant import WeightType
 
 from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Places, Quantisation, TensorEntry, end_of_file
@@ -41,7 +41,7 @@ class BundleWriter(Destination):
     config : ModelConfig
     quantisation : Quantisation
     overwrite : bool
-        Replace an existing bundle (never a directory that is no bundle).
+        Replace an existing bundle (never a directory that is not a bundle).
     source : str
         Where the weights came from, for people.
     waiting : callable, optional
@@ -157,7 +157,7 @@ class BundleWriter(Destination):
 
     def _add_file(self, name: str, chunks: Iterable[bytes], part: str) -> FileEntry:
         if part and part not in PARTS:
-            raise BundleError(f"{part!r} is no part of a model; the parts are {', '.join(PARTS)}.")
+            raise BundleError(f"{part!r} is not part of a model; the parts are {', '.join(PARTS)}.")
         if Path(name).name != name or name in self._files or name in (WEIGHTS_FILE, HEADER_FILE):
             raise BundleError(f"{name!r} cannot be the name of a further file in the bundle.")
         digest, nbytes = hashlib.sha256(), 0
@@ -192,21 +192,21 @@ class BundleWriter(Destination):
             self._write_back.close()
             self._write_back = None
         if self._file is not None:
-            with suppress(OSError):  # a full disk refuses the buffered rest, which nobody needs any more
+            with suppress(OSError):  # a full disk refuses the buffered rest, which is no longer needed
                 self._file.close()
             self._file = None
         super()._abandon()
 
     def _objection(self) -> str | None:
         if not (self.path / HEADER_FILE).is_file():
-            return "exists and is no bundle, so it is not overwritten; remove it first."
+            return "exists and is not a bundle, so it is not overwritten; remove it first."
         if strays := self._strays():
-            return (f"also holds {strays[0]}, which is no part of the bundle, so it is not overwritten; move that "
+            return (f"also holds {strays[0]}, which is not part of the bundle, so it is not overwritten; move that "
                     "elsewhere first.")
         return None
 
     def _strays(self) -> list[str]:
-        """What lies in the bundle that would be overwritten and belongs to nobody's conversion."""
+        """Return the files in the bundle's directory that would be overwritten and that no conversion wrote."""
         try:
             rows = parse_json((self.path / HEADER_FILE).read_bytes())["files"]
             own = {HEADER_FILE, WEIGHTS_FILE, *(row["name"] for row in rows)}
@@ -217,7 +217,7 @@ class BundleWriter(Destination):
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """A source file piece by piece; its own faults are told apart from those of the destination."""
+    """Read a source file piece by piece; its errors are distinguished from those of the destination."""
     try:
         with open_plain(path) as file:
             while chunk := file.read(COPY_BYTES):

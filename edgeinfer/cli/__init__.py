@@ -1,4 +1,4 @@
-"""The command line: one file per command. Contract: docs/cli.md."""
+"""The command line: one file per command. Contract: docs/reference/cli.md."""
 
 from __future__ import annotations
 

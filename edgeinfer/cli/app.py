@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from .. import process
+from ..base import process
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
-from . import settings
+from . import options, settings
 from .output import alternative_object, print_json, say
 from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
@@ -26,26 +27,29 @@ COMMANDS = {
     "sparsify": "sparsify", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps",
     "warmup": "warmup", "cache": "app", "config": "app",
 }
-"""What each module of a command calls it: a function, or a group of commands."""
+"""Names of the commands in each module: a function, or a group of commands."""
 MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
 """Modules of commands that share one."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
 TYPER_INTERRUPTED = 130
-"""What newer versions of typer make of Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
+"""Exit code of newer versions of typer after Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
 HELP = """Run language models on this machine.
 
 \b
 edgeinfer run demo "Once upon a time"     continue a text with the embedded model
 edgeinfer run MODEL                       chat, on a terminal
-edgeinfer convert CHECKPOINT BUNDLE       store a checkpoint as the kernels read it
-edgeinfer plan MODEL                      memory that a run needs, and its speed, before anything is loaded
+edgeinfer convert CHECKPOINT BUNDLE       convert a checkpoint to the format of the kernels
+edgeinfer plan MODEL                      memory and speed of a run, before anything is loaded
 """
 EPILOG = """\b
-Options that occur in several commands mean the same everywhere and can be set by the environment variable named
-beside them. Sizes are written 4GiB or 500MB. EDGEINFER_CACHE moves the cache, EDGEINFER_ISA forces an instruction
-set, EDGEINFER_DEBUG=1 shows where an error comes from.
+An option means the same in every command that has it; the environment variable beside it sets its default.
+Sizes are written 4GiB or 500MB. EDGEINFER_CACHE sets the cache directory, EDGEINFER_ISA the instruction set;
+EDGEINFER_DEBUG=1 prints tracebacks of errors.
 Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the memory budget.
 """
+
+
+HEADED = options.with_headings(typer.core.TyperCommand)
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -56,11 +60,11 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_program)
     for name in names:
-        command = getattr(import_module(f".{MODULES.get(name, name)}", __package__), COMMANDS[name])
+        command = getattr(import_module(f".commands.{MODULES.get(name, name)}", __package__), COMMANDS[name])
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name, cls=HEADED)(command)
     return app
 
 
@@ -114,7 +118,7 @@ def _failed(error: BaseException, as_json: bool, command: Any) -> int:
         if isinstance(error, Terminated):
             say(SENTENCES[signal.SIGTERM])
         return error.code if isinstance(error.code, int) else EXIT_FAILED
-    if isinstance(error, BrokenPipeError):  # whoever read the output has left, as in `| head`
+    if isinstance(error, BrokenPipeError):  # the reader has closed the output, as in `| head`
         return EXIT_FAILED
     code, message, exit_code = _described(error, command)
     message = shortened(message)
@@ -139,7 +143,7 @@ def _described(error: BaseException, command: Any) -> tuple[str, str, int]:
         where = f"{error.filename}: " if error.filename else ""
         return EdgeInferError.code, f"{where}{error.strerror or error}.", EXIT_FAILED
     if isinstance(error, MemoryError):
-        return EdgeInferError.code, "The system has no more memory to give; lower --ctx or --budget.", EXIT_FAILED
+        return EdgeInferError.code, "Out of memory; lower --ctx or --budget.", EXIT_FAILED
     text = " ".join(str(error).split())
     return "internal", (
         f"An unexpected error, which is a bug: {type(error).__name__}: {text} (EDGEINFER_DEBUG=1 shows where)."

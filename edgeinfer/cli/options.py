@@ -1,233 +1,283 @@
-"""Arguments and flags that mean the same in every command, each with its environment variable."""
+"""From the table of options to the parameters of a command, and from what was given to the values that it gets."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
+from types import SimpleNamespace
 from typing import Annotated, Any, Optional
 
 import typer
 
-from .. import technique
-from ..config import (
-    CPU,
-    DEFAULT_DRAFT_TOKENS,
-    DEVICES,
-    GROUP_SIZES,
-    KV_LAYOUTS,
-    KV_TYPES,
-    SAMPLING,
-    SPECULATIONS,
-    WEIGHT_TYPES,
-    Recipe,
-    RuntimeConfig,
-)
+from .. import registry
+from ..base.validation import checked
+from ..config import CPU, DEVICES, SAMPLING, RuntimeConfig
 from ..errors import UsageError
+from ..options import OPTIONS, Option, of_command
+from .output import say
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Bundle, checkpoint directory or GGUF file (these are converted once into the cache), ollama:NAME, known "
-        "name, or hub id.",
+        help="Bundle, checkpoint directory or GGUF file (converted once into the cache), ollama:NAME, known name, or "
+             "hub id.",
         show_default=False,
     ),
 ]
-Converted = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Bundle directory, or what was converted into the cache before: checkpoint directory, known name, or hub "
-             "id. Nothing is converted here.",
-        show_default=False,
-    ),
-]
+_CONVERTED = typer.Argument(
+    metavar="MODEL", show_default=False,
+    help="Bundle, or a checkpoint, known name or hub id that was converted before; nothing is converted here.")
+Converted = Annotated[str, _CONVERTED]
+MaybeConverted = Annotated[str | None, _CONVERTED]
+REST = "+"
+"""Stands before the heading of what ``--help-all`` shows and ``--help`` does not."""
+_SHOW_ALL = "edgeinfer.help_all"
 
 
-def option(*flags: str, metavar: str | None = None, help: str) -> Any:
-    """Declare an option that has the same meaning, and the environment variable of its long flag, in every command."""
-    variable = "EDGEINFER_" + flags[-1].lstrip("-").replace("-", "_").upper()
-    return typer.Option(*flags, envvar=variable, metavar=metavar, help=help)
+def option(*flags: str, metavar: str | None = None, help: str, group: str = "", hidden: bool = False,
+           variable: str | None = None, show_default: bool = True) -> Any:
+    """Declare an option of one command, under a heading of its help."""
+    return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=group or None, hidden=hidden,
+                        envvar=variable or None, show_default=show_default)
 
 
-Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else.")]
-Ctx = Annotated[int | None, option(
-    "-c", "--ctx", metavar="TOKENS",
-    help="Most tokens of prompt and answer together.  [default: the model's, at most 4096]")]
-Threads = Annotated[int | None, option(
-    "-t", "--threads", metavar="N",
-    help="Worker threads.  [default: physical cores that this process may use, or one in small models]")]
-Kv = Annotated[str, option("--kv", metavar="|".join(KV_TYPES), help="Type of the KV cache.")]
-Budget = Annotated[str | None, option(
-    "--budget", metavar="SIZE",
-    help="Most memory of the whole process, such as 4GiB, 500MB or a number of bytes.  [default: what the system can "
-         "give now]")]
-Device = Annotated[str | None, option(
-    "--device", metavar="NAME",
-    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]")]
-PlanOn = Annotated[str | None, option(
-    "--device", metavar="NAME",
-    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them. Of this machine cuda, onnx-cpu "
-         "and auto, as for run.  [default: this machine, probed]")]
-RunOn = Annotated[str, typer.Option(
-    "--device", metavar="|".join(DEVICES), show_default=False,
-    help="Who runs the model: our own kernels, or onnxruntime's CUDA or CPU provider; auto takes cuda where it "
-         "works.  [default: cpu]")]
-KvLayout = Annotated[str | None, typer.Option(
-    "--kv-layout", metavar="|".join(KV_LAYOUTS), show_default=False,
-    help="How onnxruntime's devices keep KV: a slot for each sequence, or pages that sequences share (cuda).  "
-         "[default: slots]")]
-Mlock = Annotated[bool, option("--mlock", help="Lock the weights into memory, so that the system cannot drop them.")]
-NoMmap = Annotated[bool, option("--no-mmap", help="Copy the weights into memory instead of mapping them.")]
-DEFAULT_RECIPE = str(Recipe())
-Passes = Annotated[str, option(
-    "--recipe", metavar="PASSES",
-    help="Passes over the model's graph, as name:key=value,... joined by +; none applies none.")]
-MaxKld = Annotated[float, option(
-    "--max-kld", metavar="NATS",
-    help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
-         "much at most; 0 leaves the model exact.")]
-Draft = Annotated[str | None, option(
-    "--draft", metavar="MODEL",
-    help="Smaller model with the same tokenizer, which guesses tokens that the model checks.")]
-Speculate = Annotated[str, option(
-    "--speculate", metavar="|".join(SPECULATIONS),
-    help="Who guesses tokens that are checked together where that is faster, with the same text; auto is the draft "
-         "model, else what followed the last tokens where they stood before.")]
-DraftTokens = Annotated[int, option("--draft-tokens", metavar="N", help="Most guesses that are checked together.")]
-DRAFT_TOKENS = DEFAULT_DRAFT_TOKENS
-MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
-Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
-TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]
-TopP = Annotated[float, option(
-    "--top-p", metavar="P", help="Keep the likeliest that reach P together; 1 keeps all.")]
-MinP = Annotated[float, option(
-    "--min-p", metavar="P", help="Drop tokens less likely than P times the likeliest; 0 keeps all.")]
-Seed = Annotated[int | None, option(
-    "--seed", metavar="N", help="Seed of the random choices.  [default: drawn, and reported]")]
-Stop = Annotated[list[str] | None, typer.Option(
-    "--stop", metavar="TEXT", show_default=False,
-    help="End before this text; may be repeated.  [env var: EDGEINFER_STOP, one text]")]
-Beams = Annotated[int, option(
-    "--beams", metavar="K",
-    help="Beam search with K beams, 2 to 16, instead of sampling, and --samples N gives the N best; 1 is none.")]
-LengthPenalty = Annotated[float, option(
-    "--length-penalty", metavar="X",
-    help="Of beams: log-probabilities are divided by the number of tokens to this power; more favours longer texts.")]
-Samples = Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")]
-PrefillChunk = Annotated[int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")]
-WEIGHTS, GROUPS = "|".join(WEIGHT_TYPES), "|".join(map(str, GROUP_SIZES))
-Weights = Annotated[str | None, typer.Option(
-    metavar=WEIGHTS, help="Type of the weights.  [default: the bundle's, else q4]")]
-GroupSize = Annotated[int | None, typer.Option(
-    metavar=GROUPS, help="Weights per scale.  [default: the bundle's, else 32]")]
+def annotation(one: Option, command: str = "") -> Any:
+    """Return the annotation of a command's parameter for an option of the table or of a technique.
 
-ConvertTo = Annotated[str | None, typer.Option(
-    "--weights", metavar=WEIGHTS,
-    help="Type of weights that a checkpoint or GGUF file is converted to.  [default: q4; of GGUF each as it is]")]
-ConvertGroups = Annotated[int | None, typer.Option(
-    "--group-size", metavar=GROUPS, help="Weights per scale, where it is converted.  [default: 32]")]
-
-
-Command = Callable[..., Any]
-Techniques = dict[str, Any]
-"""Values of the options of all techniques; see `takes_techniques`."""
-NO_TECHNIQUES: Techniques = {}
-"""Default of such a parameter."""
-
-
-def of_technique(one: technique.Option) -> Any:
-    """Return the annotation of a parameter for an option of a technique."""
-    kind = one.kind if one.default is not None else Optional[one.kind]  # noqa: UP045
-    return Annotated[kind, option(one.flag, metavar=one.metavar, help=one.help)]
-
-
-def takes_techniques(name: str) -> Callable[[Command], Command]:
-    """Give a command, by its name, the options of all techniques where its parameter `techniques` stands.
-
-    The command is called with their values by name in that parameter.
+    Without a command it stands under no heading.
     """
-    known = tuple(technique.options(name))
+    text = one.help + (f"  [default: {one.unset}]" if one.unset else "")
+    if one.several:
+        text += f"  [env var: {one.variable}, one text]" if one.shared else ""
+    panel = "" if not command else one.group if command in one.common else REST + one.group
+    declared = option(*filter(None, (one.short, one.flag)), metavar=one.metavar or None, help=text, group=panel,
+                      variable="" if one.several else one.variable, show_default=not one.several)
+    kind: Any = list[str] if one.several else one.kind
+    return Annotated[kind if one.default is not None else Optional[kind], declared]  # noqa: UP045
 
-    def with_options(function: Command) -> Command:
+
+def _of_table(name: str) -> Option:
+    return next(one for one in OPTIONS if one.name == name)
+
+
+Json, Threads = annotation(_of_table("json")), annotation(_of_table("threads"))
+Weights, GroupSize = annotation(_of_table("weights")), annotation(_of_table("group_size"))
+"""Options that commands beside those of the table have too."""
+
+
+def _help_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[_SHOW_ALL] = True
+        print(context.get_help())
+        raise typer.Exit
+
+
+def _help_panels(command: Any, context: Any, formatter: Any) -> None:
+    """Write arguments and options of a command under their headings."""
+    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    ends: list[tuple[str, str]] = []
+    for parameter in command.get_params(context):
+        panel = getattr(parameter, "rich_help_panel", None) or "Options"
+        if panel.startswith(REST) and not context.meta.get(_SHOW_ALL):
+            continue
+        if instruction := parameter.get_help_record(context):
+            panel = "Arguments" if parameter.param_type_name == "argument" else panel.removeprefix(REST)
+            (ends if parameter.name in ("help", "help_all") else panels.setdefault(panel, [])).append(instruction)
+    panels.setdefault("Help" if len(panels) > 2 else "Options", []).extend(ends)
+    for panel, instructions in panels.items():
+        if instructions:
+            with formatter.section(panel):
+                formatter.write_dl(instructions)
+
+
+def with_headings(kind: type) -> type:
+    """Return typer's class of commands with options under headings in the help."""
+    return type("Command", (kind,), {"format_options": _help_panels})
+
+
+def source(context: typer.Context, name: str) -> str:
+    """Return where a parameter's value is from: COMMANDLINE, ENVIRONMENT or DEFAULT."""
+    found = context.get_parameter_source(name)
+    return found.name if found else ""
+
+
+class Given(SimpleNamespace):
+    """Values of a command's options by name, checked by their rules, and where each came from.
+
+    Attributes
+    ----------
+    context : typer.Context
+    techniques : dict
+        Values of the options of techniques, by name.
+    """
+
+    context: typer.Context
+    techniques: dict[str, Any]
+
+    def by_flag(self, name: str) -> bool:
+        """Return whether the flag was given."""
+        return source(self.context, name) == "COMMANDLINE"
+
+    def by_variable(self, name: str) -> bool:
+        """Return whether the value is of its variable: what is set for all commands contradicts no flag of one."""
+        return source(self.context, name) == "ENVIRONMENT"
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """Names of the options that were given as flags."""
+        return frozenset(filter(self.by_flag, vars(self)))
+
+    def runtime(self, **more: Any) -> RuntimeConfig:
+        """Return the settings of the run, techniques included; `more` are fields that the options do not say.
+
+        A recipe or KV type is checked here, so this comes before anything is opened.
+        """
+        named = {one.name: getattr(self, one.name) for one in fields(RuntimeConfig)
+                 if one.name != "techniques" and hasattr(self, one.name)}
+        if hasattr(self, "no_mmap"):
+            named["mmap"] = not self.no_mmap
+        return registry.configured(
+            RuntimeConfig(**{**named, "budget_bytes": getattr(self, "budget", None), **more}), self.techniques)
+
+    def kv_on(self, device: str) -> str | None:
+        """Return the type of the KV cache that was asked for; None for the own type of a device other than cpu: the
+        default of cpu, also where it stands in the variable, is none that others have.
+        """
+        return self.kv if device == CPU or self.kv != RuntimeConfig.kv or self.by_flag("kv") else None
+
+    def stored(self, model: str | None) -> tuple[str | None, int | None]:
+        """Return type and group size of the weights; where variables say them, bundles stay as they are stored."""
+        asked = [name for name in ("weights", "group_size") if getattr(self, name) is not None]
+        if asked and model and not any(map(self.by_flag, asked)):
+            from ..bundle import is_bundle
+            from ..models import DEMO
+
+            if model == DEMO or is_bundle(os.path.expanduser(model)):
+                return None, None
+        return self.weights, self.group_size
+
+
+NOTHING: Any = None
+"""Default of a parameter `given`, which always gets its values."""
+
+
+def takes(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command, by its name, its options of the table and those of all techniques.
+
+    They stand where its parameter `given` stands, which gets their values.
+    """
+    of_techniques = tuple(registry.options(command))
+    known = (*of_command(command), *of_techniques)
+
+    def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for one in signature.parameters.values():
-            parameters += [one] if one.name != "techniques" else [
-                inspect.Parameter(each.name, one.kind, default=each.default, annotation=of_technique(each))
-                for each in known]
+        own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in signature.parameters.values()
+               if one.name != "given"]
+        parameters = [_parameter("context", typer.Context), *own,
+                      *(_parameter(one.name, annotation(one, command), one.default) for one in _sorted(known)),
+                      *_further(known)]
 
         @wraps(function)
-        def command(**given: Any) -> Any:
-            values = {each.name: given.pop(each.name) for each in known}
-            context = next((one for one in given.values() if isinstance(one, typer.Context)), None)
-            for each in known:
-                if each.of and values[each.of] in (None, "off") and context and from_environment(context, each.name):
-                    values[each.name] = None
-            return function(**given, techniques=values)
+        def called(**values: Any) -> Any:
+            values.pop("help_all")
+            return function(**{one.name: values.pop(one.name) for one in own},
+                            given=_given(values.pop("context"), known, of_techniques, values))
 
-        del command.__wrapped__  # typer would ask it for its parameters
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
+        del called.__wrapped__  # typer would ask it for its parameters
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return called
 
     return with_options
 
 
-def from_environment(command: typer.Context, name: str) -> bool:
-    """Return whether a value came from its variable: what is set for all commands contradicts no flag of one."""
-    return _source(command, name) == "ENVIRONMENT"
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
+def _sorted(known: tuple[Option, ...]) -> list[Option]:
+    """Return options by the headings of the help."""
+    groups = [one.group for one in OPTIONS]
+    return sorted(known, key=lambda one: groups.index(one.group))
+
+
+def _further(known: tuple[Option, ...]) -> list[inspect.Parameter]:
+    """Return ``--help-all``, and ``--device`` as it named machines once, where that has no other meaning."""
+    more = [_parameter("help_all", Annotated[bool, typer.Option(
+        "--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")], False)]
+    if {one.name for one in known} & {"machine", "device"} == {"machine"}:
+        more.append(_parameter("device", Annotated[Optional[str], option(  # noqa: UP045
+            "--device", metavar="NAME", help="Former name of --machine.", hidden=True,
+            variable=_of_table("device").variable)], None))
+    return more
+
+
+def _given(context: typer.Context, known: tuple[Option, ...], of_techniques: tuple[Option, ...],
+           values: dict[str, Any]) -> Given:
+    """Check the values of options; a variable gives way to a flag that it contradicts."""
+    given = Given(context=context, techniques={}, **values)
+    if "device" in values:
+        _name_machine(given, {one.name for one in known})
+    for one in known:
+        value = getattr(given, one.name)
+        if one.several:
+            variable = os.environ.get(one.variable) if one.shared else None
+            value = value or ([variable] if variable else [])
+        elif value is not None and not (one.of and given.by_variable(one.name)):
+            value = checked(one.flag, value, one.rule)
+        if one.of and getattr(given, one.of) in (None, "off") and given.by_variable(one.name):
+            value = None
+        setattr(given, one.name, value)
+    given.techniques = {one.name: getattr(given, one.name) for one in of_techniques}
+    return given
+
+
+def _name_machine(given: Given, known: set[str]) -> None:
+    """Take a machine that `--device` names, as it once did, for `--machine`, and say so."""
+    named, by_flag = given.device, given.by_flag("device")
+    if named in (None, *DEVICES):
+        if "device" not in known and by_flag:
+            raise UsageError(f"--device {named} is an executor, and an estimate is about hardware; give --machine NAME "
+                             "('edgeinfer devices' lists them).")
+        return
+    where = f"--device {named}" if by_flag else f"EDGEINFER_DEVICE={named}"
+    if "machine" in known and given.machine is None:
+        say(f"{where} names a machine; write --machine {named}, or set EDGEINFER_MACHINE.")
+        given.machine, given.device = named, None
+    elif not by_flag:
+        given.device = None
+    elif "machine" in known:
+        raise UsageError(f"{where} and --machine {given.machine} both name a machine; leave --device out.")
+
+
+SAMPLES = "n"
+"""Option of requests for several answers."""
+
+
+def agreeing(given: Given, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
     """Return the options of a request without those that stand in variables, or are defaults, and contradict flags.
 
     Beams and settings of sampling exclude each other, and a chat shows its text as it grows.
     """
-    flags = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
-    given = {name for name in asked if _source(command, flags.get(name, name)) == "COMMANDLINE"}
-    sampled = [name for name in SAMPLING if name in given and (name, asked[name]) != ("temperature", 0)]
-    if "beams" not in given and (chat or sampled):
+    sampled = [name for name in SAMPLING if given.by_flag(name) and (name, asked[name]) != ("temperature", 0)]
+    if not given.by_flag("beams") and (chat or sampled):
         asked = {**asked, "beams": 1}
+    if not given.by_flag(SAMPLES) and (chat or asked["beams"] > 1):
+        asked = {**asked, SAMPLES: 1 if chat else min(asked[SAMPLES], asked["beams"])}
     if asked["beams"] == 1:
-        return {name: value for name, value in asked.items() if name != "length_penalty" or name in given}
+        return {name: value for name, value in asked.items() if name != "length_penalty" or given.by_flag(name)}
     if sampled:
-        flag = "--" + flags.get(sampled[0], sampled[0]).replace("_", "-")
-        raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the likeliest texts "
+        flag = next(one.flag for one in OPTIONS if one.name == sampled[0])
+        raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the most likely texts "
                          "instead; leave one of them out.")
     return {name: value for name, value in asked.items() if name not in SAMPLING}
 
 
-def searching(command: typer.Context, beams: int) -> int:
-    """Return the beams; where a variable asks for them, they give way to flags that say who guesses."""
-    guessed = any(_source(command, name) == "COMMANDLINE" and command.params[name] not in (None, "auto", "off")
-                  for name in ("speculate", "draft"))
-    return 1 if guessed and _source(command, "beams") != "COMMANDLINE" else beams
-
-
-def guessing(command: typer.Context, speculate: str, draft: str | None, beams: int) -> tuple[str, str | None]:
-    """Return who guesses and the draft model; of what excludes each other flags are refused, and variables give way."""
-    chosen, drafted = (_source(command, name) == "COMMANDLINE" for name in ("speculate", "draft"))
-    if beams > 1:
-        if drafted and draft is not None:  # and --beams is a flag, see `searching`
-            raise UsageError("--draft is given, and beam search checks no guesses; leave one of them out.")
-        return speculate if chosen and speculate != "auto" else "off", None
-    if draft is None or speculate in ("auto", "draft") or speculate not in SPECULATIONS:
-        return speculate, draft
-    if chosen and drafted:
-        raise UsageError(f"--speculate {speculate} needs no draft model, and --draft is given; leave one of them out.")
-    return ("auto", draft) if drafted else (speculate, None)
-
-
-def kv_on(command: typer.Context, device: str, kv: str) -> str | None:
-    """Return the type of the KV cache that was asked for; None for what a device other than cpu takes by itself, where
-    nobody asked: the default of cpu, also where it stands in the variable, is none that others have.
-    """
-    asked = device == CPU or kv != RuntimeConfig.kv or _source(command, "kv") == "COMMANDLINE"
-    return kv if asked else None
-
-
-def _source(command: typer.Context, name: str) -> str:
-    source = command.get_parameter_source(name)
-    return source.name if source else ""
+def searching(given: Given) -> int:
+    """Return the beams; where a variable asks for them, they give way to flags that need what they do not have."""
+    gives_way = not given.by_flag("beams") and registry.samples(given.techniques, given.flags)
+    return 1 if gives_way else given.beams

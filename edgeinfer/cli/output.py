@@ -1,16 +1,19 @@
-"""What the commands print: JSON on standard output, sentences and figures on standard error."""
+"""Output of the commands: JSON on standard output, sentences and figures on standard error."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import printable
-from ..process import say as say
-from ..sizes import format_size
+import typer
+
+from ..base.process import say as say
+from ..base.units import format_size
+from ..errors import UsageError, printable
 
 if TYPE_CHECKING:
     from ..devices import DeviceProfile, Estimate
@@ -53,6 +56,15 @@ def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Non
         print(line)
 
 
+def confirm(question: str) -> None:
+    """Ask on the terminal whether to go on; anything but yes ends the command."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{question} Add --yes, because there is no terminal to confirm on.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
+
+
 def speed(value: float) -> str:
     """Return tokens per second with two or more digits that say something: ``0.032``, ``0.80``, ``7.1``, ``431``."""
     return f"{value:#.2g}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
@@ -92,7 +104,7 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
         return (f"This is the speed of {whose(found)}, not of edgeinfer, which does not run this there"
                 + (f": {refused} Memory is compared as if weights and KV lay on the card." if refused else "."))
     processor = processor_of(profile)
-    known = f"which --device {processor.name} estimates" if processor else "whose speed is not known here"
+    known = f"which --machine {processor.name} estimates" if processor else "whose speed is not known here"
     return (f"This is the speed of {whose(found)}, not of edgeinfer, which cannot use {found['unit_words']}: its run "
             f"works on the CPU, {known}.")
 
@@ -118,13 +130,13 @@ def alternative_object(option: Alternative) -> dict[str, Any]:
 
 
 def speculated(found: SpeculationReport | None) -> str:
-    """Return what guessing tokens did, for the line of statistics; empty where there was nothing to guess."""
+    """Return what drafting tokens did, for the line of statistics; empty if there was nothing to draft."""
     if not found or found.state == "idle" or (found.state == "on" and not found.walks):
         return ""
     gain = "" if found.gain is None else f", {found.gain:.2f}x"
     if found.state == "off":
         return f"{found.drafter} off: slower here{gain}"
-    return f"{found.drafter} {found.tokens_per_walk:.1f} tokens a walk{gain}"
+    return f"{found.drafter} {found.tokens_per_walk:.1f} tokens a pass{gain}"
 
 
 def figures(completion: Completion, plan: MemoryPlan, peak_bytes: int | None, device_bytes: int | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..errors import DestinationError
 
 SENTENCES = {signal.SIGINT: "Interrupted.", signal.SIGTERM: "Terminated."}
-"""What is said of the signals that end the program; its exit code is 128 and their number, as shells have it."""
+"""Messages for the signals that end the program; its exit code is 128 plus their number, as in shells."""
 AGAIN_SECONDS = 0.02
 
 
@@ -24,7 +24,7 @@ class Terminated(SystemExit):
 
 
 class StandardOutput(io.TextIOWrapper):
-    """Standard output, which says so where it cannot be written; a reader that has left stays `BrokenPipeError`."""
+    """Standard output, which says so if it cannot be written; a reader that has left stays `BrokenPipeError`."""
 
     def write(self, text: str) -> int:
         """Write a text."""

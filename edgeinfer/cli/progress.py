@@ -9,8 +9,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from .. import process
-from ..sizes import format_size
+from ..base import process
+from ..base.units import format_size
 from .output import say, speed
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ STAGES = {
 IN_BYTES = ("download", "convert", "verify", "write", "load", "export", "lower")
 IN_TOKENS = ("prompt", "evaluate")
 COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "look": " models"}
-"""What a stage counts, where that is not bytes and has a name."""
+"""Units of the stages that count something other than bytes and have a name for it."""
 REPEAT_SECONDS, TICK_SECONDS, LINE_SECONDS = 0.1, 0.25, 10.0
 """Between two drawings of the bar, between two looks at the clock while nothing is reported, and between two lines."""
 RATE_SECONDS = 10.0
 """Rates and the time that is left follow from what was done so long ago and now."""
 SILENT_SECONDS = 0.3
-"""What takes no longer is not worth a bar."""
+"""Duration below which no bar is shown."""
 PROMPT_SECONDS, JUDGED_SECONDS = 2.0, 0.5
-"""What a prompt takes at least that has a bar, and when its first tokens tell how long it will take."""
+"""Least predicted time of a prompt that gets a bar, and the time after which its first tokens predict it."""
 NEVER_SILENT = ("load",)
 """Stages that are reported only when there is much to do."""
 UNTOLD = ("prompt",)
@@ -125,7 +125,7 @@ class ProgressLine:
                 say(f"{name} ...")
             elif now - (self._shown or 0.0) >= LINE_SECONDS:
                 self._shown = now
-                say(", ".join(filter(None, (f"{name}: {self._share().strip()}", *self._pace(now)))))
+                say(", ".join(filter(None, (f"{name}: {self._share().strip()}", *self._tuner(now)))))
         elif now - self._shown >= REPEAT_SECONDS or self._done == self._total:
             if self._bar is None:
                 self._bar = _bar()
@@ -133,7 +133,7 @@ class ProgressLine:
                 self._bar.add_task(name, share="", rate="", left="")
                 self._bar.start()
             self._shown = now
-            rate, left = self._pace(now)
+            rate, left = self._tuner(now)
             self._bar.update(self._bar.task_ids[0], description=name, completed=self._done,
                              total=self._total or None, share=self._share(), rate=rate, left=left)
             self._bar.refresh()
@@ -146,7 +146,7 @@ class ProgressLine:
             f"{self._total:,}{COUNTED.get(self._stage, '')}"
         return f"{100 * self._done // self._total:3d} % of {size}"
 
-    def _pace(self, now: float) -> tuple[str, str]:
+    def _tuner(self, now: float) -> tuple[str, str]:
         """Return the rate of the last seconds, where it has a unit, and the time left, or the time taken so far."""
         heard = self._heard
         before, done = next((told for told in reversed(self._told) if heard - told[0] >= RATE_SECONDS), self._told[0])
@@ -187,7 +187,7 @@ class ProgressLine:
             self._bar = None
 
     def _above(self, line: str) -> bool:
-        """Print a line above the bar; False where the bar has ended."""
+        """Print a line above the bar; False if the bar has ended."""
         with self._lock:
             if self._bar is None:
                 return False

@@ -11,42 +11,30 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
-from .. import technique
-from ..checks import checked
+from .. import registry
+from ..base.validation import checked
 from ..errors import EdgeInferError, UsageError
-from ..rules import RULES
+from ..options import OPTIONS, Option
 
 VARIABLE = "EDGEINFER_CONFIG"
 """Moves the file; empty for none."""
 MOST_BYTES = 1 << 20
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_FIELDS = {"temp": "temperature"}
-_RULES = {name: rule for name, rule in RULES.items() if name != "device"}
-"""Without what the command line says in other words than Python: `device` may be a profile."""
 _from_file: set[str] = set()
 """Variables that hold values of the file."""
 
 
 @cache
-def known() -> dict[str, tuple[str, Any]]:
-    """Return the keys: names of flags without dashes, with their variable and the type of their value."""
-    from . import options
-
-    found = {}
-    for declared in (*vars(options).values(), *map(options.of_technique, technique.options())):
-        kind, *more = get_args(declared) or (None,)
-        variable = getattr(more[0], "envvar", None) if more else None
-        if isinstance(variable, str):
-            kinds = [one for one in get_args(kind) if one is not NoneType] or [kind]
-            found[variable.removeprefix("EDGEINFER_").lower().replace("_", "-")] = variable, kinds[0]
+def known() -> dict[str, Option]:
+    """Return the keys, names of flags without dashes, with their options."""
+    found = {one.key: one for one in (*OPTIONS, *registry.options()) if one.shared and not one.several}
     return dict(sorted(found.items()))
 
 
 def config_path() -> Path | None:
-    """Return where the file is, or would be; None where `EDGEINFER_CONFIG` is empty."""
+    """Return where the file is, or would be; None if `EDGEINFER_CONFIG` is empty."""
     given = os.environ.get(VARIABLE)
     if given is not None:
         return Path(given).expanduser() if given else None
@@ -55,10 +43,15 @@ def config_path() -> Path | None:
     return user_config_path("edgeinfer") / "config.toml"
 
 
-def read() -> dict[str, Any]:
-    """Return the file's values by key; none where there is no file.
+def origin(variable: str) -> str:
+    """Return whether the value of a variable comes from the environment or from the file."""
+    return "file" if variable in _from_file else "environment"
 
-    Raises `UsageError` for a file that is no TOML, an unknown key or a value of a wrong type.
+
+def read() -> dict[str, Any]:
+    """Return the file's values by key; none if there is no file.
+
+    Raises `UsageError` for a file that is not valid TOML, an unknown key or a value of a wrong type.
     """
     path = config_path()
     if path is None:
@@ -84,7 +77,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
             raise ValueError(f"it is longer than {MOST_BYTES} bytes")
         values = tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"The configuration {path} is no TOML ({error or 'nested too deeply'}); mend it with "
+        raise UsageError(f"The configuration {path} is not valid TOML ({error or 'nested too deeply'}); mend it with "
                          "'edgeinfer config edit'.") from None
     return {name: check(name, value, f" in {path}") for name, value in values.items()}
 
@@ -95,24 +88,21 @@ def check(name: str, value: Any, where: str = "") -> Any:
         near = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), known(), n=1)
         hint = f"did you mean {near[0]}?" if near else "'edgeinfer config' lists the keys."
         raise UsageError(f"There is no key {name!r:.80}{where}; {hint}")
-    kind = known()[name][1]
+    kind = known()[name].kind
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         raise UsageError(f"{name}{where} is {value!r:.80}; it must be {KINDS.get(kind, 'text')}.")
     if isinstance(value, str) and not value.isprintable():
         raise UsageError(f"{name}{where} is {value!r:.80}; it must be text without control characters.")
-    field = _FIELDS.get(name, name.replace("-", "_"))
-    rule = _RULES.get(field) or next((one.rule for one in technique.options() if one.name == field), None)
-    if rule:
-        checked(f"{name}{where}", value, rule)
+    checked(f"{name}{where}", value, known()[name].rule)
     return value
 
 
 def apply() -> None:
     """Put the file's values into the variables that are not set."""
     for name, value in read().items():
-        variable = known()[name][0]
+        variable = known()[name].variable
         if not os.environ.get(variable):  # an empty one is taken as none
             os.environ[variable] = str(int(value)) if isinstance(value, bool) else str(value)
             _from_file.add(variable)
@@ -127,11 +117,11 @@ def withdraw() -> None:
 def write(name: str, value: Any | None) -> Path:
     """Set a key in the file, or remove it; all other lines stay as they are.
 
-    Raises `UsageError` where there is no file to write, and `EdgeInferError` where it cannot be written.
+    Raises `UsageError` if there is no file to write, and `EdgeInferError` where it cannot be written.
     """
     import json
 
-    from ..files import replacement
+    from ..base.files import replacement
 
     path = config_path()
     if path is None:

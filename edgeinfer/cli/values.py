@@ -36,7 +36,7 @@ def read_plainly(command: Any) -> None:
 
 
 def plain(kind: Any, value: Any) -> Any:
-    """Return the value of an option as bool, str, int, float or path; None where that takes more than a glance."""
+    """Return the value of an option as bool, str, int, float or path; None if that takes more than a glance."""
     if kind in (bool, str) and isinstance(value, kind):
         return value
     if kind is Path and isinstance(value, str):  # no parameter asks for more of one than its name

@@ -2,28 +2,29 @@
 
 from typing import TYPE_CHECKING
 
-from edgeinfer.lazy import lazily
+from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .beams import BeamSearch
     from .completion import Choice, Completion, Score, SpeculationReport, TokenLogprob, TopLogprob
-    from .costs import Times
-    from .draft_model import DraftModel
-    from .drafting import Drafter
     from .generation import Generation, too_long
-    from .lookup import PromptLookup
     from .requests import Request, RequestQueue, Stream
-    from .sampling import Sampled, Sampler
+    from .sampler import Sampled, Sampler
     from .scoring import Scoring
-    from .self_draft import SelfDraft
-    from .speculation import Speculation
+    from .speculation.controller import Speculation
+    from .speculation.costs import Times
+    from .speculation.draft_model import DraftModel
+    from .speculation.drafter import Drafter
+    from .speculation.prompt_lookup import PromptLookup
+    from .speculation.self_draft import SelfDraft
 
 __all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
            "RequestQueue", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
            "Stream", "Times", "TokenLogprob", "TopLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
-    "costs": "Times", "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long",
-    "lookup": "PromptLookup", "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler",
-    "scoring": "Scoring", "self_draft": "SelfDraft", "speculation": "Speculation",
+    "speculation.costs": "Times", "speculation.draft_model": "DraftModel", "speculation.drafter": "Drafter",
+    "speculation.prompt_lookup": "PromptLookup", "generation": "Generation too_long",
+    "requests": "Request RequestQueue Stream", "sampler": "Sampled Sampler",
+    "scoring": "Scoring", "speculation.self_draft": "SelfDraft", "speculation.controller": "Speculation",
 })

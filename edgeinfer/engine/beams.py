@@ -1,6 +1,6 @@
 """Beam search: the likeliest continuations of a prompt, several carried on side by side.
 
-A beam is a sample whose tokens are not drawn: each step takes the best of what all beams could go on with, by the sum
+A beam is a sample whose tokens are not sampled: each step takes the best of what all beams could go on with, by the sum
 of their log-probabilities. The rules are those of transformers, so that both find the same texts with the same scores:
 
 * Of the candidates of a step, best first, those that do not end are the next beams. One that ends is a result if it is
@@ -31,10 +31,10 @@ from ..config import GenerationConfig
 from ..errors import RequestError
 from ..memory_planner import shared_blocks
 from ..text import Tokenizer
+from .candidate import Sample
 from .completion import Completion
 from .generation import Generation
-from .sample import Sample
-from .sampling import Sampled, Sampler
+from .sampler import Sampled, Sampler
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -45,7 +45,7 @@ class Beam(Sample):
 
     total = 0.0
     score: float
-    """Set where it ends."""
+    """Set its end."""
 
     def child(self, sampled: Sampled, total: float, room: int) -> Beam:
         """Return the beam that goes on with one more token, or ends with it; it has no sequence yet."""
@@ -87,7 +87,7 @@ class BeamSearch(Generation):
                 f"own_tokens={config.max_tokens}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
-        return [Beam(self, tokenizer, self._ends, 0)]
+        return [Beam(self.prompt_ids, self.sampler(0), self.stop, tokenizer, self._ends, 0)]
 
     def sampler(self, index: int) -> Sampler:
         """Return what edits logits; no kernel chooses from them."""
@@ -153,7 +153,7 @@ class BeamSearch(Generation):
         return sorted(results, key=lambda beam: -beam.score)[: self._config.beams]
 
     def _settled(self, best: Beam) -> bool:
-        """Whether beams of which this is the best are not to be carried on, because the results are good enough."""
+        """Whether the search may stop: no beam, of which this is the best, can still improve the results."""
         early, length = self._config.early_stopping, best.n_tokens
         if len(self._results) < self._config.beams:
             return False
@@ -181,7 +181,7 @@ class BeamSearch(Generation):
             self._runner.release(sequence)
 
     def _finish(self, reason: str) -> str:
-        """End before the search does: what there is so far is ranked, and has this reason."""
+        """End the search early: the beams so far are ranked, and have this reason."""
         if self.finished:
             return ""
         for beam in self._samples:

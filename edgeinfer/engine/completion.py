@@ -1,4 +1,4 @@
-"""What a request gave: text, tokens and how long they took."""
+"""Results of a request: text, tokens and timings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import field
 from typing import NamedTuple
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 
 class TopLogprob(NamedTuple):
@@ -20,7 +20,7 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One generated token, its probability, and what else was likely there."""
+    """One generated token, its probability, and the likeliest alternatives."""
 
     token_id: int
     text: str
@@ -50,10 +50,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model finds one continuation of a prompt."""
+    """Log-probability of one continuation of a prompt."""
 
     text: str | None
-    """The continuation; None where it was given as token ids."""
+    """The continuation; None if it was given as token ids."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Natural logarithm of each token's probability behind the prompt and the tokens before it, in the model's own
@@ -74,25 +74,25 @@ class Score:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """What speculation did in a request."""
+    """Statistics of speculation in a request."""
 
     drafter: str
     """lookup, draft or self."""
     state: str
-    """on; off, where it was measured to be slower; or idle, where there was nothing to guess."""
+    """on; off, if it was measured to be slower; or idle, if there was nothing to draft."""
     walks: int
-    """Walks that checked guesses."""
+    """Forward passes that verified draft tokens."""
     drafted: int
-    """Guesses that were checked."""
+    """Draft tokens that were verified."""
     accepted: int
     """Of them, those that were right and whose text was taken."""
     accepted_per_position: tuple[int, ...]
-    """How many walks accepted the first guess, the second, ..."""
+    """Number of forward passes that accepted the first draft token, the second, ..."""
     tokens_per_walk: float | None
-    """Tokens that each text got from a walk with guesses, on the average; None without one."""
+    """Tokens that each text got from a forward pass with draft tokens, on the average; None without one."""
     gain: float | None
     """Speed of the whole decoding over that of the same tokens without speculation, by what passes of this request and
-    those before it cost; None where no pass verified a draft."""
+    those before it cost; None if no pass verified a draft."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Completion:
     prompt_tokens: int
     """Tokens of the prompt, with the beginning-of-text token."""
     cached_tokens: int
-    """How many of them were not computed because their KV blocks were there."""
+    """Prompt tokens that were not computed because their KV blocks were cached."""
     completion_tokens: int
     """Generated tokens of all samples, without end tokens."""
     ttft_ms: float | None
@@ -115,12 +115,12 @@ class Completion:
     """Generated tokens per second after the first ones, all samples together; None under 2 tokens."""
     finish_reason: str
     seed: int
-    """What the random choices started from; the same seed gives the same text."""
+    """Seed of the random choices; the same seed gives the same text."""
     logprobs: tuple[TokenLogprob, ...] | None
     choices: tuple[Choice, ...] = field(repr=False)
     """All samples; of beams as many as were asked for, the best first."""
     speculation: SpeculationReport | None = None
-    """What guessing tokens did; None where it was off."""
+    """Statistics of speculation; None if it was off."""
 
     @property
     def score(self) -> float | None:
@@ -129,6 +129,6 @@ class Completion:
 
     @property
     def plain_tpot_ms(self) -> float | None:
-        """Time per output token as walks without guesses would have taken it."""
+        """Time per output token as forward passes without draft tokens would have taken it."""
         gain = self.speculation.gain if self.speculation else None
         return self.tpot_ms and self.tpot_ms * (gain or 1)

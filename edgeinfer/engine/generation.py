@@ -10,22 +10,22 @@ from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
-from ..checks import shown, whole
+from ..base.validation import shown, whole
 from ..config import GenerationConfig
 from ..errors import CancelledError, ContextError, RequestError
 from ..runner import DECODE, Cancellation, Segment
 from ..text import Tokenizer
+from .candidate import Sample
 from .completion import Completion
-from .sample import Sample
-from .sampling import Sampler
+from .sampler import Sampler
 
 if TYPE_CHECKING:
-    from ..progress import Progress
+    from ..base.progress import OnProgress
     from ..runner import Runner, Sequence
-    from .speculation import Speculation
+    from .speculation.controller import Speculation
 
 SEED_BITS = 32
-"""Of seeds drawn here; short enough to be typed again."""
+"""Of seeds sampled here; short enough to be typed again."""
 
 
 class Generation:
@@ -42,7 +42,7 @@ class Generation:
     prompt_ids : tokens of the prompt, with the beginning-of-text token
     config : how to continue it
     eos_ids : tokens that end the text
-    speculation : guesses tokens, of which a walk checks several; the text is the same
+    speculation : drafts tokens, of which a forward pass checks several; the text is the same
 
     Raises
     ------
@@ -77,13 +77,14 @@ class Generation:
         self.cached_tokens = 0
         self._cancellation = Cancellation()
         self._times: list[float] = []
-        self.told: Progress | None = None
+        self.told: OnProgress | None = None
         """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
-        return [Sample(self, tokenizer, self._ends, index) for index in range(self._config.n)]
+        return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index)
+                for index in range(self._config.n)]
 
-    def _tell(self, told: Progress, done: int, total: int) -> None:
+    def _tell(self, told: OnProgress, done: int, total: int) -> None:
         told("prompt", self.cached_tokens + done, self.cached_tokens + total, "")
 
     @property
@@ -115,9 +116,9 @@ class Generation:
         self._samples[0].sequence = sequence
         self.cached_tokens = len(sequence)
         self._times = [time.perf_counter()]
-        ids, draw = self.prompt_ids[len(sequence) :], self._samples[0].sampler.address
+        ids, spec = self.prompt_ids[len(sequence) :], self._samples[0].sampler.address
         told = self.told and partial(self._tell, self.told)
-        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, draw, told))
+        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, spec, told))
         if logits is None or self.finished:
             return ""
         if self.room <= 0:
@@ -132,20 +133,20 @@ class Generation:
         return text or ""
 
     def _advance(self, live: list[Sample], sequences: list[Sequence]) -> str:
-        """Walk over the last token of each sample, and over guesses behind it, if there are any."""
+        """Run over the last token of each sample, and over draft tokens behind it, if there are any."""
         room = self.room - max(sample.n_tokens for sample in live) - 1
         speculation, each = self._speculation, any(sample.sampler.needs_each for sample in live)
         if speculation and speculation.idle:
             speculation = None
         if speculation:
             most = min(room + 1, self._runner.config.outputs)
-            if guesses := speculation.guesses(live, room, self._cancellation,
+            if proposals := speculation.proposals(live, room, self._cancellation,
                                               lambda: self._runner.room(sequences, most) - 1, each):
-                return self._check(live, sequences, guesses)
-        ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
+                return self._verify(live, sequences, proposals)
+        ids, sample_specs = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
         before = [len(sequence) for sequence in sequences]
         further = 0 if each else room
-        logits = self._runner.decode(sequences, ids, self._cancellation, draws, further)
+        logits = self._runner.decode(sequences, ids, self._cancellation, sample_specs, further)
         chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
         text = self._choose(live, logits, chosen)
         for sample, sequence in zip(live, sequences, strict=True):
@@ -155,25 +156,25 @@ class Generation:
             speculation.plain(1 + len(chosen[0]))
         return text
 
-    def _check(self, live: list[Sample], sequences: list[Sequence], guesses: list[list[int]]) -> str:
-        """Walk over guesses, and keep them as long as each is the token that would have been drawn in its place.
+    def _verify(self, live: list[Sample], sequences: list[Sequence], proposals: list[list[int]]) -> str:
+        """Run over draft tokens, and keep them as long as each is the token that would have been sampled in its place.
 
-        The first that is another is replaced by the one that was drawn; what was computed behind it is forgotten.
+        The first that is another is replaced by the one that was sampled; what was computed behind it is forgotten.
         """
         lengths = [len(sequence) for sequence in sequences]
-        samplers = [sample.sampler.following(guess) for sample, guess in zip(live, guesses, strict=True)]
-        rows = iter(self._runner.walk([
-            Segment(sequence, (sample.last_id, *guess), range(len(guess) + 1), DECODE,
-                    draws=[sampler.address for sampler in draws])
-            for sequence, sample, guess, draws in zip(sequences, live, guesses, samplers, strict=True)
+        samplers = [sample.sampler.following(proposal) for sample, proposal in zip(live, proposals, strict=True)]
+        rows = iter(self._runner.forward([
+            Segment(sequence, (sample.last_id, *proposal), range(len(proposal) + 1), DECODE,
+                    sample_specs=[sampler.address for sampler in sample_specs])
+            for sequence, sample, proposal, sample_specs in zip(sequences, live, proposals, samplers, strict=True)
         ], self._cancellation))
-        taken = [sample.check(draws, list(islice(rows, len(draws))), guess, self.room)
-                 for sample, draws, guess in zip(live, samplers, guesses, strict=True)]
+        taken = [sample.verify(sample_specs, list(islice(rows, len(sample_specs))), proposal, self.room)
+                 for sample, sample_specs, proposal in zip(live, samplers, proposals, strict=True)]
         for sequence, length, (_, right) in zip(sequences, lengths, taken, strict=True):
             self._runner.truncate(sequence, length + 1 + right)
         self._took_tokens()
         assert self._speculation
-        self._speculation.checked(guesses, [right for _, right in taken])
+        self._speculation.verified(proposals, [right for _, right in taken])
         return taken[0][0] if live[0] is self._samples[0] else ""
 
     def _own_sequence(self, sample: Sample) -> Sequence:
@@ -195,7 +196,7 @@ class Generation:
         return None
 
     def _choose(self, samples: Items[Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
-        """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row.
+        """Take in the tokens that a pass went on with, the same number for each sample, and one from each last row.
 
         A text may end in the middle of them.
         """
@@ -207,7 +208,7 @@ class Generation:
         return ""
 
     def _took_tokens(self) -> None:
-        """Take note of when the longest sample got its latest tokens: all of a walk took the same time."""
+        """Take note of when the longest sample got its latest tokens: all of a forward pass took the same time."""
         self._took(max(sample.n_tokens for sample in self._samples) - len(self._times) + 1)
 
     def _took(self, steps: int) -> None:
@@ -221,7 +222,7 @@ class Generation:
         return pieces[0] if pieces else ""
 
     def end(self) -> None:
-        """Finish as cancelled what is not finished yet."""
+        """Finish unfinished samples as cancelled."""
         self._finish("cancelled")
 
     def release(self, keep_first: bool = False) -> Sequence | None:
@@ -284,7 +285,7 @@ def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
         try:
             ids[i] = token_id if type(token_id) is int else whole(token_id)
         except (TypeError, OverflowError):
-            raise RequestError(f"The prompt holds {shown(token_id)}, which is no token id.") from None
+            raise RequestError(f"The prompt holds {shown(token_id)}, which is not a token id.") from None
         if not 0 <= ids[i] < vocab_size:
             raise RequestError(
                 f"Token id {shown(token_id)} of the prompt is outside the vocabulary; ids are from 0 to "

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ..base.process import check_process
 from ..errors import ClosedError, RequestError
-from ..process import check_process
 from .completion import Completion
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result", covariant=True)
 
 UNREAD_SECONDS = 30.0
-"""Seconds for which a request waits for another thread's stream that nobody reads."""
+"""Seconds that a request waits for another thread's abandoned stream."""
 POLL_SECONDS = 0.05
 """Seconds between two looks at whether a request that waits was cancelled."""
 
 
 class Task(Protocol[Result]):
-    """What a request does in its turn: `Generation`, `BeamSearch` or `Scoring`, which say more of each."""
+    """Work of a request: `Generation`, `BeamSearch` or `Scoring`."""
 
     prompt_ids: list[int]
 
@@ -48,7 +48,7 @@ class Task(Protocol[Result]):
         """End within 100 ms; from any thread."""
 
     def end(self) -> None:
-        """Finish as cancelled what is not finished yet."""
+        """Finish unfinished samples as cancelled."""
 
     def release(self, keep_first: bool = False) -> Sequence | None:
         """Give the sequences back, or return the first."""
@@ -70,7 +70,7 @@ class RequestQueue:
         self.closed = False
         self.process = os.getpid()
         self._turn = threading.Lock()  # taken by a request from its first step to its end
-        self.step = threading.RLock()  # held by whoever touches the runner
+        self.step = threading.RLock()  # held while the runner is used
         self._owner: int | None = None
         self._active: Request[Any] | None = None
         self._kept: Sequence | None = None
@@ -82,7 +82,7 @@ class RequestQueue:
         check_process(self.process)
 
     def cancel(self) -> None:
-        """End the running request, if there is one; from any thread or a signal handler."""
+        """Cancel the running request, if there is one; from any thread or a signal handler."""
         request = self._active
         if request is not None:
             request.generation.cancel()
@@ -91,7 +91,7 @@ class RequestQueue:
         """End the running request and close the runner; requests that wait raise `ClosedError`."""
         self.closed = True
         self.cancel()
-        if self.process != os.getpid():  # forked: whoever is in a step is not here
+        if self.process != os.getpid():  # forked: the thread in a step does not exist here
             self.runner.close()
             return
         with self.step:  # a step that runs in another thread has ended
@@ -107,7 +107,7 @@ class RequestQueue:
         ------
         RequestError
             This thread itself holds the turn, so that waiting would never end; or another thread's stream holds it, and
-            nobody has read that for `UNREAD_SECONDS`.
+            that was not read for `UNREAD_SECONDS`.
         ClosedError
             The queue was closed meanwhile.
         """
@@ -136,7 +136,7 @@ class RequestQueue:
         self.give_turn_back(self._kept)
 
     def give_turn_back(self, kept: Sequence | None) -> None:
-        """End a turn; `kept` is what the next request may continue."""
+        """End a turn; the next request may continue the `kept` sequence."""
         self._kept, self._active, self._owner = kept, None, None
         self._turn.release()
 
@@ -153,7 +153,7 @@ class RequestQueue:
         if sequence is None:
             return self.runner.new_sequence(), 0
         kept = self._kept_of(sequence, ids)
-        if kept < min(n_saved, len(ids) - 1):  # layers with a window lack what the prompt sees there: it is saved anew
+        if kept < min(n_saved, len(ids) - 1):  # layers with a window lack what the prompt sees there: it is saved again
             n_saved = kept
         self.runner.truncate(sequence, kept)
         return sequence, n_saved
@@ -161,7 +161,7 @@ class RequestQueue:
     def _kept_of(self, sequence: Sequence, ids: list[int]) -> int:
         """Return how many first tokens of a prompt a sequence can go on from: its last one's logits must be computed.
         """
-        return self.runner.reach(sequence, shared(sequence.tokens, ids, len(ids) - 1))
+        return self.runner.can_truncate(sequence, shared(sequence.tokens, ids, len(ids) - 1))
 
 
 class Request(Generic[Result]):
@@ -223,7 +223,7 @@ class Request(Generic[Result]):
         return True
 
     def belongs_to(self, queue: RequestQueue) -> bool:
-        """Whether this queue is where it waits."""
+        """Whether it waits in this queue."""
         return self._queue is queue
 
     @property
@@ -232,7 +232,7 @@ class Request(Generic[Result]):
         return 0.0 if self._reading else time.monotonic() - self._read
 
     def cancel(self) -> None:
-        """End this request within 100 ms, whether it runs, waits or nobody reads it; from any thread."""
+        """Cancel this request within 100 ms, whether it runs, waits or was abandoned; from any thread."""
         self.cancelled = True
         self.generation.cancel()
         if not self._reading:  # else the reader ends it
@@ -252,7 +252,7 @@ class Request(Generic[Result]):
         return piece or (None if finished else "")
 
     def end(self) -> None:
-        """Give sequences and turn back; what was not over counts as cancelled."""
+        """Return sequences and turn; unfinished samples count as cancelled."""
         if self._queue.process != os.getpid():  # forked: the parent's request goes on there, with the parent's model
             self.ended = True
             return

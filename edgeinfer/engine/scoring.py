@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations of a prompt: one request, its continuations one behind the other."""
+"""Log-probabilities of given continuations of a prompt: one request, one continuation after the other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..errors import CancelledError, RequestError
 from ..runner import DECODE, Cancellation, Segment
 from .completion import Score
 from .generation import checked_prompt
-from .sampling import log_softmax
+from .sampler import log_softmax
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
-    from .sampling import Floats
+    from .sampler import Floats
 
 
 class Scoring:
@@ -76,7 +76,7 @@ class Scoring:
         self._cancellation.cancel()
 
     def start(self, sequence: Sequence) -> str:
-        """Prefill what the sequence does not hold yet of the prompt."""
+        """Prefill the part of the prompt that the sequence does not hold yet."""
         self.sequence, self.cached_tokens = sequence, len(sequence)
         try:
             logits = self._runner.prefill(sequence, self.prompt_ids[len(sequence) :], self._cancellation)
@@ -99,12 +99,12 @@ class Scoring:
         assert self.sequence is not None and self._first is not None
         runner, sequence, n_prompt = self._runner, self.sequence, len(self.prompt_ids)
         if len(sequence) > n_prompt:
-            runner.rewind(sequence, n_prompt, self._cancellation)
+            runner.rollback(sequence, n_prompt, self._cancellation)
         logprobs, greedy = [float(self._first[ids[0]])], ids[0] == int(self._first.argmax())
         step = min(runner.config.outputs, runner.config.prefill_chunk)
         for start in range(0, len(ids) - 1, step):
             block = ids[start : min(start + step, len(ids) - 1)]
-            rows = runner.walk([Segment(sequence, block, range(len(block)), DECODE)], self._cancellation)
+            rows = runner.forward([Segment(sequence, block, range(len(block)), DECODE)], self._cancellation)
             for row, following in zip(rows, ids[start + 1 :], strict=False):
                 found = log_softmax(row)
                 logprobs.append(float(found[following]))
@@ -112,7 +112,7 @@ class Scoring:
         return Score(text, tuple(ids), tuple(logprobs), greedy)
 
     def end(self) -> None:
-        """Count what is not scored yet as cancelled."""
+        """Count continuations without a score as cancelled."""
         self._cancelled = self._cancelled or not self.finished
 
     def release(self, keep_first: bool = False) -> Sequence | None:
@@ -124,7 +124,7 @@ class Scoring:
         return None
 
     def result(self) -> list[Score]:
-        """Return the score of each continuation; raises `CancelledError` where the request was cancelled."""
+        """Return the score of each continuation; raises `CancelledError` if the request was cancelled."""
         if self._cancelled:
             raise CancelledError("The request was cancelled before all continuations were scored.")
         return self._scores

@@ -1,4 +1,4 @@
-"""The checker that runs after every pass: what is wrong with a graph is said here, before anybody plans or runs it."""
+"""Checker that runs after every pass and reports errors in a graph before it is planned or run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from edgeinfer.kernels import catalogue
 from ..config import KV_TYPES
 from ..errors import UnsupportedModelError
 from .graph import Graph
-from .operation import COSTS, Op
-from .products import Product
-from .types import Tensor, Types
+from .ops.base import COSTS, Op
+from .ops.matmul import MatMul
+from .tensors import Tensor, Types
 from .weights import Weight
 
 
@@ -17,7 +17,7 @@ def check(graph: Graph, after: str = "the architecture") -> Graph:
     """Return the graph, unless something in it does not fit together.
 
     Every tensor is written once, before it is read, and read as it was written; an operation writes over an input only
-    as its last reader; weights are in the graph's table; widths and types agree; work that a walk of one token leaves
+    as its last reader; weights are in the graph's table; widths and types agree; work that a pass of one token leaves
     out is done by its reader.
 
     Raises
@@ -31,7 +31,7 @@ def check(graph: Graph, after: str = "the architecture") -> Graph:
     known = {weight.name: weight for weight in graph.weights}
     for op in graph.ops:
         faults = [*_unknown(op, graph.types, known), *_unwritten(op, written, gone), *op.faults(graph.types)]
-        source = op.source if isinstance(op, Product) else None
+        source = op.source if isinstance(op, MatMul) else None
         faults += [f"{x} is left out for one token, and it has no source to make it from"
                    for x in op.inputs if x.name in left_out and source is None and not op.several]
         if op.out.name in written:
@@ -68,7 +68,7 @@ def _unwritten(op: Op, written: dict[str, Tensor], gone: dict[str, Op]) -> list[
 
 
 def check_runnable(graph: Graph) -> Graph:
-    """Return the graph, unless an operation lacks a cost, a kernel or a twin.
+    """Return the graph, unless an operation lacks a cost, a kernel or a reference.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def check_runnable(graph: Graph) -> Graph:
         for cost in COSTS:
             if getattr(kind, cost) is getattr(Op, cost) and not (cost == "kernels" and kind.KERNELS is not None):
                 op = next(op for op in graph.ops if type(op) is kind)
-                raise UnsupportedModelError(f"The operation {op.name} has no {cost}(), so nobody can plan it.")
+                raise UnsupportedModelError(f"The operation {op.name} has no {cost}(), so it cannot be planned.")
     seen: set[tuple[str, ...]] = set()
     for op in graph.ops:
         names = tuple([name for kv in KV_TYPES for name in op.kernels(graph.types, kv)])
@@ -91,6 +91,6 @@ def check_runnable(graph: Graph) -> Graph:
         for name in names:
             if not catalogue.is_known(name):
                 raise UnsupportedModelError(f"The operation {op.label} needs the kernel {name}, which does not exist.")
-            if not catalogue.has_twin(name):
-                raise UnsupportedModelError(f"The kernel {name} of the operation {op.label} has no NumPy twin.")
+            if not catalogue.has_reference(name):
+                raise UnsupportedModelError(f"The kernel {name} of the operation {op.label} has no NumPy reference.")
     return graph

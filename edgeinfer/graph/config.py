@@ -1,10 +1,10 @@
-"""What the mathematics of a decoder depends on, in Hugging Face's words and independent of any one architecture."""
+"""Parameters of a decoder's mathematics, in Hugging Face's words and independent of any one architecture."""
 
 from __future__ import annotations
 
 from dataclasses import field
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class ExpertsConfig:
     normalise: bool = True
     """Whether the weights of a token's experts add up to 1."""
     scores: str = "softmax"
-    """What is made of router logits: softmax or sigmoid."""
+    """Function of the router logits: softmax or sigmoid."""
     scale: float = 1.0
-    """What the weights are multiplied by."""
+    """Factor of the weights."""
     groups: int = 1
-    """Groups of neighbouring experts, of which `active_groups` are chosen before experts are."""
+    """Groups of neighbouring experts, `active_groups` of which are selected before experts are."""
     active_groups: int = 1
     group_best: int = 1
-    """How many of a group's best scores are added to compare it with others."""
+    """Number of a group's best scores whose sum ranks the group."""
     shared_size: int = 0
-    """Intermediate size of the FFN that all tokens go through beside their experts; 0 = there is none."""
+    """Intermediate size of the shared FFN, which all tokens use beside their experts; 0 = there is none."""
     bias: bool = False
     """Bias on the router and on all three matrices of each expert."""
     dense_layers: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ class ModelConfig:
     """silu, relu, relu2 (squared relu), gelu (erf), gelu_tanh, drelu (relu of gate and up), fatrelu (0 below a
     limit) or swiglu_oai (gpt-oss's, clamped)."""
     rms_norm_eps: float
-    """Of all norms, whatever their kind."""
+    """Epsilon of all norms of any kind."""
     max_position_embeddings: int
     rope: RopeConfig = field(default_factory=RopeConfig)
     windows: tuple[int, ...] = ()
@@ -147,16 +147,19 @@ class ModelConfig:
     ropes: tuple[int, ...] = ()
     """Per layer: 0 no rotation, 1 `rope`, 2 `local_rope`. Empty: `rope` in all layers."""
     attention_scale: float = 0.0
-    """What scores are multiplied by; 0 = 1 / sqrt(head_dim)."""
+    """Factor of attention scores; 0 = 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
     logits_softcap: float = 0.0
     """The same of logits."""
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by. A model that multiplies what it adds to the residual stream by r runs with a
-    stream that is 1 / r times as large: this and `rms_norm_eps` account for it (Granite)."""
+    """Factor of embeddings.
+
+    A model that multiplies what it adds to the residual stream by r runs with a stream that is 1 / r times as large:
+    this and `rms_norm_eps` account for it (Granite).
+    """
     logits_scale: float = 1.0
-    """What logits are multiplied by: the last norm's weights are, when a bundle is made."""
+    """Factor of logits; it is folded into the weights of the last norm when a bundle is made."""
     parallel_residual: bool = False
     """Attention and FFN read the same residual stream, and both are added to it."""
     parallel_norms: int = 1
@@ -168,11 +171,11 @@ class ModelConfig:
     attention_sinks: bool = False
     """Each query head has a logit that takes part in its softmax and has no value (arXiv 2309.17453)."""
     alibi: AlibiConfig | None = None
-    """Where scores fall with the distance; heads do not turn then."""
+    """ALiBi: scores fall with distance and heads are not rotated."""
     experts: ExpertsConfig | None = None
-    """Where layers have experts."""
+    """Mixture of experts, in models whose layers have one."""
     latent: LatentConfig | None = None
-    """Where attention is that over latents."""
+    """Latent attention (MLA), in models that have it."""
     head_dims: tuple[int, ...] = ()
     """Per layer: elements of a head. Empty: `head_dim` in all layers."""
     kv_heads: tuple[int, ...] = ()
@@ -192,7 +195,7 @@ class ModelConfig:
     norms_behind: bool = False
     """The stream itself is normed behind attention and FFN, which get it as it is (OPT-350m)."""
     final_norm: bool = True
-    """There is a norm before the head."""
+    """Whether there is a norm before the head."""
     head_layer_norm: bool = False
     """Heads of q and k go through layer norms before they turn."""
     layer_input: int = 0
@@ -235,7 +238,7 @@ class ModelConfig:
         return self.local_rope is not None and self.local_rope.kind == "query_scale"
 
     def turns(self, layer: int) -> int:
-        """Which rotation a layer has, as in `ropes`."""
+        """Return the index of a layer's rotation, as in `ropes`."""
         return self.ropes[layer] if self.ropes else 1
 
     @property

@@ -1,14 +1,14 @@
-"""The graph: typed operations on named tensors. Plan, program, estimate and twins all read these records."""
+"""The graph: typed operations on named tensors. Plan, program, estimate and references all read these classes."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .config import ModelConfig
-from .operation import OnDemand, Op
-from .products import parameters
-from .types import Tensor, Types
+from .ops.base import OnDemand, Op
+from .ops.matmul import parameters
+from .tensors import Tensor, Types
 from .weights import Weight
 
 
@@ -53,12 +53,12 @@ class Graph:
         found = (op.memory(self.types) for op in self.ops)
         return [one for one in found if one and one.kind == kind]
 
-    def homes(self) -> dict[str, str]:
-        """Name the tensor in whose memory each tensor lies: itself, or what it was written over."""
-        homes: dict[str, str] = {}
+    def buffers(self) -> dict[str, str]:
+        """Name the tensor in whose memory each tensor lies: itself, or the one that it overwrote."""
+        buffers: dict[str, str] = {}
         for op in self.ops:
-            homes[op.out.name] = op.out.name if op.over is None else homes[op.over.name]
-        return homes
+            buffers[op.out.name] = op.out.name if op.over is None else buffers[op.over.name]
+        return buffers
 
     def describe(self) -> str:
         """One line per operation: output, kind, numbers, inputs, weights with their shape and storage."""

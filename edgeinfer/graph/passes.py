@@ -1,4 +1,4 @@
-"""Passes: functions from graph to graph. A recipe names those that a run uses; whoever makes a graph applies them."""
+"""Passes: functions from graph to graph. A recipe names those of a run, and `build_graph` applies them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from ..config import Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
-from ..technique import technique, techniques
+from ..registry import technique, techniques
 from .check import check
 from .graph import Graph
-from .operation import Op
-from .ops import Quantize, RmsNorm
-from .products import Product
-from .types import Tensor
+from .ops.base import Op
+from .ops.matmul import MatMul
+from .ops.rows import Quantize, RmsNorm
+from .tensors import Tensor
 
 Pass = Callable[..., Graph]
 """``f(graph, **settings) -> Graph``."""
@@ -47,7 +47,7 @@ def approximate(when: Callable[[dict[str, str | float]], bool] = lambda settings
 
 
 def without_approximations(recipe: Recipe) -> Recipe:
-    """Return the recipe without its steps that approximate: what is left gives the model's own predictions."""
+    """Return the recipe without its approximate steps: the rest gives the model's own predictions."""
     return Recipe(tuple(step for step in recipe.steps if not approximates(step)))
 
 
@@ -86,7 +86,7 @@ def apply(graph: Graph, recipe: Recipe) -> Graph:
         try:
             graph = check(made, f"the pass {step.name}")
         except UnsupportedModelError:
-            check(own)  # which says so where the architecture's graph did not fit before
+            check(own)  # which says so if the architecture's graph did not fit before
             raise
     return graph
 
@@ -129,23 +129,23 @@ def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op],
 def fuse_input(graph: Graph) -> Graph:
     """Let products of a single token quantise, and norm, their input themselves.
 
-    Where a product is the only reader of quantised rows and stands right behind what makes them, each thread makes the
-    one row of such a walk alone, which costs less than a record of its own with its barrier.
+    If a product is the only reader of quantised rows and stands right behind what makes them, each thread makes the
+    one row of such a forward pass alone, which costs less than an instruction of its own with its barrier.
     """
     readers: dict[str, int] = {}
     for op in graph.ops:
         for x in op.inputs:
             readers[x.name] = readers.get(x.name, 0) + 1
     ops = list(graph.ops)
-    for i, (maker, product) in enumerate(pairwise(graph.ops)):
+    for i, (maker, matmul) in enumerate(pairwise(graph.ops)):
         made = maker.out
-        if not isinstance(maker, RmsNorm | Quantize) or not isinstance(product, Product) or product.x != made:
+        if not isinstance(maker, RmsNorm | Quantize) or not isinstance(matmul, MatMul) or matmul.x != made:
             continue
         if made.dtype != "q8" or made.rows != "tokens" or readers[made.name] != 1:
             continue
         how: dict[str, Any] = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {
             "order": maker.order}
-        ops[i], ops[i + 1] = maker.replaced(several=True), product.replaced(source=maker.x, **how)
+        ops[i], ops[i + 1] = maker.replaced(several=True), matmul.replaced(source=maker.x, **how)
     return replace(graph, ops=tuple(ops))
 
 

@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .graph import Graph
-from .operation import Op
-from .ops import Quantize
-from .products import Product, row_type
-from .types import RowType, Tensor
+from .ops.base import Op
+from .ops.matmul import MatMul, row_type
+from .ops.rows import Quantize
+from .tensors import RowType, Tensor
 
 FLOATS: RowType = ("f32", 0)
 """Of rows that are not quantised."""
 _STEMS = ("h", "q", "e")
-"""Tensors of these names are numbered anew: norms, quantised rows and rows of experts, in the order of the program."""
+"""Tensors of these names are renumbered: norms, quantised rows and rows of experts, in the order of the program."""
 
 
 def quantize_activations(graph: Graph) -> Graph:
     """Give each matmul its input in the type that its weights multiply.
 
-    An operation that can quantise what it writes (`Op.quantises`) does so where all of its readers want the same type;
+    An operation that can quantise what it writes (`Op.quantises`) does so if all of its readers want the same type;
     else it writes floats, and an operation before each matmul with codes quantises them. For every further part of a
     matrix (`LinearPart`) the norm is made again, so that each part can be fused with its own.
     """
@@ -51,7 +51,7 @@ class _Rewrite:
         """Return the graph with quantised inputs."""
         for given in self._given.ops:
             op = given.reading(self._instead)
-            if isinstance(op, Product) and (x := self._input(op)) is not op.x:
+            if isinstance(op, MatMul) and (x := self._input(op)) is not op.x:
                 op = op.replaced(x=x)
             kinds = self._wanted.get(op.out.name, ()) if op.quantises else ()
             out = self._named(op.out, next(iter(kinds)) if len(kinds) == 1 else (op.out.dtype, op.out.group_size))
@@ -63,15 +63,15 @@ class _Rewrite:
 
     def _wants(self, op: Op) -> Iterator[tuple[str, RowType]]:
         """Yield the type that an operation wants of each tensor; a matmul that has its input made again wants none."""
-        matmul = op if isinstance(op, Product) else None
+        matmul = op if isinstance(op, MatMul) else None
         for x in op.inputs:
             if matmul is None or x.name != matmul.x.name:
                 yield x.name, FLOATS
             elif not matmul.again:
                 yield x.name, FLOATS if matmul.weight.ordered else self._rows[matmul.weight.name]
 
-    def _input(self, op: Product) -> Tensor:
-        """Make a matmul's input of what it was given."""
+    def _input(self, op: MatMul) -> Tensor:
+        """Return a matmul's input, quantised if its weights need it."""
         x, maker, kind = op.x, self._makers[op.x.name], self._rows[op.weight.name]
         if op.weight.ordered:
             if x.dtype == "q8":

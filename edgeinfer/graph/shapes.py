@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Shape:
     name: str
     source: str
     """Its id on the hub; figures of Gemma 3 and 4 are those of the text model alone, GLM's those without the layer that
-    guesses a further token."""
+    drafts a further token."""
     parameters: int
     """As published with the weights; tied matrices count once."""
     config: dict[str, Any]
-    """The fields of its config.json that say what it is."""
+    """Fields of its config.json."""
 
 
 @cache

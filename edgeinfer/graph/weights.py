@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from ..errors import UnsupportedModelError
 
 Sizes = tuple[int, ...]
@@ -15,7 +15,7 @@ Read = Callable[["Source", Any], Any]
 
 
 class Step:
-    """What one step does to a matrix (a vector is one of a single column): to its shape, its places and its values.
+    """Effect of one step on a matrix (a vector has a single column): on its shape, its positions and its values.
 
     Rows and columns are arrays of indices, values an array (rows, columns). The steps only calculate with them, so that
     a graph can be built without NumPy.
@@ -48,7 +48,7 @@ class Rows(Step):
         return (self.count, *shape[1:])
 
     def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
-        """Skip what is left out."""
+        """Skip the omitted rows or columns."""
         return self.start + rows // self.run * self.step + rows % self.run, columns
 
 
@@ -127,7 +127,7 @@ class Source:
     stored: Sizes
     """Shape that the checkpoint must have."""
     index: Sizes = ()
-    """Which item along the leading axes, where the checkpoint stacks vectors or matrices."""
+    """Indices along the leading axes, for checkpoints that stack vectors or matrices."""
     steps: tuple[Step, ...] = ()
     shared: bool = False
     """Other sources may use the same elements."""
@@ -179,7 +179,7 @@ class Source:
 
     def transposed(self) -> Source:
         """Rows for columns, where a checkpoint has (in_features, out_features) as GPT-2's Conv1D."""
-        self._check(len(self.part) == 2, "is no matrix")
+        self._check(len(self.part) == 2, "is not a matrix")
         return self._then(Transposed())
 
     def rope_halves(self, head_dim: int, turned: int = 0) -> Source:
@@ -202,7 +202,7 @@ class Source:
         return self._then(Factors(by, axis))
 
     def plus(self, number: float) -> Source:
-        """Add a number, such as 1 to a norm that is stored as what it differs from 1."""
+        """Add a number, such as 1 to a norm that is stored as its difference from 1."""
         return self._then(Affine(plus=number))
 
     def _then(self, step: Step) -> Source:
@@ -246,7 +246,7 @@ class Weight:
     combine: str = "concat"
     """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
     ``neurons``: a row of each of the first sources, then a column of the last; ``stacked16`` and
-    ``stacked_pairs16``: items of stacks one behind the other, padded to 16 rows, those of two stacks alternating by
+    ``stacked_pairs16``: items of stacks one after the other, padded to 16 rows, those of two stacks alternating by
     tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
     short or empty."""
     pieces: int = 0

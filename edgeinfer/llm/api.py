@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import shown
-from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
+from ..base.progress import OnProgress
+from ..base.validation import shown
+from ..config import Recipe, RuntimeConfig
 from ..errors import RequestError
 from ..models import Storage, resolve
-from ..progress import Progress
+from ..registry import drafting, settled
 from ..rules import plain
-from ..technique import settled
 from .prompts import template_options
 from .requests import Requests
-from .settings import draft_of, runtime_config, with_beams, with_techniques
+from .settings import runtime_config, with_beams, with_techniques
 
 if TYPE_CHECKING:
     if sys.version_info >= (3, 11):
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         from typing_extensions import Unpack
 
     from ..backends import Provider
-    from ..choice import Choice
     from ..engine import Completion, Stream
     from ..memory_planner import MemoryPlan
     from ..runner import Cancellation, Runner
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
         Messages,
         Prompt,
         RequestOptions,
-        Speculation,
         TechniqueOptions,
         WeightType,
     )
+    from .strategy import Choice
 
 
 class LLM(Requests):
@@ -59,70 +58,69 @@ class LLM(Requests):
         (``demo``), or an id on the hub. A checkpoint or GGUF file is converted once
         into the user's cache.
     ctx : int, optional
-        Most tokens of a prompt and its continuation; by default min(the model's, 4096).
+        Context size: maximum number of prompt and generated tokens together; by default min(the model's, 4096).
     budget : int or str, optional
-        Most memory of the whole process, in bytes or as ``"4GiB"``; by default what the system can give now.
+        Maximum memory of the process, in bytes or as ``"4GiB"``; by default the memory available now.
     kv : {'int8', 'f16', 'f32'}, optional
         Type of the KV cache; by default int8.
     threads : int, optional
-        Worker threads; by default the physical cores that this process may use, or one in small models.
+        Number of worker threads; by default the physical cores available to the process, or one for small models.
     prefill_chunk : int, optional
-        Most prompt tokens processed at a time; by default 256.
+        Maximum number of prompt tokens processed in one forward pass; by default 256.
     max_sequences : int, optional
-        Samples of one prompt that may be generated together (the option `n` of requests); by default 1.
+        Maximum number of completions of one prompt generated together (the option `n` of requests); by default 1.
     own_tokens : int, optional
-        Tokens that each of several sequences may have of its own behind the prompt that all share: the KV pool has room
-        for one such prompt. By default each may fill the context; with `beams` it is 256.
+        Tokens that each of several sequences may add to the prompt that all share; the KV cache then has room for one
+        such prompt. By default each sequence may fill the context; with `beams` it is 256.
     beams : int, optional
-        Beams of a search (the option `beams` of requests): as many sequences; by default 1.
+        Maximum number of beams of a search (the option `beams` of requests); by default 1.
     mlock : bool, optional
-        Lock the weights into memory, so that the system cannot drop them when others need memory.
+        Lock the weights in memory so that the system cannot evict them.
     mmap : bool, optional
-        Map the weights from their file, as by default; False copies them into memory of the process.
+        Map the weights from their file, the default; False copies them into memory of the process.
     recipe : str or Recipe, optional
-        The passes over the model's graph.
+        Graph passes to apply.
     max_kld : float, optional
-        What of `sparse` and `head` is not given, and no recipe either, is approximated by itself where exactly that was
-        measured to diverge by so many nats at most, by default 0.02; 0 leaves the model exact.
+        Use an approximation automatically only if its measured KL divergence is at most this, in nats; by default 0.02.
+        0 uses none, and neither does a given `recipe`.
     speculate : {"auto", "off", "lookup", "draft", "self"}, optional
-        Who guesses tokens that a walk checks together where that is faster, with the same text: by default the draft
-        model where there is one, else what followed the last tokens where they stood before.
+        Speculative decoding: draft model, prompt lookup, self-draft or off. By default the draft model if given,
+        otherwise prompt lookup. The output never changes.
     draft_tokens : int, optional
-        Most guesses of a walk; by default 7.
+        Maximum number of draft tokens verified in one forward pass; by default 7.
     draft : str, Path or Recipe, optional
-        A smaller model with the same tokenizer, as `model` is given. It is opened, within the same budget, where
-        `speculate` is auto or draft. Where that is self, the recipe by which the model guesses for itself, such as
-        ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, else with a part of its
+        Draft model: a smaller model with the same tokenizer, given as `model`. It is opened within the same budget if
+        `speculate` is auto or draft. If it is self, the recipe with which the model drafts for itself, such as
+        ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, otherwise with a third of its
         layers.
     device : {"cpu", "cuda", "auto", "onnx-cpu"}, optional
-        Who runs the model: our own kernels, as by default, or onnxruntime's CUDA or CPU provider; auto takes cuda where
-        it works and runs the model, and says what it took. Devices other than cpu run models exactly, with KV of the
-        model's type: what approximates, streams or keeps prompts in files is refused by its name (docs/onnx.md).
+        Executor: edgeinfer's kernels, the default, or onnxruntime's CUDA or CPU provider; auto uses CUDA if it works
+        and supports the model, and says which it uses. onnxruntime runs models exactly, with the KV type of the model:
+        approximations, weights in storage and prompt caches are refused by name.
     kv_layout : {"slots", "pages"}, optional
-        How devices of onnxruntime keep KV: a slot for each sequence, as by default, or pages that sequences take as
-        they grow and share, which cuda has.
+        KV cache of onnxruntime devices: one slot per sequence, the default, or pages shared by all sequences, on CUDA.
     weights : {"q4", "int8", "f16", "f32"}, optional
-        Type of weights that a checkpoint or GGUF file is converted to; by default q4, but of a GGUF file each as it is.
-        A bundle that is stored otherwise is refused.
+        Type of the weights that a checkpoint or GGUF file is converted to; by default q4, but a GGUF file keeps its
+        types. A bundle stored otherwise is refused.
     group_size : {32, 64, 128}, optional
-        Weights per scale, where it is converted; by default 32.
+        Number of weights that share a scale in a conversion; by default 32.
     sparse : {"off", "exact", "predict"}, optional
-        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone, with the
-        same text; or for decoded tokens what the bundle's predictor names, an approximation.
+        How sparse FFNs run: dense (off), skip inactive neurons (exact, the default), or skip neurons that the bundle's
+        predictor finds inactive (predict, an approximation).
     head : {"exact", "screened"}, optional
-        What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
-        with the same text where nothing is sampled.
+        Output head of decoded tokens: compute all rows, or only rows that the bundle's screen does not rule out; greedy
+        text is unchanged.
     attention : str, optional
-        What decoded tokens read of V: all rows (``"exact"``, as by default), blocks with a row that weighs at least X
-        times its head's largest (``"eps:X"``), or blocks with one of a head's N largest (``"top:N"``); a mean of V
-        stands for the rest.
+        Attention of decoded tokens: read all rows of V (``"exact"``, the default), only blocks with a weight of at
+        least X times the head's maximum (``"eps:X"``), or only blocks with one of the head's N largest weights
+        (``"top:N"``); the mean of V replaces the rest.
     lazy : str or Schedule, optional
-        Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
-        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default, or
-        where it is ``"off"``, all tokens go through all layers.
+        Fraction of prompt tokens kept at each pruning stage, ranked by attention from the end of the prompt, such as
+        ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to first token. By default, and with
+        ``"off"``, prompts are not pruned.
     lazy_layers : str, optional
-        After which layers these boundaries are, such as ``"9,18,27"``; three are by default behind 30, 60 and 90 % of
-        the layers.
+        Layers after which prompt tokens are pruned, such as ``"9,18,27"``; by default, for three stages, 30, 60 and
+        90 % of the layers.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded or lowered.
@@ -138,7 +136,7 @@ class LLM(Requests):
     session : Session
         The runner, where our own kernels run the model.
     draft : Runner or None
-        Who guesses for it, where that is a model or a part of this one.
+        Who drafts for it, where that is a model or a part of this one.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
     choice : Choice or None
@@ -177,33 +175,30 @@ class LLM(Requests):
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
         max_kld: float | None = None,
-        speculate: Speculation | None = None,
-        draft_tokens: int | None = None,
-        draft: str | Path | Recipe | None = None,
         device: Device | None = None,
         kv_layout: KvLayout | None = None,
         weights: WeightType | None = None,
         group_size: GroupSize | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         **techniques: Unpack[TechniqueOptions],
     ):
-        self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
             own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=plain({"recipe": recipe})["recipe"],
-            draft_tokens=rows_for_guesses(self._speculate, draft_tokens), kv_layout=kv_layout)
+            kv_layout=kv_layout)
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
-        from .. import opening
+        self._drafting = drafting(techniques)
+        config = replace(config, draft_tokens=self._drafting.rows)
+        from . import open as opening
 
         device, provider = asked["device"], opening.provider(asked["device"])
-        draft = draft_of(draft, self._speculate)
         self.name = asked["model"]
         self.path = resolve(self.name, progress, storage=storage)
         from ..engine import RequestQueue, Times
 
-        self._open(config, (device, provider, None if kv is None else config.kv), draft, bound, progress)
+        self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
         self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
         self._queue = RequestQueue(self.runner)
         self._times = Times()
@@ -213,15 +208,15 @@ class LLM(Requests):
             self._eos_ids |= self._tokenizer.eos_ids
 
     def _open(self, config: RuntimeConfig, on: tuple[str | None, Provider | None, str | None],
-              draft: str | Path | Recipe | None, bound: float | None, progress: Progress | None) -> None:
-        """Open the bundle, what its texts need, who runs it and who guesses for it.
+              bound: float | None, progress: OnProgress | None) -> None:
+        """Open the bundle, its tokenizer and template, its executor and its drafter.
 
         `on` has the device and the type of the KV cache as they were asked for, and between them who may run models
         there.
         """
-        from .. import opening
         from ..bundle import Bundle
         from ..text import ChatTemplate, Tokenizer
+        from . import open as opening
 
         self._bundle = Bundle.open(self.path)
         with ExitStack() as opened:  # whatever fails below, nothing stays open
@@ -236,22 +231,24 @@ class LLM(Requests):
             self.choice: Choice | None = None
             self.runner: Runner
             self.draft: Runner | None
-            guesser = opening.guesser(self._speculate, draft, self._bundle, self._tokenizer, config, progress, opened)
             if provider:
-                self.runner, self.draft = opening.opened_on(provider, self._bundle, config, guesser, progress, opened)
+                self._drafting.check_device(provider.device)
+            companion = self._drafting.companion(self._bundle, self._tokenizer, config, progress, opened)
+            if provider:
+                self.runner, self.draft = opening.opened_on(provider, self._bundle, config, companion, progress, opened)
             else:
-                beside = guesser.beside if guesser else None
+                beside = companion.beside if companion else None
                 self.choice = opening.choice(self._bundle, config, bound, beside)
-                config = self.choice.way.config if self.choice else config
+                config = self.choice.strategy.config if self.choice else config
                 session = opening.session(self._bundle, config, progress, beside)
                 opened.callback(session.close)
-                self.runner, self.draft = session, guesser.open(session) if guesser else None
+                self.runner, self.draft = session, companion.open(session) if companion else None
             self.approximated = not provider and self.runner.config.recipe != asked.recipe
             opened.pop_all()
 
     @property
     def plan(self) -> MemoryPlan:
-        """Where the memory goes: `regions` with their bytes, `total_bytes`."""
+        """The memory plan: `regions` with their bytes, `total_bytes`."""
         return self._queue.runner.plan
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -343,13 +340,13 @@ class LLM(Requests):
         Raises
         ------
         RequestError
-            `request` is no stream of this model.
+            `request` is not a stream of this model.
         """
         if request is not None:
             from ..engine import Stream
 
             if not isinstance(request, Stream) or not request.belongs_to(self._queue):
-                raise RequestError(f"cancel was given {shown(request)}, which is no stream of this model; give what "
+                raise RequestError(f"cancel was given {shown(request)}, which is not a stream of this model; give what "
                                    "stream() or chat_stream() returned.")
             request.cancel()
             return

@@ -1,7 +1,7 @@
 """Types of the options of `LLM` and its requests, for editors and type checkers.
 
 `edgeinfer.config` says what each option means, and checks its value when it is used.
-`tests/test_llm_types.py` compares the two.
+`tests/system/test_llm_types.py` compares the two.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from ..progress import Progress as OnProgress
+from ..base.progress import OnProgress as OnProgress
 
 if TYPE_CHECKING:
-    from ..config import GenerationConfig
-    from ..pruning import Schedule
+    from ..config import GenerationConfig, Recipe
+    from ..runner.pruning import Schedule
 
 Prompt = str | Iterable[int]
 """Text, or token ids."""
@@ -38,6 +38,9 @@ class TechniqueOptions(TypedDict, total=False):
     attention: str | None
     lazy: str | Schedule | None
     lazy_layers: str | None
+    speculate: Speculation | None
+    draft: str | Path | Recipe | None
+    draft_tokens: int | None
 
 
 class GenerationOptions(TypedDict, total=False):

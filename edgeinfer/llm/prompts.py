@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import OBJECT, checked, shown
+from ..base.process import check_process
+from ..base.validation import OBJECT, checked, shown
 from ..errors import RequestError, UsageError
-from ..process import check_process
 from .options import Messages, Prompt
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Prompts:
             return self._encoded(text, stopped, add_bos=False, parse_special=True, leading_space=True)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue; raises `RequestError` where it is longer than the context."""
+        """Return the tokens of a text to continue; raises `RequestError` if it is longer than the context."""
         with self._preparation() as stopped:
             return self._encoded(text, stopped)
 
@@ -90,7 +90,7 @@ class Prompts:
         """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
         from ..runner import Cancellation
 
-        check_process(self._queue.process)  # forked: whoever holds locks of tokenizer or template is not here
+        check_process(self._queue.process)  # forked: holders of the tokenizer's or template's locks do not exist here
         wish = Cancellation()
         self._preparing.add(wish)
         try:

@@ -1,4 +1,4 @@
-"""From a prompt and options to a request of the engine: what is generated, and who guesses for it."""
+"""Conversion of a prompt and options to a request of the engine, with its drafter."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import FLAG, FUNCTION, PATH, Rule, checked
-from ..config import GenerationConfig, generation_config
+from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked
+from ..config import generation_config
 from ..errors import RequestError
 from .prompts import Prompt, Prompts
 
 if TYPE_CHECKING:
-    from ..engine import Completion, Drafter, Request, Score, Speculation, Stream, Times
+    from ..engine import Completion, Request, Score, Stream, Times
     from ..runner import Runner
     from ..runtime import Session
+    from ..technique import Drafting
 
 
 def _listed(value: Any) -> list[Any]:
@@ -31,7 +32,7 @@ class Requests(Prompts):
 
     runner: Runner
     draft: Runner | None
-    _speculate: str
+    _drafting: Drafting
     _times: Times
     _kept: list[Any]
     """Of the draft, for a request that goes on with the last one's text."""
@@ -39,7 +40,7 @@ class Requests(Prompts):
 
     @property
     def session(self) -> Session:
-        """The runner, where our own kernels run the model; raises `RequestError` where a device of others does."""
+        """The runner, where our own kernels run the model; raises `RequestError` if a device of others does."""
         from ..runtime import Session
 
         if not isinstance(self.runner, Session):
@@ -57,7 +58,8 @@ class Requests(Prompts):
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._queue.check_open()
         request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
-        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._speculation(config))
+        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._drafting.speculation(
+            config, self.runner, self.draft, self._kept, self._times))
         generation.told = None if told is None else checked("progress", told, FUNCTION)
         return Request(self._queue, generation, reuse, cache)
 
@@ -98,38 +100,6 @@ class Requests(Prompts):
                   for one in given]
         self._queue.check_open()
         return Request(self._queue, Scoring(self._queue.runner, ids, listed)).finish()
-
-    def _speculation(self, config: GenerationConfig) -> Speculation | None:
-        """Make what guesses tokens of a request."""
-        kind, rows = config.speculate or self._speculate, self.runner.config
-        if kind == "off":
-            return None
-        if not rows.draft_tokens:
-            raise RequestError(f"speculate is {kind!r}, and the model was opened with speculate='off'; open it "
-                               "without.")
-        if (config.draft_tokens or 0) > rows.draft_tokens:
-            raise RequestError(f"{config.draft_tokens} guesses were asked for, but the model is open for "
-                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens}.")
-        from ..engine import Speculation
-
-        drafter = self._drafter(kind)
-        return Speculation(drafter, self._times, config.draft_tokens or rows.draft_tokens, rows.outputs,
-                           asked=kind != "auto" or not drafter.free)
-
-    def _drafter(self, kind: str) -> Drafter:
-        """Make who guesses; raises `RequestError` where that was not opened."""
-        from ..engine import DraftModel, PromptLookup, SelfDraft
-        from ..runtime import LighterSession
-
-        if isinstance(self.draft, LighterSession):
-            if kind == "self":
-                return SelfDraft(self.session, self.draft)
-        elif self.draft and kind in ("auto", "draft"):
-            return DraftModel(self.draft, self.runner.model.vocab_size, self._kept)
-        if kind in ("draft", "self"):
-            how = "with draft=MODEL" if kind == "draft" else "with speculate='self'"
-            raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
-        return PromptLookup()
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from ..engine import Stream

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ..config import GenerationConfig, Recipe, RuntimeConfig, check_known
-from ..errors import UsageError
+from ..config import GenerationConfig, RuntimeConfig, check_known
+from ..registry import configured, options
 from ..rules import plain
-from ..technique import COMMANDS, configured, options
+from ..technique import COMMANDS
 
 
 def with_techniques(config: RuntimeConfig, values: Mapping[str, Any], others: Iterable[str]) -> RuntimeConfig:
@@ -37,14 +36,3 @@ def with_beams(config: RuntimeConfig, beams: int | None) -> RuntimeConfig:
         return config
     return replace(config, max_sequences=max(config.max_sequences, beams),
                    own_tokens=config.own_tokens or GenerationConfig.max_tokens)
-
-
-def draft_of(draft: str | Path | Recipe | None, speculate: str) -> str | Path | Recipe | None:
-    """Return who is to guess; raises `UsageError` where that and how do not go together."""
-    draft = draft if isinstance(draft, Recipe) else plain({"draft": draft})["draft"]
-    if isinstance(draft, Recipe) and speculate != "self":
-        raise UsageError(f"draft is the recipe {draft}, by which a model guesses for itself; give "
-                         "speculate='self', or a draft model.")
-    if speculate == "draft" and draft is None:
-        raise UsageError("speculate is 'draft', and no draft model is given; give one with draft (--draft MODEL).")
-    return draft

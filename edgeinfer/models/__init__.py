@@ -2,7 +2,7 @@
 
 from .cached import cached_bundle
 from .names import DEMO, KNOWN_NAMES, LISTING, SHOWN_NAMES, demo_path, is_hub_id, unknown_model
-from .resolving import checkpoint_path, gguf_file, gguf_path, resolve
+from .resolve import checkpoint_path, gguf_file, gguf_path, resolve
 from .storage import AS_IT_IS, GROUP_SIZE, WEIGHTS, Storage
 
 __all__ = ["AS_IT_IS", "DEMO", "GROUP_SIZE", "KNOWN_NAMES", "LISTING", "SHOWN_NAMES", "WEIGHTS", "Storage",

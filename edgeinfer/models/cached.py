@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from .. import cache
+from ..base import cache_dir
+from ..base.lock import DestinationLock
+from ..base.process import say
+from ..base.progress import OnProgress
 from ..bundle import FORMAT_VERSION, Bundle, is_bundle
 from ..errors import BundleError, DestinationError, ModelNotFoundError
-from ..lock import DestinationLock
-from ..process import say
-from ..progress import Progress
 from .storage import Storage
 
 
 def cached_bundle(
     model: str, name: str, make: Callable[[Path], None], may_make: bool = True, format_1: str = "",
-    changed: Iterable[str] = (), progress: Progress | None = None,
+    changed: Iterable[str] = (), progress: OnProgress | None = None,
 ) -> Path:
     """Return a bundle in the user's cache; make it where it is absent or this version cannot open it.
 
@@ -30,7 +30,7 @@ def cached_bundle(
     name : the directory's name, to which the version of the format is added
     make : writes a bundle to a path, over one that is there
     may_make : False finds what can be opened, of an older format too
-    format_1 : the directory's name in format 1, where that was another
+    format_1 : the directory's name in format 1, if that was another
     changed : patterns of the names of bundles that a new one replaces, for they were made of other files
     progress : told while another process makes it
 
@@ -39,7 +39,7 @@ def cached_bundle(
     ModelNotFoundError
         There is none that can be opened, and none may be made.
     """
-    directory = cache.cache_root() / "bundles"
+    directory = cache_dir.cache_root() / "bundles"
     target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
     older += [directory / format_1] if format_1 else []
     usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1, progress)
@@ -49,7 +49,7 @@ def cached_bundle(
         raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
     turn = DestinationLock(directory / f"{target.name}.making")
     try:
-        cache.make_directories(directory)
+        cache_dir.make_directories(directory)
         turn.acquire(_Waiting(model, progress))
     except OSError as error:
         raise DestinationError(
@@ -70,7 +70,7 @@ def cached_bundle(
     return target
 
 
-def _usable(paths: tuple[Path, ...], n_allowed: int, progress: Progress | None = None) -> tuple[Path | None, str]:
+def _usable(paths: tuple[Path, ...], n_allowed: int, progress: OnProgress | None = None) -> tuple[Path | None, str]:
     """Return the first bundle if it can be opened and is among the first n, and otherwise why it is not taken."""
     for number, path in enumerate(paths):
         if not is_bundle(path):
@@ -92,7 +92,7 @@ def _usable(paths: tuple[Path, ...], n_allowed: int, progress: Progress | None =
 class _Waiting:
     """Tells that another process makes what this one needs: a sentence once, then progress."""
 
-    def __init__(self, model: str, progress: Progress | None):
+    def __init__(self, model: str, progress: OnProgress | None):
         self._model, self._progress, self._told = model, progress, False
 
     def __call__(self) -> None:
@@ -103,7 +103,7 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def convert_into(source: str | Path, target: Path, progress: Progress | None, storage: Storage, origin: str,
+def convert_into(source: str | Path, target: Path, progress: OnProgress | None, storage: Storage, origin: str,
                  hub: bool = False) -> None:
     """Convert into the cache, as `edgeinfer convert` does; what is to be told of it is."""
     from ..converters import convert_apart

@@ -1,4 +1,4 @@
-"""What users call models: the demo, short names, names in stores, ids on the hub; and what to say of a wrong one."""
+"""Names of models: the demo, short names, names in stores, ids on the hub; and suggestions for a wrong one."""
 
 from __future__ import annotations
 

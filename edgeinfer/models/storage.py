@@ -1,22 +1,22 @@
-"""How weights are to be stored where a model is converted on the way."""
+"""Storage types for models that are converted when they are first run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..base.dataclass import dataclass
+from ..base.validation import check_fields, option
 from ..bundle import Bundle
-from ..checks import check_fields, option
-from ..dataclass import dataclass
 from ..errors import UsageError
 from ..rules import RULES
 
 WEIGHTS, GROUP_SIZE = "q4", 32
-"""How a checkpoint is stored when it is converted on the way; `edgeinfer convert` offers the others."""
+"""Default storage of a checkpoint that is converted when it is first run; `edgeinfer convert` offers the others."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How weights are to be stored where something is converted on the way."""
+    """Requested storage of weights that are converted when the model is first run."""
 
     weights: str | None = option(None, RULES["weights"])
     """Type of the matrices; None leaves those of a GGUF file as they are, and is q4 for others."""
@@ -40,7 +40,7 @@ class Storage:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is asked for."""
+        """Return the request in words."""
         groups = f"groups of {self.group_size}" if self.group_size else ""
         return tuple(filter(None, (self.weights or "", groups)))
 
@@ -49,13 +49,13 @@ AS_IT_IS = Storage()
 
 
 def stored_so(bundle: Path, storage: Storage) -> Path:
-    """Return a bundle; raises `UsageError` where its weights are stored otherwise than was asked for."""
+    """Return a bundle; raises `UsageError` if its weights are stored otherwise than was asked for."""
     if storage.asked:
         with Bundle.open(bundle) as opened:
             own = opened.quantisation
         if (storage.weights or own.weights, storage.group_size or own.group_size) != (own.weights, own.group_size):
             raise UsageError(
                 f"{bundle} is a bundle with weights in {own.weights}, groups of {own.group_size}, and runs as it is "
-                f"stored, not in {' with '.join(storage.words)}; convert the "
-                "checkpoint or GGUF file that it was made of anew, or leave the type out.")
+                f"stored, not in {' with '.join(storage.words)}; convert its "
+                "checkpoint or GGUF file again, or omit the type.")
     return bundle

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..base.process import say
 from ..errors import ModelNotFoundError
-from ..process import say
 from .names import OLLAMA
 
 _BARE = re.compile(r"[A-Za-z0-9][\w.\-]*(:[\w.\-]+)?", re.ASCII)
@@ -17,7 +17,7 @@ _told: set[str] = set()
 def in_stores(name: str) -> Path | None:
     """Return the GGUF file that a bare name such as ``llama3.2:1b`` has in a store, and say once which store that is.
 
-    None where the name is a built-in shape or a path, or no store has it.
+    None if the name is a built-in shape or a path, or no store has it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How weights are stored: the table of types, layouts in NumPy, and the choice of codes and scales."""
+"""Storage of weights: the table of types, layouts in NumPy, and the choice of codes and scales."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

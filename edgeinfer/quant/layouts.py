@@ -125,7 +125,7 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
 
 
 def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Bytes:
-    """Bytes of parts of neurons as they lie in layout neuron, one behind the other.
+    """Bytes of parts of neurons as they lie in layout neuron, one after the other.
 
     A tensor may be packed piece by piece: first all gates, then neuron by neuron the others.
 

@@ -31,7 +31,7 @@ Words = NDArray[np.uint32]
 
 
 class Factors(NamedTuple):
-    """What codes are multiplied by, and what is added: arrays (rows, groups), outer ones (rows, columns / 256)."""
+    """Factors and offsets of codes: arrays (rows, groups), outer ones (rows, columns / 256)."""
 
     scales: NDArray
     """float16; of nested factors uint8 or int8, as the type says."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from .table import TYPES
 
 Floats = NDArray[np.float32]
@@ -87,7 +87,7 @@ def quantise(
     -------
     codes : int8 array of shape (rows, cols)
     scales : float16 array of shape (rows, ceil(cols / group_size))
-        weight ~ code x scale; may be negative, and 0 where a whole group is zero.
+        weight ~ code x scale; may be negative, and 0 if a whole group is zero.
     errors : ErrorSums
 
     Raises
@@ -181,7 +181,7 @@ def to_halves(values: Floats) -> tuple[NDArray[np.float16], Floats]:
 
 @lru_cache(1)
 def _half_values() -> Floats:
-    """What each of the 65536 halves stands for."""
+    """Return the values of the 65536 halves."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
@@ -232,7 +232,7 @@ def _least_squares(w: Floats, q: Floats) -> Floats:
 
 
 def _inverse(values: Floats) -> Floats:
-    """1 / values, and 0 where that is not finite (zero, or below what float32 can invert)."""
+    """1 / values, and 0 if that is not finite (zero, or below what float32 can invert)."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.divide(1, values, dtype=np.float32)
     return np.where(np.isfinite(inverse), inverse, np.float32(0))

@@ -1,14 +1,14 @@
 """The table of storage types: what follows from how a weight or a KV row is stored is said here, once.
 
-Sizes, names, choices, kernels and their twins follow from a row. Kernels are compiled for the numbers of a row, so this
-file counts to their sources: an edit compiles them again.
+Sizes, names, choices, kernels and their references follow from a row. Kernels are compiled for the numbers of a row, so
+this file counts to their sources: an edit compiles them again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 LINE_BYTES = 64
 """Records, parts and all that lies in weights.bin are multiples of a cache line."""
@@ -33,7 +33,7 @@ _ALL, _TILES = ("tile16", "neuron"), ("tile16",)
 
 @dataclass(frozen=True)
 class StorageType:
-    """How numbers are stored: a weight is level x scale (+ minimum), or a float as it is."""
+    """Storage of numbers: a weight is level x scale (+ minimum), or a float as it is."""
 
     name: str
     bits: int
@@ -55,7 +55,7 @@ class StorageType:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """How names of kernels end, for each size of groups: ``q4_g32``, ``f16``."""
+        """Suffixes of kernel names, for each group size: ``q4_g32``, ``f16``."""
         return tuple([f"{self.name}_g{group}" for group in self.groups]) or (self.name,)
 
     @property
@@ -70,7 +70,7 @@ class StorageType:
 
     @property
     def offset(self) -> int:
-        """What is added to a level where it is stored: codes of a grid below 8 bits are unsigned."""
+        """Offset added to a stored level: codes of a grid below 8 bits are unsigned."""
         return -self.grid[0] if self.grid and self.bits < 8 else 0
 
     @property
@@ -135,7 +135,7 @@ class StorageType:
         return LINE_BYTES * self.record_groups(group) * self.group_lines(group)
 
     def minima_at(self, group: int) -> int:
-        """Byte at which its minima begin, where there are any."""
+        """Byte at which its minima begin, if there are any."""
         return self.factors_at(group) + TILE_ROWS * SCALE_BYTES[self.scale] * self.record_groups(group)
 
     def outer_at(self, group: int) -> int:
@@ -176,7 +176,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class KvType:
-    """How the rows of the KV cache are stored: K or V of one head and token (kv.py says where what lies)."""
+    """Storage of the rows of the KV cache: K or V of one head and token (kv.py has the layout)."""
 
     bits: int
     """Bits of an element."""

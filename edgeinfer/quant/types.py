@@ -1,12 +1,12 @@
-"""How one weight is stored: a row of the table of storage types, a group size and a layout."""
+"""Storage type of one weight: a row of the table of storage types, a group size and a layout."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
+from ..base.units import MAX_BYTES, round_up
 from ..errors import BundleError
-from ..sizes import MAX_BYTES, round_up
 from .table import LAYOUTS, LINE_BYTES, MAX_DIMENSION, SUPER_COLUMNS, TILE_ROWS, TYPES, StorageType
 
 GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested for group in row.groups}))
@@ -29,7 +29,7 @@ def embedding_type(weights: str) -> str:
 
 @dataclass(frozen=True)
 class WeightType:
-    """How one weight is stored: a row of the table, a group size and a layout."""
+    """Storage type of one weight: a row of the table, a group size and a layout."""
 
     dtype: str
     """Name of the row, such as q4."""
@@ -90,7 +90,7 @@ class WeightType:
 
     @property
     def suffix(self) -> str:
-        """How names of kernels for such weights end: ``q4_g32``, ``f16``."""
+        """Return the suffix of the names of its kernels: ``q4_g32``, ``f16``."""
         return f"{self.dtype}_g{self.group_size}" if self.group_size else self.dtype
 
     @property
@@ -145,7 +145,7 @@ class WeightType:
         ----------
         shape : tuple of int
             (rows, cols) for tile16, (intermediate_size, parts of a neuron, hidden_size) for neuron, (n,) for
-            plain. Parts are 3, or 2 where there is no gate.
+            plain. Parts are 3, or 2 if there is no gate.
 
         Raises
         ------

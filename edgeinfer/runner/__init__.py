@@ -1,4 +1,4 @@
-"""The face of whatever runs a model: sequences, walks over them, and the wish to end a request.
+"""Interface of anything that runs a model: sequences, forward passes over them, and cancellation.
 
 The engine, `LLM` and evaluation know runners by this room alone. `Session` is the one that runs our own kernels.
 
@@ -8,21 +8,30 @@ Rules for what a runner keeps of a sequence, whichever it is:
   two writes, `truncate` forgets the last ones exactly, and prompts that begin alike may share those of their beginning.
 * **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork copies it at
   once. `truncate` to anything but 0 is refused, unless the runner keeps snapshots: then it goes back to the last one at
-  or before that length and computes the tokens between them anew. A common beginning is shared only up to a snapshot.
+  or before that length and computes the tokens between them again. A common beginning is shared only up to a snapshot.
 * **KV rows of layers with a window** may be given back once no token that can follow sees them. A fork shares those
   that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
   hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a
-  beginning can be kept, and `rewind` walks over again what cannot; whoever shares common beginnings asks before it
+  beginning can be kept, and `rollback` passes over again what cannot; whoever shares common beginnings asks before it
   cuts. A prompt cache holds what there was, with the same reach.
-* A sequence always holds as many rows as tokens, also after a walk that was cancelled or failed: such a walk changes
+* A sequence always holds as many rows as tokens, also after a pass that was cancelled or failed: such a pass changes
   nothing but what lies behind the last token.
 """
 
-from .interfaces import SparseNeurons, WeightReader
-from .prefill import PrefillStrategy
-from .runner import Ahead, Cancellation, Runner
-from .sequences import DECODE, GONE, PROMPT, Recent, Segment, Sequence, decoding, integers, plain_segments
+from ..base.lazy_import import lazily
 
-__all__ = ["DECODE", "GONE", "PROMPT", "Ahead", "Cancellation", "PrefillStrategy", "Recent", "Runner", "Segment",
-           "Sequence", "SparseNeurons", "WeightReader", "decoding", "integers", "plain_segments"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .interfaces import Cancellation, SparseNeurons, WeightReader
+    from .prefill import PrefillStrategy
+    from .runner import DraftRunner, Runner
+    from .sequences import DECODE, GONE, PROMPT, Segment, Sequence, WindowTable, decoding, integers, plain_segments
+
+__all__ = ["DECODE", "GONE", "PROMPT", "Cancellation", "DraftRunner", "PrefillStrategy", "Runner", "Segment",
+           "Sequence", "SparseNeurons", "WeightReader", "WindowTable", "decoding", "integers", "plain_segments"]
+__getattr__ = lazily(__name__, {
+    "interfaces": "Cancellation SparseNeurons WeightReader", "prefill": "PrefillStrategy",
+    "runner": "DraftRunner Runner",
+    "sequences": "DECODE GONE PROMPT WindowTable Segment Sequence decoding integers plain_segments",
+})

@@ -1,14 +1,37 @@
-"""What a runner may have beside a model: readers of weights in storage, FFNs of which tokens compute a part."""
+"""Companions of a runner: the cancellation of a request, readers of weights in storage, and sparse FFNs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Logits = NDArray[np.float32]
+
+
+class Cancellation:
+    """The wish to end one request.
+
+    `cancel` may come from any thread and from signal handlers, and at any time: before its first pass, between two of
+    them, within one, and after the last, when it has no effect.
+    """
+
+    __slots__ = ("asked",)
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def cancel(self) -> None:
+        """End the request."""
+        self.asked = True
 
 
 class WeightReader(Protocol):
     """Reads weights from storage while tokens flow."""
 
-    walks: int
+    passes: int
     """Forward passes that it has read for."""
 
     @property
@@ -16,12 +39,12 @@ class WeightReader(Protocol):
         """Bytes read so far, those ahead of the next forward pass included."""
 
     @property
-    def bytes_per_walk(self) -> int:
-        """Bytes that a whole forward pass reads, where layers take turns in memory; 0 where tokens choose."""
+    def bytes_per_pass(self) -> int:
+        """Bytes that a whole forward pass reads if layers are streamed; 0 if tokens select what is read."""
 
     @property
     def hits(self) -> tuple[int, ...]:
-        """Tokens decoded, and what they wanted that was in memory and that was not; empty where layers take turns."""
+        """Decoded tokens, cache hits and cache misses; empty if layers are streamed."""
 
     @property
     def direct(self) -> bool:
@@ -29,7 +52,7 @@ class WeightReader(Protocol):
 
 
 class SparseNeurons(Protocol):
-    """How FFNs run that are stored neuron by neuron."""
+    """Execution of FFNs that are stored neuron by neuron."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -39,7 +62,7 @@ class SparseNeurons(Protocol):
         """Return the mode and the density of each layer, as the estimator takes them."""
 
     def sentence(self) -> str:
-        """Return what runs otherwise than asked for, empty where nothing does."""
+        """Return what runs otherwise than asked for, empty if nothing does."""
 
     def report(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -1,4 +1,4 @@
-"""What a technique that processes prompts in its own way offers to a runner."""
+"""Interface of techniques that process prompts in their own way."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .runner import Cancellation, Logits
+    from .interfaces import Cancellation, Logits
     from .sequences import Sequence
 
 
 class PromptReport(Protocol):
-    """What became of a prompt; its text is for people."""
+    """Report on a processed prompt; its text is for people."""
 
     def report(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -23,12 +23,12 @@ class PrefillStrategy(Protocol):
 
     @property
     def last(self) -> PromptReport | None:
-        """What became of the last prompt."""
+        """Report on the last prompt."""
 
     def takes(self, ids: Items[int]) -> bool:
         """Return whether it processes a prompt; the runner does so with others."""
 
-    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int,
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, spec: int,
                 told: Callable[[int, int], None] | None = None) -> Logits:
         """Process a prompt; see `Runner.prefill`."""
 

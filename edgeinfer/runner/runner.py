@@ -1,4 +1,4 @@
-"""The class of whatever runs a model, what guesses ahead of it, and the wish to end a request."""
+"""Base class of anything that runs a model, and of its drafts from a part of the model."""
 
 from __future__ import annotations
 
@@ -12,90 +12,71 @@ from edgeinfer.config import CPU
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
 
-from .interfaces import SparseNeurons, WeightReader
+from .interfaces import Cancellation, SparseNeurons, WeightReader
 from .prefill import PrefillStrategy
 from .sequences import PROMPT, Segment, Sequence, decoding, integers
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from edgeinfer.bundle import Bundle
     from edgeinfer.config import RuntimeConfig
     from edgeinfer.graph import ModelConfig
     from edgeinfer.memory_planner import MemoryPlan
 
-    Logits = NDArray[np.float32]
-    Told = Callable[[int, int], None]
+    from .interfaces import Logits
+
+    OnPromptProgress = Callable[[int, int], None]
 
 
-class Ahead(Protocol):
-    """Something cheaper than a runner that goes on with the runner's own sequences, to guess what it would do."""
+class DraftRunner(Protocol):
+    """A cheaper part of a runner that continues the runner's own sequences, to draft its next tokens."""
 
-    def ahead(self, sequences: Items[Sequence], ids: Items[int], draws: Items[int], offset: int, further: int,
+    def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
               cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
-        """Walk over one token of each sequence, and on with those that it draws; the sequences stay as they are.
+        """Run over one token of each sequence, and on with those that it samples; the sequences stay as they are.
 
         Parameters
         ----------
-        sequences, ids, draws : one token and one draw (`Segment.draws`) for each
-        offset : tokens behind the ends of the sequences that were walked so before. The walks from offset 0 on that
+        sequences, ids, sample_specs : one token and one sample (`Segment.sample_specs`) for each
+        offset : tokens behind the ends of the sequences that were run so before. The passes from offset 0 on that
             belong together follow each other, with nothing in between; the first says how many follow in all
         further : how many more tokens are wanted
 
         Returns
         -------
         rows : float32 array of shape (len(sequences), vocab_size)
-            Logits after the last token of each, valid until the next walk.
+            Logits after the last token of each, valid until the next forward pass.
         chosen : list of list of int
             Up to `further` tokens that each went on with by itself, as many for each.
         """
 
 
-class Cancellation:
-    """The wish to end one request.
-
-    `cancel` may come from any thread and from signal handlers, and at any time: before its first walk, between two of
-    them, within one, and after the last, when it reaches nobody.
-    """
-
-    __slots__ = ("asked",)
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def cancel(self) -> None:
-        """End the request."""
-        self.asked = True
-
-
 class Runner(abc.ABC):
-    """Runs one model. Not thread-safe, but for `close` and for the `Cancellation` that a walk is given."""
+    """Runs one model. Not thread-safe, but for `close` and for the `Cancellation` that a forward pass is given."""
 
     model: ModelConfig
     config: RuntimeConfig
-    """Without open fields: context, chunk of prompts, sequences and rows of logits of a walk are known."""
+    """Without open fields: context, chunk of prompts, sequences and rows of logits of a forward pass are known."""
     plan: MemoryPlan
     block_tokens: int = abi.BLOCK_TOKENS
     """Tokens of a KV block: sequences share whole ones."""
     isa: str = ""
-    """Instruction set of the kernels, or who runs the model instead."""
+    """Instruction set of the kernels, or the name of another executor."""
     bundle: Bundle
-    """What was opened."""
+    """The opened bundle."""
     device: str = CPU
-    """Which of `config.DEVICES` runs the model."""
+    """Entry of `config.DEVICES` that runs the model."""
     sparse: SparseNeurons | None = None
-    """How FFNs stored neuron by neuron run, where there are any."""
+    """Execution of FFNs stored neuron by neuron, for models that have them."""
     budget_bytes: int = 0
-    """Of the whole process, 0 where none was found."""
+    """Memory budget of the whole process, 0 if none was found."""
     instead: object | None = None
-    """Where weights are read from storage, the first smaller request that would fit without (its `str`)."""
+    """If weights are read from storage, the first smaller request that would fit without (as text by `str`)."""
     prefill_strategy: PrefillStrategy | None = None
-    """How prompts are processed, where a technique does so in its own way."""
+    """Processing of prompts, if a technique replaces the usual one."""
 
     @property
     def reader(self) -> WeightReader | None:
-        """What reads weights from storage while tokens flow; None where all are in memory."""
+        """Reader of weights in storage while tokens are generated; None if all weights are in memory."""
         return None
 
     @property
@@ -104,32 +85,32 @@ class Runner(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+    def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the model once over the new tokens of several sequences, which hold them afterwards.
 
         Parameters
         ----------
         segments : at least one, each with a sequence of its own
-        cancel : ends the walk within 100 ms
+        cancel : ends the forward pass within 100 ms
 
         Returns
         -------
         float32 array of shape (rows, vocab_size)
-            The logits wanted, in the order of segments and then of their outputs. Valid until the next walk: copy what
+            The logits wanted, in the order of segments and then of their outputs. Valid until the next pass: copy what
             is to be kept.
 
         Raises
         ------
         RequestError
-            The walk does not fit: too many tokens, sequences or rows, a full context, no KV block left, an id outside
-            the vocabulary, a sequence twice, or parents that are no tree.
+            The pass does not fit: too many tokens, sequences or rows, a full context, no KV block left, an id outside
+            the vocabulary, a sequence twice, or parents that form no tree.
         CancelledError
             It was cancelled. The sequences are as before.
 
         Notes
         -----
-        After a walk over a tree the sequence holds its tokens in the order given, all branches, each in a row of its
-        own. That is no text yet: before the next walk `keep` one path of them, or truncate it to its length before.
+        After a pass over a tree the sequence holds its tokens in the order given, all branches, each in a row of its
+        own. That is no text yet: before the next pass `accept` one path of them, or truncate it to its length before.
         """
 
     @abc.abstractmethod
@@ -144,25 +125,25 @@ class Runner(abc.ABC):
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n.
 
-        Raises `RequestError` where layers with a window have given back what a token behind them sees (`reach`).
+        Raises `RequestError` if layers with a window have given back what a token behind them sees (`reach`).
         """
 
-    def reach(self, sequence: Sequence, n_tokens: int) -> int:
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
         """Return how many of the first n tokens can be kept when a sequence is cut there: all n, or none."""
         return n_tokens
 
-    def rewind(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
-        """Go back to the first n tokens: forget those behind them, and walk over them again where they cannot be kept.
+    def rollback(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
+        """Go back to the first n tokens: forget those behind them, and run over them again where they cannot be kept.
         """
-        ids, kept = sequence.tokens[:n_tokens], self.reach(sequence, n_tokens)
+        ids, kept = sequence.tokens[:n_tokens], self.can_truncate(sequence, n_tokens)
         self.truncate(sequence, kept)
         if kept < n_tokens:
             self.prefill(sequence, ids, cancel)
 
-    def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """After a walk over a tree, go on from one of its nodes: forget all branches but the one that leads there.
+    def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
+        """After a pass over a tree, go on from one of its nodes: forget all branches but the one that leads there.
 
-        Afterwards the sequence is as if it had walked these tokens as a chain, to the last bit. Where the path is how
+        Afterwards the sequence is as if it had run these tokens as a chain, to the last bit. If the path is how
         the tree begins, as of every chain, nothing moves. Other sequences that share its blocks stay as they are.
 
         Parameters
@@ -177,12 +158,12 @@ class Runner(abc.ABC):
             free, or this runner cannot move what it keeps of a token. The sequence is as before.
         """
         if list(path) != list(range(len(path))):
-            raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; walk its tokens as a chain.")
+            raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; run its tokens as a chain.")
         self.truncate(sequence, n_before + len(path))
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End a walk that runs and give all memory back. Callable twice, and from any thread."""
+        """End a forward pass that runs and give all memory back. Callable twice, and from any thread."""
 
     def settle(self) -> None:
         """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
@@ -190,15 +171,15 @@ class Runner(abc.ABC):
 
     @property
     def device_used_bytes(self) -> int | None:
-        """Memory of a device beside this process that is taken now; None where the process has all."""
+        """Memory in use on a device beside this process; None if all memory belongs to the process."""
         return None
 
     def room(self, sequences: Items[Sequence], most: int) -> int:
-        """Return how many tokens, `most` at most, each of several sequences can be given by one walk."""
+        """Return how many tokens, `most` at most, each of several sequences can be given by one forward pass."""
         return min(most, int(self.config.ctx or 0) - max(map(len, sequences)))
 
     def release(self, sequence: Sequence) -> None:
-        """Give back what the sequence holds; it is empty afterwards."""
+        """Release the sequence's blocks; it is empty afterwards."""
         self.truncate(sequence, 0)
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
@@ -209,55 +190,55 @@ class Runner(abc.ABC):
         """Return a sequence as it was saved by the same model."""
         raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
 
-    # -- common walks ------------------------------------------------------------------------------------------------
+    # -- common passes ------------------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                draw: int = 0, told: Told | None = None) -> Logits:
-        """Process a prompt in chunks; `draw` is that of its last token, see `Segment.draws`.
+                spec: int = 0, told: OnPromptProgress | None = None) -> Logits:
+        """Process a prompt in chunks; `draw` is that of its last token, see `Segment.sample_specs`.
 
         `told` is called with (done, total) in tokens, before the first chunk and after each.
 
         Returns
         -------
         float32 array of shape (vocab_size,)
-            Logits after the last token, valid until the next walk.
+            Logits after the last token, valid until the next forward pass.
         """
         ids = integers("ids", ids)
         self.check(sequence, ids)
         step, tell = self.config.prefill_chunk, told or (lambda done, total: None)
         for start in range(0, len(ids) - step, step):
             tell(start, len(ids))
-            self.walk([Segment(sequence, ids[start : start + step])], cancel)
+            self.forward([Segment(sequence, ids[start : start + step])], cancel)
         begun = (len(ids) - 1) // step * step
         tell(begun, len(ids))
         rest = ids[begun:]
-        logits = self.walk([Segment(sequence, rest, (len(rest) - 1,), draws=(draw,))], cancel)[0]
+        logits = self.forward([Segment(sequence, rest, (len(rest) - 1,), sample_specs=(spec,))], cancel)[0]
         tell(len(ids), len(ids))
         return logits
 
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
-               draws: Items[int] = (), further: int = 0) -> Logits:
-        """Walk over one more token of each of several sequences.
+               sample_specs: Items[int] = (), further: int = 0) -> Logits:
+        """Run over one more token of each of several sequences.
 
         Parameters
         ----------
         sequences, ids : one token for each sequence
-        cancel : ends the walk within 100 ms
-        draws : one for each sequence, see `Segment.draws`; or none at all
+        cancel : ends the forward pass within 100 ms
+        sample_specs : one for each sequence, see `Segment.sample_specs`; or none at all
         further : after how many more tokens the caller wants to look at the latest. A runner may go on by itself that
-            often, with the tokens that it draws, until a text ends; all sequences are as much longer afterwards, and
+            often, with the tokens that it samples, until a text ends; all sequences are as much longer afterwards, and
             the tokens are theirs
 
         Returns
         -------
         float32 array of shape (len(sequences), vocab_size)
-            After the last token of each. Valid until the next walk.
+            After the last token of each. Valid until the next forward pass.
         """
-        return self.walk(decoding(sequences, ids, draws), cancel)
+        return self.forward(decoding(sequences, ids, sample_specs), cancel)
 
     def score(self, sequence: Sequence, ids: Items[int], role: int = PROMPT,
-              draw: int = 0) -> Iterator[tuple[int, Logits]]:
-        """Compute logits after every token, of a role, and with a draw where one is given (`Segment.draws`).
+              spec: int = 0) -> Iterator[tuple[int, Logits]]:
+        """Compute logits after every token, of a role, and with a sample where one is given (`Segment.sample_specs`).
 
         Yields
         ------
@@ -271,21 +252,22 @@ class Runner(abc.ABC):
         step = min(self.config.outputs, self.config.prefill_chunk)
         for start in range(0, len(ids), step):
             chunk = ids[start : start + step]
-            draws = (draw,) * len(chunk) if draw else ()
-            yield start, self.walk([Segment(sequence, chunk, range(len(chunk)), role, None, draws)])
+            sample_specs = (spec,) * len(chunk) if spec else ()
+            yield start, self.forward([Segment(sequence, chunk, range(len(chunk)), role, None, sample_specs)])
 
-    def check_walk(self, segments: Items[Segment], most_tokens: int) -> None:
-        """Raise `RequestError` for a walk over too many tokens, sequences or rows, or over a sequence twice."""
+    def check_pass(self, segments: Items[Segment], most_tokens: int) -> None:
+        """Raise `RequestError` for a forward pass over too many tokens, sequences or rows, or over a sequence twice."""
         n = sum(len(segment.ids) for segment in segments)
         outputs = sum(len(segment.outputs) for segment in segments)
         if not 1 <= len(segments) <= self.config.max_sequences or n > most_tokens or outputs > self.config.outputs:
             raise RequestError(
-                f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one walk, which "
+                f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one forward pass, "
+                "which "
                 f"takes 1 to {self.config.max_sequences} sequences (max_sequences), {most_tokens} tokens "
                 f"(prefill_chunk) and {self.config.outputs} rows (outputs)."
             )
         if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
-            raise RequestError("A sequence takes part twice in one walk; fork it.")
+            raise RequestError("A sequence takes part twice in one forward pass; fork it.")
 
     def check(self, sequence: Sequence, ids: Items[int]) -> None:
         """Raise `RequestError` for tokens that the model does not have or the context has no room for."""

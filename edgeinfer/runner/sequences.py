@@ -1,4 +1,4 @@
-"""What takes part in a walk: sequences, and segments of new tokens, chains or trees."""
+"""Input of a forward pass: sequences, and segments of new tokens, as chains or trees."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from edgeinfer.checks import shown, whole
+from edgeinfer.base.validation import shown, whole
 from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 
 PROMPT, DECODE = abi.ROLE_PROMPT, abi.ROLE_DECODE
 """Roles of tokens: text that is read, and text that is being written."""
@@ -20,13 +20,13 @@ GONE = -1
 
 
 @dataclass(eq=False)
-class Recent:
+class WindowTable:
     """Blocks of one sequence in layers with a window."""
 
     blocks: list[int] = field(default_factory=list)
     """Their numbers, one for each block of the sequence; GONE for the first ones, which were given back."""
     gone: int = 0
-    """How many of the first ones are gone, or to be so."""
+    """Number of leading blocks that are freed or about to be."""
     table: Any = None
     address: int = 0
     listed: int = 0
@@ -35,34 +35,34 @@ class Recent:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens of one context, and where their runner keeps what it knows of them; made by `Runner.new_sequence`."""
+    """Tokens of one context, and their runner's state; made by `Runner.new_sequence`."""
 
     tokens: list[int] = field(default_factory=list)
     """Token ids processed so far."""
     blocks: list[int] = field(default_factory=list)
     """Numbers of the KV blocks that hold them, `block_tokens` tokens each."""
     reserved: int = 0
-    """Tokens behind the last one that blocks are held for while a prompt is walked in ranges of records."""
+    """Tokens behind the last one that blocks are held for while a prompt is run in ranges of instructions."""
     table: Any = None
     """The blocks as the runner's kernels read them."""
     address: int = 0
     """Of the table."""
     listed: int = 0
     """First blocks that stand in the table already."""
-    recent: Recent | None = None
-    """What layers with a window keep; None where all layers keep all."""
+    recent: WindowTable | None = None
+    """Blocks that layers with a window keep; None if all layers keep all."""
     cut: bool = False
     """Whether rows behind the last token may hold what was forgotten or never taken in: it must not reach others, were
     it NaN."""
     decoded: int | None = None
-    """Index of the first token that may not have been walked as part of a prompt; None where all were."""
+    """Index of the first token that may not have been run as part of a prompt; None if all were."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class Segment(NamedTuple):
-    """What one sequence takes part in a walk with."""
+    """New tokens of one sequence in a forward pass."""
 
     sequence: Sequence
     ids: Items[int]
@@ -70,25 +70,27 @@ class Segment(NamedTuple):
     outputs: Items[int] = ()
     """After which of them logits are wanted: indices into `ids`."""
     role: int = PROMPT
-    """PROMPT or DECODE, of all of them: whatever approximates follows the role, never the number of tokens."""
+    """PROMPT or DECODE, for all tokens: approximations follow the role, never the number of tokens."""
     parents: Items[int] | None = None
     """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
     comes before its children. None is a chain: each follows the one before."""
-    draws: Items[int] = ()
-    """How the token behind each output is to be chosen: addresses of abi.DRAW_BYTES each, which must stay until
-    the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
-    DRAW_TOKEN as it is. One that does may leave a row of DECODE out, all NaN, where the draw allows it (DRAW_ALONE)."""
+    sample_specs: Items[int] = ()
+    """Addresses of one sample per output (abi.SAMPLE_BYTES each), which must stay valid until the pass is over; 0 for
+    an output that only needs logits; empty for none. A runner that cannot sample leaves SAMPLE_TOKEN as it is. One that
+    can may leave a row of DECODE out, as NaN, if the sample spec allows it (SAMPLE_ALONE).
+    """
 
     def check(self) -> None:
-        """Raise `RequestError` for a role, outputs, draws or parents that make no sense."""
+        """Raise `RequestError` for a role, outputs, samples or parents that make no sense."""
         if self.role not in (PROMPT, DECODE):
             raise RequestError(f"The role of a segment is {self.role!r}; it is PROMPT or DECODE.")
         if self.parents is not None:
             _check_tree(self.parents, len(self.ids))
         if self.outputs and not 0 <= min(self.outputs) <= max(self.outputs) < len(self.ids):
             raise RequestError(f"Logits are wanted after tokens {list(self.outputs)} of {len(self.ids)}; count from 0.")
-        if self.draws and len(self.draws) != len(self.outputs):
-            raise RequestError(f"{len(self.draws)} draws are given for {len(self.outputs)} rows of logits; give one "
+        if self.sample_specs and len(self.sample_specs) != len(self.outputs):
+            raise RequestError(f"{len(self.sample_specs)} sample specs are given for {len(self.outputs)} rows of "
+                               "logits; give one "
                                "for each, 0 where none is wanted, or none at all.")
 
 
@@ -108,21 +110,21 @@ def plain_segments(segments: Items[Segment]) -> Items[Segment]:
     Raises
     ------
     RequestError
-        There are no segments, or what stands for tokens, outputs or parents is no list of integers.
+        There are no segments, or what stands for tokens, outputs or parents is not a list of integers.
     """
     if not isinstance(segments, (list, tuple)) or not all(isinstance(segment, Segment) for segment in segments):
-        raise RequestError(f"A walk takes a list of segments, and got {shown(segments)}.")
+        raise RequestError(f"A forward pass takes a list of segments, and got {shown(segments)}.")
     return [segment if all(map(_is_plain, segment[1:3])) and segment.parents is None else segment._replace(
         ids=integers("ids", segment.ids), outputs=integers("outputs", segment.outputs),
         parents=None if segment.parents is None else integers("parents", segment.parents)) for segment in segments]
 
 
-def decoding(sequences: Items[Sequence], ids: Items[int], draws: Items[int]) -> list[Segment]:
-    """Return the segments of a walk over one token of each sequence; see `Runner.decode`."""
+def decoding(sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int]) -> list[Segment]:
+    """Return the segments of a forward pass over one token of each sequence; see `Runner.decode`."""
     if len(sequences) != len(ids):
         raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
-    each = zip(sequences, ids, draws or repeat(0), strict=False)
-    return [Segment(sequence, (token,), (0,), DECODE, None, (draw,)) for sequence, token, draw in each]
+    each = zip(sequences, ids, sample_specs or repeat(0), strict=False)
+    return [Segment(sequence, (token,), (0,), DECODE, None, (spec,)) for sequence, token, spec in each]
 
 
 def _is_plain(items: Any) -> bool:

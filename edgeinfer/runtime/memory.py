@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError, EdgeInferError
-from edgeinfer.files import open_plain
 
-from ..progress import Counted
+from ..base.progress import Counted
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
@@ -91,7 +91,7 @@ PREFAULT_BYTES = 32 << 20
 POPULATE_TRIES = 100
 """Interruptions of one call after which it is given up."""
 PROGRESS_BYTES = 10**9
-"""Weights from which on progress is told."""
+"""Size of the weights from which on progress is reported."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, for reading or with memory of their own
 
 
@@ -208,7 +208,7 @@ def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress
 
 @contextmanager
 def _weights_file(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file that was compared with its checksum before; raises `BundleError` where it cannot be read now."""
+    """Open a file that was compared with its checksum before; raises `BundleError` if it cannot be read now."""
     try:
         with open_plain(path) as file:
             yield file
@@ -217,7 +217,7 @@ def _weights_file(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _populate(memory: NDArray[np.uint8], advice: int) -> bool:
-    """Map all pages of a page-aligned array; False where the system cannot. A signal ends the call: it is repeated."""
+    """Map all pages of a page-aligned array; False if the system cannot. A signal ends the call: it is repeated."""
     if not sys.platform.startswith("linux"):
         return False
     madvise = _madvise()

@@ -23,11 +23,11 @@ from edgeinfer.memory_planner import (
     resolve,
 )
 
-from .fallback import SparseFfn, decide, everywhere
+from .sparse_fallback import SparseFfn, decide, everywhere
 
 
 class PlannedRun(NamedTuple):
-    """What is known of a run before anything is loaded."""
+    """A run that is planned but not loaded."""
 
     config: RuntimeConfig
     """Without open fields."""
@@ -38,7 +38,7 @@ class PlannedRun(NamedTuple):
     plan: MemoryPlan
     budget_bytes: int
     instead: Alternative | None
-    """Where weights are read from storage, the first smaller request that would fit without."""
+    """If weights are read from storage, the first smaller request that would fit without."""
 
 
 def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
@@ -97,7 +97,7 @@ def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: 
 
 
 def offsets_of(bundle: Bundle) -> dict[str, int]:
-    """Where each tensor begins in its file."""
+    """Return the offset of each tensor in its file."""
     return {name: entry.offset for name, entry in bundle.tensors.items()}
 
 

@@ -13,28 +13,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.validation import shown
 from edgeinfer.bundle import Bundle, read_cold, watch
-from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
+from edgeinfer.registry import each, in_use, technique
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
-from edgeinfer.technique import ALWAYS, DECODED, each, in_use, technique
+from edgeinfer.technique import ALWAYS, DECODED
 
-from .loading import fill_constants, load
-from .lowering import Lowering
+from .execution.forward import Logits, ModelRunner
+from .execution.thread_tuner import SMALL_BYTES, ThreadTuner
+from .kv.sequence import KVCache
 from .memory import Prefaulter, allocate
-from .pace import SMALL_BYTES, Pace
 from .planning import plan_run
-from .readers import Readers
-from .sequence import KVCache
-from .walks import Logits, Walker
-from .weight_readers import read_layers
+from .program.lowering.lower import Lowering
+from .weights.loading import fill_constants, load
+from .weights.on_demand import read_layers
+from .weights.readers import Readers
 
 
-class Session(Walker):
+class Session(ModelRunner):
     """Plans a run, takes all its memory, links its kernels and starts its threads.
 
     Parameters
@@ -49,9 +50,9 @@ class Session(Walker):
     host : Session, optional
         Lends its threads: the two take turns, and either may be closed first.
     place : callable, optional
-        Finds what stays in memory where not all weights fit; else layers are streamed (`technique.placer`).
+        Finds what stays in memory where not all weights fit; else layers are streamed (`registry.placer`).
     beside : Beside, optional
-        What the plan has room for too, such as a draft model; whoever opens it takes that memory.
+        A second model in the plan, such as a draft model; opening it takes that memory.
 
     Raises
     ------
@@ -67,7 +68,7 @@ class Session(Walker):
     selects : bool
         Whether decoded tokens leave out rows of V.
     instead : Alternative or None
-        Where layers are streamed, the first smaller request that would fit without.
+        If layers are streamed, the first smaller request that would fit without.
     """
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
@@ -77,7 +78,7 @@ class Session(Walker):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()
-        free = config.threads is None and (host is None or host.executor.pace.choose)
+        free = config.threads is None and (host is None or host.executor.tuner.choose)
         planned = plan_run(bundle, _with_threads_of(host, config), place, beside)
         self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
         cold = read_cold(bundle) if self.plan.cold else None
@@ -94,12 +95,12 @@ class Session(Walker):
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
             self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores])
-            pace = Pace(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
-            self._link(program, kernels, regions, host.executor.pool if host else None, pace)
+            tuner = ThreadTuner(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
+            self._link(program, kernels, regions, host.executor.pool if host else None, tuner)
             opened.callback(self.executor.close)
             if "weights" in regions:
                 self.executor.unchanged = watch(bundle.weights)
-            read_layers(self)
+            read_layers(self.executor, self.bundle, self.plan)
             if reader := technique(self.plan.technique):
                 reader.attach(self, None)
             for one, settings in each(in_use(self.config)):
@@ -120,13 +121,13 @@ class Session(Walker):
         """Forget all tokens but the first n."""
         self.kv.truncate(sequence, n_tokens)
 
-    def reach(self, sequence: Sequence, n_tokens: int) -> int:
-        """Return how many of the first n tokens can be kept; see `Runner.reach`."""
-        return self.kv.reach(sequence, n_tokens)
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many of the first n tokens can be kept; see `Runner.can_truncate`."""
+        return self.kv.can_truncate(sequence, n_tokens)
 
-    def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """Keep one path of a tree; see `Runner.keep`."""
-        self.kv.keep(sequence, n_before, integers("path", path))
+    def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
+        """Keep one path of a tree; see `Runner.accept`."""
+        self.kv.accept(sequence, n_before, integers("path", path))
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
@@ -139,28 +140,29 @@ class Session(Walker):
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                draw: int = 0, told: Callable[[int, int], None] | None = None) -> Logits:
+                spec: int = 0, told: Callable[[int, int], None] | None = None) -> Logits:
         """Process a prompt in chunks, or as a technique says; see `Runner.prefill`."""
         if self.prefill_strategy and self.prefill_strategy.takes(ids := integers("ids", ids)):
-            return self.prefill_strategy.prefill(sequence, ids, cancel, draw, told)
-        return super().prefill(sequence, ids, cancel, draw, told)
+            return self.prefill_strategy.prefill(sequence, ids, cancel, spec, told)
+        return super().prefill(sequence, ids, cancel, spec, told)
 
-    def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
-        """Run the program once over the new tokens of several sequences; see `Runner.walk`."""
+    def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+        """Run the program once over the new tokens of several sequences; see `Runner.forward`."""
         return self._take_in(plain_segments(segments), cancel)
 
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
-               draws: Items[int] = (), further: int = 0) -> Logits:
-        """Walk over one more token of each of several sequences, or over more of them; see `Runner.decode`."""
-        segments = decoding(sequences, ids, draws)
-        return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.walk(segments, cancel)
+               sample_specs: Items[int] = (), further: int = 0) -> Logits:
+        """Run over one more token of each of several sequences, or over more of them; see `Runner.decode`."""
+        segments = decoding(sequences, ids, sample_specs)
+        return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.forward(segments,
+                                                                                                         cancel)
 
     def room(self, sequences: Items[Sequence], most: int) -> int:
         """Return how many tokens each can be given, by context and KV blocks; see `Runner.room`."""
         return next((n for n in range(super().room(sequences, most), 0, -1) if self.kv.fits(sequences, n)), 0)
 
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make room for a prompt for `walk_range`; `append` takes its tokens in, `truncate` calls it off."""
+        """Make room for a prompt for `forward_range`; `append` takes its tokens in, `truncate` calls it off."""
         self.kv.check_own(sequence)
         room = self.plan.request.ctx - len(sequence)
         if not 1 <= n_tokens <= room:
@@ -172,15 +174,15 @@ class Session(Walker):
             raise
         sequence.reserved = n_tokens
 
-    def walk_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
+    def forward_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
                    cancel: Cancellation | None = None, rows: NDArray[np.int64] | None = None) -> Logits:
-        """Run the records first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end, or are the
-        `rows` behind it, ascending from 0 on.
+        """Run the instructions first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end, or are
+        the `rows` behind it, ascending from 0 on.
 
-        So a prompt can go through the program stage by stage: every chunk through the first range of records, then
-        every chunk through the next. At the beginning of a layer all that a chunk needs of the records before is its
-        residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks lie in room that was made
-        by `reserve`; their sequence has none of these tokens before `append`.
+        So a prompt can go through the program stage by stage: every chunk through the first range of instructions, then
+        every chunk through the next. At the beginning of a layer all that a chunk needs of the instructions before is
+        its residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks lie in room that was
+        made by `reserve`; their sequence has none of these tokens before `append`.
         """
         (segment,) = plain_segments((segment,))
         self._admit((segment,))
@@ -192,13 +194,13 @@ class Session(Walker):
         if offset < 0 or offset + len(segment.ids) > segment.sequence.reserved:
             raise RequestError(f"{len(segment.ids)} tokens {offset} behind the end do not fit the "
                                f"{segment.sequence.reserved} reserved ones; reserve more.")
-        n = len(self.program.records)
+        n = len(self.program.instructions)
         if not 0 <= first <= stop <= n:
-            raise RequestError(f"The program has no records {first} to {stop - 1}; it has 0 to {n - 1}.")
+            raise RequestError(f"The program has no instructions {first} to {stop - 1}; it has 0 to {n - 1}.")
         return self._run((segment,), first, stop, offset, cancel, 0, rows)
 
     def append(self, sequence: Sequence, ids: Items[int], role: int = DECODE) -> None:
-        """Take in reserved tokens that have gone through all records; PROMPT where all ranges had that role."""
+        """Take in reserved tokens that have gone through all instructions; PROMPT where all ranges had that role."""
         ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
@@ -210,7 +212,7 @@ class Session(Walker):
 
     @property
     def reader(self) -> Readers | None:
-        """What reads weights from storage while tokens flow; None where all are in memory."""
+        """Reader of weights in storage while tokens are generated; None if all weights are in memory."""
         return self.executor.stream
 
     @property
@@ -228,7 +230,7 @@ class Session(Walker):
         self._prefaulter.wait()
 
     def close(self) -> None:
-        """End a walk that runs, stop the threads and let go of all memory; callable twice, and from any thread."""
+        """End a pass that runs, stop the threads and let go of all memory; callable twice, and from any thread."""
         self._prefaulter.close()
         self.executor.close()
         self.executor.regions.clear()
@@ -239,7 +241,7 @@ class Session(Walker):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
-        """Walk over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
+        """Run over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
         """
         self._admit(segments)
         further = self._steps(segments, further) if further else 0
@@ -253,7 +255,7 @@ class Session(Walker):
                     _decoding(segment.sequence)
                 segment.sequence.tokens.extend((*segment.ids, *more))
                 segment.sequence.cut = False
-        finally:  # a walk that failed, or ended early, leaves blocks behind the last token
+        finally:  # a forward pass that failed, or ended early, leaves blocks behind the last token
             for segment in segments:
                 self.kv.trim(segment.sequence)
         return logits
@@ -266,9 +268,9 @@ class Session(Walker):
         return (ctx if rope.kind == "dynamic" else rope.original_max_position_embeddings,)
 
     def _identity(self, decoded: bool) -> str:
-        """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.
+        """Return a hash of all that the bits of K and V depend on: weights, the graph after its passes, kernels.
 
-        Techniques say whether they have a part in them: always, or in those of decoded tokens alone.
+        A technique says when it belongs to it: always, or only for the K and V of decoded tokens.
         """
         steps = tuple(step for step in self.recipe.steps if not (one := technique(step.name))
                       or one.kv == ALWAYS or (one.kv == DECODED and decoded and not one.exact(dict(step.settings))))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..checks import NATS, Rule
+from ..base.validation import NATS, Rule
 from ..errors import UsageError
-from ..pruning import LEAST_PROMPT, Schedule, calibrated, layers_of
+from ..runner.pruning import LEAST_PROMPT, Schedule, calibrated, layers_of
 from ..technique import COMMANDS, NEVER, Option, Reported, Technique
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def score_bytes(group: int, head_dim: int) -> int:
 
 def attach(session: Session, schedule: Schedule) -> None:
     """Let a session process prompts in stages."""
-    from ..runtime import Stages
+    from ..runtime import PruningStages
 
-    session.prefill_strategy = Stages(session, schedule)
+    session.prefill_strategy = PruningStages(session, schedule)
 
 
 def report(run: Reported) -> dict[str, Any]:
@@ -114,13 +114,13 @@ TECHNIQUE = Technique(
     options=(
         Option("lazy", Rule("a Schedule, or text such as keep=0.7,0.5,0.35 or off", _checked, lead="give"),
                "keep=SHARE,...",
-               "Prune prompts: shares of their tokens, those that their end attends to most, that go on at boundaries "
-               "between layers, such as keep=0.7,0.5,0.35; off is none. An approximation.", commands=_PRUNING),
+               "Fraction of prompt tokens kept at each pruning stage, ranked by attention from the end of the prompt, "
+               "such as keep=0.7,0.5,0.35; off disables pruning. An approximation.", unset="off", commands=_PRUNING),
         Option("lazy_layers", Rule("numbers of layers, such as 9,18,27", _layers), "N,...",
-               "After which layers these boundaries are.  [default: for three 30, 60 and 90 % of the layers]",
+               "Layers after which prompt tokens are pruned.", unset="for three stages 30, 60 and 90 % of the layers",
                commands=_PRUNING, of="lazy"),
         Option("lazy_target", NATS, "NATS",
-               "With --decode: find the schedule for --lazy that prunes most and diverges by so much at most.",
+               "With --decode: find the --lazy schedule that prunes most within this mean KL divergence.",
                kind=float, commands=("eval",)),
     ),
     ask=ask,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checks import Rule
+from ..base.validation import Rule
 from ..config import number_of
 from ..technique import DECODED, Option, Technique
 
@@ -60,8 +60,9 @@ TECHNIQUE = Technique(
     name="attention",
     options=(Option(
         "attention", Rule(VALUES, _checked, lead="choose"), "exact|eps:X|top:N",
-        "What decoded tokens read of V: all rows, blocks with one that weighs X times its head's largest or more, or "
-        "blocks with one of the N largest of a head; a mean stands for the rest.  [default: exact]"),),
+        "Attention of decoded tokens: read all rows of V (exact), only blocks with a weight of at least X times the "
+        "head's maximum (eps:X), or only blocks with one of the head's N largest weights (top:N); the mean of V "
+        "replaces the rest.", unset="exact"),),
     ask=ask,
     exact=lambda settings: False,
     kv=DECODED,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import FLAG, Rule, checked, shown
+from ..base.process import ProcessLock
+from ..base.validation import FLAG, Rule, checked, shown
 from ..errors import RequestError, TokenizerError
-from ..process import ProcessLock
 from .files import REMEDY, read_optional_object, read_text, token_content
 
 MAX_TEMPLATE_BYTES = 1_000_000
@@ -16,7 +16,7 @@ MAX_TEMPLATE_BYTES = 1_000_000
 MAX_TEMPLATES = 16
 TEMPLATE_FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 MAX_DEPTH = 64
-"""How deep messages, tools and variables may nest."""
+"""Nesting limit of messages, tools and variables."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -59,7 +59,7 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, directory: Path | str) -> ChatTemplate | None:
-        """Open the chat templates of a bundle or checkpoint directory; None where it has none.
+        """Open the chat templates of a bundle or checkpoint directory; None if it has none.
 
         Files of their own (`template_files`) go before the ``chat_template`` of tokenizer_config.json, which is a
         string or a list of named ones.
@@ -132,7 +132,7 @@ class ChatTemplate:
             return render(self._template(name), known, self._where(name), stopped)
 
     def check(self) -> None:
-        """Compile all templates; raises `TokenizerError` where one is damaged."""
+        """Compile all templates; raises `TokenizerError` if one is damaged."""
         with self._lock:
             for name in self._templates:
                 self._template(name)
@@ -183,7 +183,7 @@ def _named_templates(value: Any) -> dict[str, str] | None:
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages as a list; raises `RequestError` where one lacks its role or content."""
+    """Return the messages as a list; raises `RequestError` if one lacks its role or content."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
             f"messages is a {type(messages).__name__}; it must be a list of objects with role and content."

@@ -15,22 +15,22 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Continuing(NamedTuple):
-    """What tokenises text that goes on."""
+    """Tokenizer of text that is appended to other text."""
 
     tokenizer: Any
     ids: Mapping[int, int]
-    """Ids of added tokens by those that `tokenizer` has for them, where the two differ."""
+    """Ids of added tokens by the ids of `tokenizer`, if the two differ."""
     borders: frozenset[int]
-    """Added tokens behind which a text begins anew, with a space before it."""
+    """Added tokens after which text starts like a new one, with a space before it."""
 
 
 def without_leading_space(tokenizer: Any) -> Continuing | None:
-    """Make of a ``tokenizers.Tokenizer`` one that puts no space before a text; None where it puts none anyway.
+    """Make of a ``tokenizers.Tokenizer`` one that puts no space before a text; None if it puts none anyway.
 
     The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
     space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of
     them. Behind these the normalised text goes on; behind others, and wherever a pre-tokenizer puts the space, a text
-    begins anew.
+    starts over.
     """
     normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
     changed = _unprefixed(normalizer), _unprefixed(splitter)

@@ -1,19 +1,19 @@
-"""Where a long text may be cut so that its parts, tokenised one by one, give exactly the ids of the whole.
+"""Positions at which a long text can be cut so that its parts, tokenised one by one, give exactly the ids of the whole.
 
-Tokenising takes some 200 bytes of memory for each byte of its text and cannot be interrupted, so long texts go through
-it in parts:
+Tokenising takes some 200 bytes of memory for each byte of its text and cannot be interrupted, so long texts are
+tokenised in parts:
 
-* The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) take letters greedily and look no
-  further, so that a word ends between a letter and what is no letter. Merges never cross the ends of words. What may
-  compose with the letter before it (NFC) is no place for a cut.
-* Where a text is split at its spaces and each word goes through the model by itself (Metaspace, as T5 has it), a cut
-  lies between a letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
-* Where spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that has
-  both characters beside it, one behind the other. If no token has, no merge crosses. Parts but the first are tokenised
-  without the mark that the normaliser puts before a text.
+* The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) match letters greedily and without
+  lookahead, so a word ends between a letter and a non-letter. Merges never cross the ends of words. There is no cut
+  before a character that may compose with the letter before it (NFC).
+* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut lies between a
+  letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
+* If spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that contains
+  the two characters beside the cut in sequence. If the vocabulary has no such token, no merge crosses. All parts but
+  the first are tokenised without the mark that the normaliser puts before a text.
 
-Other tokenizers get their texts whole: a unigram model that no spaces split adds scores along the whole text, and sums
-of a part may round to another choice.
+Other tokenizers get their texts whole: a unigram model without splits at spaces adds scores along the whole text, and
+the sums of a part may round to another choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from ..errors import CancelledError
 from .pieces import SPACE_MARK
 
@@ -34,7 +34,7 @@ PART = 16_384
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 cuts text into words; Llama 3 takes up to three digits together."""
+"""Qwen2's pattern for splitting text into words; Llama 3 takes up to three digits together."""
 _LETTERS = ("A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
             "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3")
 _ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000-\u3002\u300c-\u300f\uff01\uff0c\uff1f"
@@ -49,7 +49,7 @@ _ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
 """Normalisers that change a letter and a space behind it as each by itself."""
 _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
-"""What of a text others may replace."""
+"""Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 """Tokens of characters that have none of their own."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -58,7 +58,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the texts of a tokenizer may be cut."""
+    """Places where a tokenizer's texts can be cut."""
 
     find: Callable[[str, int], int | None]
     """Returns the first cut of a text at an index or behind it; it looks at two characters behind a cut at most."""
@@ -85,7 +85,7 @@ def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
 
 
 def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
-    """Return where texts may be cut, None where cuts are not known to be exact.
+    """Return where texts may be cut, None if cuts are not known to be exact.
 
     Parameters
     ----------
@@ -124,12 +124,12 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
 
 
 def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str]) -> Cuts:
-    """Return the cuts between two characters that no token has one behind the other.
+    """Return the cuts between two characters that no token has one after the other.
 
     Parameters
     ----------
     pieces : all that merges can make, spaces as marks
-    any_character : characters that are no pieces become bytes, which are not merged; else they may be joined, so that
+    any_character : characters that are not pieces become bytes, which are not merged; else they may be joined, so that
         there is no cut beside them
     added : tokens that are found in a text before merging; there is no cut behind or before one either
     """
@@ -202,7 +202,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def check_wanted(stopped: Callable[[], bool] | None) -> None:
-    """Raise `CancelledError` once nobody wants the tokens any more."""
+    """Raise `CancelledError` once the tokens are no longer wanted."""
     if stopped and stopped():
         raise CancelledError("The request was cancelled while its prompt was tokenised.")
 

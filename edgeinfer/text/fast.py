@@ -82,7 +82,7 @@ class FastTokenizer:
 
     def _encode_continuation(self, text: str, parse_special: bool, most: int | None,
                              stopped: Callable[[], bool] | None) -> list[int]:
-        """Encode text that goes on in the middle; behind some added tokens the space is put as the file says."""
+        """Encode text that continues other text; after some added tokens a space is inserted if the file says so."""
         other = self._without_space()
         if other is self:
             return self.encode(text, parse_special, most, stopped)
@@ -119,7 +119,7 @@ class FastTokenizer:
 
     def encode_pieces(self, pieces: Iterable[str], parse_special: bool = False,
                       stopped: Callable[[], bool] | None = None) -> Iterator[list[int]]:
-        """Yield the ids of a text that comes in pieces, part by part; where it cannot be cut, all at once."""
+        """Yield the ids of a text that arrives in pieces, part by part; all at once if it cannot be cut."""
         if parse_special not in self._cuts:
             self._cuts[parse_special] = cuts_of(self._tokenizer, parse_special)
         cuts = self._cuts[parse_special]
@@ -149,7 +149,7 @@ class FastTokenizer:
 
         Threads that want it alike do not wait for each other: one may have been left behind with a long text.
         """
-        if self._process != os.getpid():  # forked: whoever used it in the parent is not here
+        if self._process != os.getpid():  # forked: the parent's user does not exist here
             self._begin_users()
         with self._switch:
             while not self._switch.wait_for(lambda: not self._users or self._parse_special == parse_special, 0.05):
@@ -265,7 +265,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             continue
         parts = line.strip("\r").split(" ")
         if len(parts) != 2:
-            raise TokenizerError(f"{path} has the line {line[:80]!r}, which is no pair of tokens; {REMEDY}.")
+            raise TokenizerError(f"{path} has the line {line[:80]!r}, which is not a pair of tokens; {REMEDY}.")
         merges.append((parts[0], parts[1]))
     return merges
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..base.files import open_plain
+from ..base.strict_json import parse_json
 from ..errors import TokenizerError
-from ..files import open_plain
-from ..json_text import parse_json
 
 MAX_FILE_BYTES = 512_000_000
 """Far above the largest tokenizer in use (tens of megabytes), far below what would hurt a small machine for long."""
@@ -19,7 +19,7 @@ REMEDY = "copy or download it again"
 def read_bytes(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the file's bytes.
 
-    Raises `TokenizerError`: the file cannot be read, is no plain file, or is larger than `limit_bytes`.
+    Raises `TokenizerError`: the file cannot be read, is not a plain file, or is larger than `limit_bytes`.
     """
     try:
         if not path.is_file():
@@ -54,7 +54,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file, or an empty one where there is no such file."""
+    """Return the JSON object in the file, or an empty one if there is no such file."""
     return read_object(path) if path.exists() else {}
 
 

@@ -1,7 +1,7 @@
-"""What a chat template may use, and how large the result of each of these can become, computed before it runs.
+"""Functions that a chat template may use, and bounds on the size of their results, computed before they run.
 
 The lists hold what templates in use need (methods of text and of mappings, filters, tests) and nothing else: a method
-that is added to a type of Python later, or one that nobody thought of, is refused.
+that a later version of Python adds to a type is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 TOO_LARGE = 1 << 60
-"""Stands for operations that are refused outright."""
+"""Marker of operations that are refused outright."""
 
 MAX_LEVELS = 100
 MAX_NEEDLE_WORK = 1 << 27
@@ -42,7 +42,7 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 BRACES = re.compile(r"\{\{|\}\}|\{[A-Za-z0-9_]{0,32}(:[<>^]?0?\d{0,2},?(\.\d{1,2})?[a-zA-Z%]?)?\}")
 PERCENT = re.compile(r"%(\([A-Za-z0-9_]{1,32}\))?[-+ 0#]?\d{0,2}(\.\d{1,2})?[sdifgeExX%]")
 _ESCAPED = 12
-"""Most characters that one of a text becomes where it is written as JSON or as Python."""
+"""Most characters that one character becomes in JSON or in a Python literal."""
 _ITEM = 100
 """Bytes that a small object of a list takes at most, with its reference."""
 

@@ -18,7 +18,7 @@ FORK_SECONDS = 10.0
 
 
 def _before_fork() -> None:
-    """Wait for a thread that holds standard error back: in the child of a fork nobody would give it back."""
+    """Wait for a thread that holds standard error back; in the child of a fork no thread would give it back."""
     _forking.append(_REDIRECTING.acquire(timeout=FORK_SECONDS))
 
 
@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Turn whatever a library raises (a Rust panic is a BaseException) into a `TokenizerError` naming the file."""
+    """Turn any exception of a library (a Rust panic is a BaseException) into a `TokenizerError` that names the file."""
     try:
         yield
     except (EdgeInferError, KeyboardInterrupt, SystemExit):
@@ -60,7 +60,7 @@ def held_back_stderr() -> Iterator[None]:
     with _REDIRECTING, _scratch_file() as scratch:
         try:
             stderr = os.dup(2)
-        except OSError:  # closed: nobody reads it
+        except OSError:  # closed: there is no reader
             yield
             return
         with suppress(AttributeError, OSError, ValueError):
@@ -83,7 +83,7 @@ def held_back_stderr() -> Iterator[None]:
 
 @contextmanager
 def _scratch_file() -> Iterator[int]:
-    """Give the descriptor of a file without a name, in memory where the system has such."""
+    """Return the descriptor of an unnamed file, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("edgeinfer")
         try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from ..dataclass import dataclass
+from ..base.dataclass import dataclass
 from ..errors import TokenizerError
 
 SPACE_MARK = "\u2581"
@@ -20,10 +20,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class PieceRules:
-    """How tokens become bytes."""
+    """Conversion of tokens to bytes."""
 
     byte_level: bool = False
-    """Each character of a token stands for one byte."""
+    """Whether each character of a token is one byte."""
     byte_fallback: bool = False
     """A token ``<0xNN>`` is one byte."""
     replacements: tuple[tuple[str, str], ...] = ()

@@ -59,9 +59,9 @@ _LOOP_NAMES = frozenset(
 
 
 MARKED: type = type(do_mark_safe(""))
-"""What `safe` makes of a text: what is added to it is escaped for web pages, as transformers' rendering does."""
+"""Type of the result of `safe`: text added to it is escaped for web pages, as in transformers."""
 _ESCAPED = 6
-"""Most characters that one becomes where it is escaped for web pages, with a margin."""
+"""Most characters that one becomes when escaped for web pages, with a margin."""
 
 
 def _methods(owner: Any) -> frozenset[str]:
@@ -106,7 +106,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self, steps: int = 1, nbytes: int = 0, kept: bool = False) -> None:
-        """Count work before it is done; raises `WorkLimitError` above a limit. Only what is `kept` stays charged."""
+        """Charge work before it is done; raises `WorkLimitError` above a limit. Only `kept` work stays charged."""
         self._steps += steps
         if self._steps > MAX_STEPS:
             raise WorkLimitError(f"it takes more than {MAX_STEPS} steps")

@@ -1,4 +1,4 @@
-"""What a chat template may call of ours, namespaces among it, and how it is ended: all bounded."""
+"""Functions that a chat template may call, namespaces among them, and its limits: all bounded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check_name(name: Any) -> None:
 
 
 def check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys of which too many have the same hash, as integers have that differ by multiples of 2^61 - 1."""
+    """Refuse keys if too many have the same hash, such as integers that differ by multiples of 2^61 - 1."""
     counts = Counter(hash(key) for key in keys if isinstance(key, Hashable))
     if counts and max(counts.values()) > MOST_COLLISIONS:
         raise WorkLimitError(f"it puts more than {MOST_COLLISIONS} keys with the same hash into a dictionary")

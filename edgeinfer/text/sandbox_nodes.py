@@ -1,4 +1,4 @@
-"""A chat template's tree, in which whatever loops, makes or compares values goes through counting filters."""
+"""Syntax tree of a chat template, rewritten so that loops and operators go through counting filters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance variable)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Read the tag with what stands in it, up to its end."""
+        """Parse the tag and its body, up to its end."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class CountWork(NodeTransformer):
-    """Route whatever loops, makes or compares values through counting filters, which templates cannot redefine."""
+    """Route loops, constructors and comparisons through counting filters, which templates cannot redefine."""
 
     def _counted(self, node: Any, name: str = "_made") -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -34,7 +34,7 @@ class CountWork(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Charge what is joined."""
+        """Charge the joined text."""
         self.generic_visit(node)
         return self._counted(nodes.List(node.nodes, lineno=node.lineno), "_concat")
 

@@ -112,7 +112,7 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of a text that comes in pieces, part by part; where it cannot be cut, all at once."""
+        """Yield the ids of a text that arrives in pieces, part by part; all at once if it cannot be cut."""
         if not self._cuts_known:
             self._cuts, self._cuts_known = self._find_cuts(), True
         if self._cuts is None:
@@ -179,7 +179,7 @@ def _settings(model: bytes) -> dict[tuple[int, int], int]:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a protobuf message's fields: where its bytes begin and how many, or -1 and its number (0 of a float)."""
+    """Yield a protobuf message's fields: offset and length, or -1 and the number (0 for a float)."""
     while at < end:
         key, at = _varint(data, at)
         if key & 7 == 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..checks import TEXTS, checked
+from ..base.validation import TEXTS, checked
 
 
 class StopStrings:

@@ -43,10 +43,10 @@ class StreamDecoder:
 
     def fork(self) -> StreamDecoder:
         """Return a decoder that goes its own way from here."""
-        twin = copy(self)
-        twin._utf8 = type(self._utf8)("replace")
-        twin._utf8.setstate(self._utf8.getstate())
-        return twin
+        reference = copy(self)
+        reference._utf8 = type(self._utf8)("replace")
+        reference._utf8.setstate(self._utf8.getstate())
+        return reference
 
     def flush(self) -> str:
         """Return U+FFFD for a character that stayed incomplete, else nothing; further ids may follow."""

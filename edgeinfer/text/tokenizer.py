@@ -32,7 +32,7 @@ _SHRINKING = 4
 
 
 class Backend(Protocol):
-    """What `Tokenizer` needs from a tokenizer library."""
+    """Interface that `Tokenizer` requires of a tokenizer library."""
 
     vocab_size: int
     special_ids: frozenset[int]
@@ -53,13 +53,13 @@ class Backend(Protocol):
         """
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of a text that comes in pieces, of which special tokens in it are ordinary text."""
+        """Yield the ids of a text that arrives in pieces; special tokens in it are ordinary text."""
 
     def token_id(self, content: str) -> int | None:
         """Return the id of the token with this text, or None."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token stands for; nothing for an id without a token."""
+        """Return the bytes of a token; none for an id without a token."""
 
     def content(self) -> dict[str, Any]:
         """Return all that the ids of a text depend on, by the names of the parts; tables by id, as dictionaries."""
@@ -91,14 +91,14 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, directory: Path, names: Collection[str], model: ModelConfig) -> Tokenizer | None:
-        """Open the tokenizer of a bundle as running does, None where no file of that `names` makes one.
+        """Open the tokenizer of a bundle as running does, None if no file of that `names` makes one.
 
         Raises `TokenizerError` as `open`.
         """
         read = [*READ, *(path.relative_to(directory).as_posix() for path in template_files(directory).values())]
         if strays := [name for name in read if name not in names and (directory / name).exists()]:
-            raise TokenizerError(f"{directory} holds {strays[0]}, which the bundle does not list and nobody checked; "
-                                 "remove it, or convert the model again with it.")
+            raise TokenizerError(f"{directory} holds {strays[0]}, which the bundle does not list and no checksum "
+                                 "covers; remove it, or convert the model again with it.")
         if not any(name in names for name in FILES):
             return None
         ids = {"eos_token_id": list(model.eos_token_ids), "bos_token_id": model.bos_token_id}
@@ -155,7 +155,7 @@ class Tokenizer:
         return [self.bos_id] if add_bos is True and not prefix and self.bos_id is not None else prefix
 
     def difference(self, other: Tokenizer) -> str:
-        """Say what differs between two tokenizers, by content; empty where the same text has the same ids in both.
+        """Describe the difference between two tokenizers, by content; empty if the same text has the same ids in both.
 
         Files of different kinds are compared by their tokens, and by the ids that they give to a few texts.
         """
@@ -172,7 +172,7 @@ class Tokenizer:
         return "" if texts == other_texts else _first_difference("ids of texts", texts, other_texts)
 
     def bytes_per_token(self) -> int:
-        """Return how many bytes of text one token can stand for at most: a longer text has more tokens than one.
+        """Return the largest number of bytes of text in one token: a longer text has more than one.
 
         A normaliser may make text shorter: composing (NFC) to a third, compatibility forms (NFKC) to a quarter, which
         is what is assumed of all. One that drops text altogether is not believed beyond that.
@@ -193,7 +193,7 @@ class Tokenizer:
             doubled: a text that already begins with it (a chat template wrote it) gets no second one. With False the
             text continues another one, so that ``[*encode("It is"), *encode(" good", add_bos=False)]`` is one text.
         parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
-            chat template needs; else they are ordinary text, so that nobody can smuggle them in.
+            chat template needs; else they are ordinary text, so that they cannot be injected.
         most : stop reading once there are more tokens than this; what is returned is then longer than `most`
         stopped : asked all the while; True ends the work with a `CancelledError`
         leading_space : put the space before the text that some tokenizers (Llama 2's) put where a text begins; by
@@ -202,7 +202,7 @@ class Tokenizer:
         Raises
         ------
         RequestError
-            The text is no string or holds half of a surrogate pair.
+            The text is not a string or holds half of a surrogate pair.
         TokenizerError
             `add_bos` is True and the tokenizer has no such token.
         """
@@ -263,7 +263,7 @@ class Tokenizer:
         return StreamDecoder(token_bytes, self._backend.rules.n_leading_spaces, prompt_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text, special tokens too; bytes that are no whole character show as U+FFFD."""
+        """Return one token as text, special tokens too; bytes that are not a whole character show as U+FFFD."""
         return self._plain_bytes(int(token_id)).decode("utf-8", "replace")
 
 
@@ -291,7 +291,7 @@ def _open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
 
 
 def _first_difference(name: str, one: Any, other: Any) -> str:
-    """Say where two parts of tokenizers differ; of tables the first entry."""
+    """Describe where two parts of tokenizers differ; of tables the first entry."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return f"their {name} differ"
     key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
@@ -305,5 +305,5 @@ def _ids(values: Mapping[str, Any], key: str, path: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int or token_id < 0:
-            raise TokenizerError(f"{path}: {key} holds {token_id!r}, which is no token id; {REMEDY}.")
+            raise TokenizerError(f"{path}: {key} holds {token_id!r}, which is not a token id; {REMEDY}.")
     return ids

@@ -9,8 +9,8 @@ from .ctx import MASK_TOKENS
 BLOCK_TOKENS = 16
 """Tokens of a KV block.
 
-A layer's K, V and, with int8, their scales lie in planes of their own, one behind the other. A plane is ordered
-[KV head][block of the pool], because attention walks one head over many blocks: what it reads next lies next where
+A layer's K, V and, with int8, their scales lie in planes of their own, one after the other. A plane is ordered
+[KV head][block of the pool], because attention reads one head over many blocks: what it reads next lies next where
 blocks follow each other. For what a block holds see ops/rope.py.
 """
 KV_SCALES_BYTES = 2 * 2 * BLOCK_TOKENS
@@ -42,14 +42,14 @@ ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
 STRETCH_SPLITS = 4
 """Splits whose chosen blocks of V are summed together: 64 blocks, bits of a word."""
 ATTENTION_TOKENS = 16
-"""Most tokens of a walk whose attention is split along the context."""
+"""Most tokens of a forward pass whose attention is split along the context."""
 ATTENTION_ROWS = 128
-"""Most rows of a unit of work of such a walk: the queries that a thread keeps for the next split of their context."""
+"""Most rows of a unit of work of such a pass: the queries that a thread keeps for the next split of their context."""
 MEAN_BLOCKS = SPLIT_BLOCKS
 """Most blocks whose V stands for what is left out, evenly spread over those that lie MASK_TOKENS before a token: these
 are the same blocks however the token came about."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
-"""Most blocks of one KV head that the rows of a mask touch, once they lie one behind the other."""
+"""Most blocks of one KV head that the rows of a mask touch, once they lie one after the other."""
 
 
 def score_row_bytes(splits: int) -> int:

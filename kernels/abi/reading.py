@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # -- streaming: who reads, and what ------------------------------------------------------------------------------------
-# Parts (a layer's streamed weights) are read in the order in which walks use them, in rounds; a piece is one read.
+# Parts (a layer's streamed weights) are read in the order in which passes use them, in rounds; a piece is one read.
 STREAM_PREAD, STREAM_FILE = 0, 8
 """Address of `pread`, and the file descriptor that it is called with."""
 STREAM_DROP = 16
@@ -12,14 +12,14 @@ STREAM_PIECES, STREAM_N_PIECES = 24, 32
 """Address of the table of pieces, by part: PIECE_BYTES each."""
 STREAM_PARTS, STREAM_N_PARTS = 40, 48
 """Address of the table of parts: PART_BYTES each."""
-STREAM_TICKETS = 56
-"""Address of the tickets: one for each part."""
+STREAM_EVENTS = 56
+"""Address of the completion events: one for each part."""
 STREAM_NEXT = 64
 """Pieces claimed since the last `begin`, those of all rounds; reader threads claim by atomic addition."""
 STREAM_GATE = 128
 """Gate: changes with a release, and with the state."""
 STREAM_RELEASED = 256
-"""Parts that walks are done with since the beginning of the first round."""
+"""Parts that forward passes are done with since the beginning of the first round."""
 STREAM_STATE = 320
 """STREAM_RUNS, STREAM_PAUSES or STREAM_ENDS."""
 STREAM_BUSY = 384
@@ -29,7 +29,9 @@ STREAM_FAILED = 448
 STREAM_READ = 512
 """Bytes read."""
 STREAM_QUEUE = 576
-"""Non-zero: records post pieces as they want them, RELEASED counts those posted, and the table of pieces is a ring."""
+"""Non-zero: instructions post pieces as they want them, RELEASED counts those posted, and the table of pieces is a
+ring.
+"""
 STREAM_BYTES = 640
 STREAM_UNIT = 4096
 """Direct I/O reads multiples of it from multiples of it."""
@@ -44,19 +46,23 @@ PIECE_TO, PIECE_PART = 24, 32
 """Address in memory, number of the part."""
 PART_BYTES = 24
 PART_BEHIND = 0
-"""How many releases ago, counted from the part's own, its buffer was another part's (or its own, a round ago)."""
+"""Number of releases since its buffer was another part's (or its own, a round ago), counted from the part's own."""
 PART_LEFT, PART_PIECES = 8, 16
 """Pieces that are still to be read in this round, and how many there are."""
 
 # -- neurons that are read when they are wanted ------------------------------------------------------------------------
 COLD_HAND, COLD_EPOCH = 0, 8
-"""Where the clock's hand stands; records of `neuron_resolve` so far."""
+"""Position of the clock's hand; instructions of `neuron_resolve` so far."""
 COLD_HITS, COLD_MISSES = 16, 24
 """Clusters that decoded tokens wanted and that were there, or not there."""
 COLD_EARLY = 32
-"""1 + first ticket of the layer whose early record holds its tickets, until its other record lets go; 0 = none."""
+"""1 + first event of the layer whose early instruction holds its events, until its other instruction lets go; 0 =
+none.
+"""
 COLD_BYTES = 64
 COLD_PARTS = 4
-"""Tickets of a layer: its cold neurons are computed in so many parts, or fewer, while those behind are read."""
+"""Completion events of a layer: its cold neurons are computed in so many parts, or fewer, while those behind are
+read.
+"""
 COLD_USES = 3
 """Most uses that are counted of a slot."""

@@ -1,20 +1,22 @@
-"""The layout of a record: what of a kernel call never changes; flags, and the regions that operands point into."""
+"""The layout of an instruction: what of a kernel call never changes; flags, and the regions that operands point
+into.
+"""
 
 from __future__ import annotations
 
 VERSION = 2
 """Part of the hash of the kernel objects."""
 
-# -- record: 32 words of 8 bytes ---------------------------------------------------------------------------------------
-RECORD_BYTES = 256
+# -- instruction: 32 words of 8 bytes ----------------------------------------------------------------------------------
+INSTRUCTION_BYTES = 256
 REC_KERNEL = 0
 """Byte offset of the kernel's address, filled in at load from the table of the chosen instruction set."""
 REC_FLAGS = 8
 """int32: FLAG_* bits, of the kernel's own meaning."""
-REC_TICKET = 12
-"""int32: 1 + index of an I/O ticket that must be redeemed before the record starts. 0 = none."""
+REC_EVENT = 12
+"""int32: 1 + index of a completion event that must be redeemed before the instruction starts. 0 = none."""
 REC_PREDICATES = 16
-"""2 int32: each 1 + index of a count, 0 = none; the record is skipped where one of these counts is 0."""
+"""2 int32: each 1 + index of a count, 0 = none; the instruction is skipped where one of these counts is 0."""
 N_PREDICATES = 2
 REC_OPERANDS = 24
 """12 operands of 8 bytes: region << 48 | byte offset."""
@@ -34,7 +36,7 @@ FLAG_MASK = 16
 
 A mask is a row of operand 3, `mask_stride` bytes (a multiple of 8) from one token's to the next: bit i % 64 of its
 int64 i // 64 stands for neuron i, bits behind the last neuron count for nothing. There is a row for each token of the
-walk; those of prompt tokens are not read."""
+forward pass; those of prompt tokens are not read."""
 FLAG_THRESHOLD = 64
 """neuron_gated: operand 3 is one float; for tokens of role ROLE_DECODE activations that are no larger count as 0."""
 FLAG_DENSE = 32
@@ -43,7 +45,7 @@ FLAG_EARLY = 128
 """neuron_resolve: it stands before the layer's attention and only asks for what a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
-FLAG_HOLES = 8
+FLAG_PRUNED = 8
 """attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
 FLAG_SINKS = 1024
@@ -53,19 +55,19 @@ FLAG_ALIBI = 1 << 16
 place of the query) (ALiBi, arXiv 2108.12409)."""
 FLAG_ALIBI_BF16 = 1 << 17
 """With FLAG_ALIBI, slopes that are bfloat16: slope x place is rounded to bfloat16, for places that are rounded so too,
-and the difference is multiplied by the record's scale (Falcon)."""
+and the difference is multiplied by the instruction's scale (Falcon)."""
 FLAG_CENTRED = 512
 """norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256
-"""attention_merge: the tokens are the last of the walk, not the first, and rows of V may have been left out."""
+"""attention_merge: the tokens are the last of the forward pass, not the first, and rows of V may have been left out."""
 FLAG_TIMES, FLAG_SCALED, FLAG_VALUE_NORM, FLAG_KEYS_AS_VALUES, FLAG_QUERIES = (1 << bit for bit in range(11, 16))
 """activate: times operand 1; norm: times operand 5; rope_store: v normed, v made of k, queries alone (ops/rope.py)."""
 VALUES_OF_A_UNIT = 2048
 """activate: values of a row that a thread takes at once, a multiple of 16."""
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
-"""What stands for rows of V that are left out: nothing; the others' weights add up to 1; a mean (MEAN_BLOCKS)."""
+"""Replacement for omitted rows of V: nothing; the others' weights rescaled to add up to 1; a mean (MEAN_BLOCKS)."""
 FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED = 1, 2, 3
-"""What a product does to its input itself: quantise it, after a norm or in an order; 0 = nothing."""
+"""Processing of a product's input by the product itself: quantise it, after a norm or in an order; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
 REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",

@@ -6,9 +6,9 @@ from __future__ import annotations
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     """Return the layout of a quantised activation row: (stride, place of the f32 scales, place of the int32 offsets).
 
-    All in bytes. The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are.
-    An offset is -8 x the sum of a group's values: what products with 4-bit codes start from. Rows of several tokens are
-    interleaved, see `token_blocks`.
+    All in bytes. The int8 values come first, padded with zeros to whole pairs of groups, as the weights' instructions
+    are. An offset is -8 x the sum of a group's values: what products with 4-bit codes start from. Rows of several
+    tokens are interleaved, see `token_blocks`.
     """
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size
@@ -16,7 +16,7 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
 
 
 def token_blocks(n_tokens: int, token_tiles: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Blocks (first token, tokens) in which n tokens go through matrix products: the largest that fit, one by one.
+    """Blocks (first token, tokens) in which n tokens go through matmuls: the largest that fit, one by one.
 
     A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of
     token j lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
@@ -31,7 +31,7 @@ def token_blocks(n_tokens: int, token_tiles: tuple[int, ...]) -> list[tuple[int,
 
 
 def pack_token_tiles(token_tiles: tuple[int, ...]) -> int:
-    """Pack the tokens of up to 7 kinds of blocks, 2 to 15 each, into one parameter of a record."""
+    """Pack the tokens of up to 7 kinds of blocks, 2 to 15 each, into one parameter of an instruction."""
     return sum(tokens << 4 * i for i, tokens in enumerate(token_tiles))
 
 

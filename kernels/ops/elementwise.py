@@ -1,6 +1,6 @@
 """Operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of output rows.
 
-Operands: 0 source, 1 out, 2 weight or order. Parameters: parameters.ROWS. Twins: reference/elementwise.py.
+Operands: 0 source, 1 out, 2 weight or order. Parameters: parameters.ROWS. Reference: reference/elementwise.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from edgeinfer.quant import TYPES
 from ..abi import CTX_OUTPUTS, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
-from ..vector.forms import FORMS
 from ..vector.lanes import (
     first_lane,
     keep_first,
@@ -36,15 +35,16 @@ from ..vector.memory import (
     store_i32,
 )
 from ..vector.packed import level_of
+from ..vector.packed_formats import FORMS
 from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
 from ..vector.scalars import div_f32, div_i64, f32_of, max_f32, sqrt_f32
 from ..vector.targets import f32_from_f16_bits, fma, token_tiles
 
 
 def _blocks(heights):
-    """What counts the blocks of tokens (abi.token_blocks), finds one by its number, and finds the one of a token.
+    """Return functions that count the blocks of tokens (abi.token_blocks), find one by number, and find a token's.
 
-    The latter two give its first token and its tokens; `first` is the first token of all.
+    The latter two return its first token and its number of tokens; `first` is the first token of all.
     """
     if not heights:
         @inline
@@ -199,9 +199,9 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
 
 @outlined
 def fused_input(source, weight, kind, width, group, scales, offsets, eps, row, scratch):
-    """What rms_norm_q8 (FUSED_NORM) or quantize does for one token, into scratch; returns the q8 row's address.
+    """Do for one token what rms_norm_q8 (FUSED_NORM) or quantize does, into scratch; return the q8 row's address.
 
-    `row` is where normalised floats go, or those in the order that `weight` is then (FUSED_ORDERED): behind the q8 row.
+    `row` receives the normalised floats, or those in the order that `weight` then is (FUSED_ORDERED): after the q8 row.
     """
     if kind == FUSED_NORM:
         normalise(source, weight, row, width, norm_scale(source, width, eps))
@@ -240,7 +240,9 @@ def four_columns(word, scale, out, k, width):
 
 
 def _factors_of(form, group):
-    """What reads a lane's scale, or minimum, of a group: at its byte of a record, with that of the outer number."""
+    """Return a function that reads a lane's scale, or minimum, of a group at its byte of an instruction, times the
+    outer one.
+    """
     if not form.nested:
         @inline
         def factor(tile, at, outer, part, lane):
@@ -257,7 +259,7 @@ def _factors_of(form, group):
 
 
 def _store_packed(name, minimum):
-    """What stores columns k .. k + 3, whose codes are the bytes of a word, as far as the row goes."""
+    """Return a function that stores columns k .. k + 3, whose codes are the bytes of a word, up to the row's end."""
     level = level_of(name)
 
     @inline

@@ -1,4 +1,4 @@
-"""Matrix products with weights in tile16 (DESIGN: layouts): `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
+"""Matmuls with weights in tile16 (DESIGN: layouts): `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
 
 A register block holds m row tiles x n tokens of accumulators: each load of activations serves m products and each line
 of weights n. Few tokens wait for memory, not for the units; they take more row tiles at once, for each is a stream that
@@ -8,7 +8,7 @@ same order in every block, so a row of the result has the same bits for any numb
 With `head_tiles`, `linear_*` takes as many matrices as there are heads, each with the x and to the columns of its own.
 
 Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input. Parameters:
-parameters.LINEAR. Twins: reference/linear.py.
+parameters.LINEAR. Reference: reference/linear.py.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated
 from .elementwise import fused_input
-from .products import asking, distance_of, product_of
+from .products import asking, distance_of, matmul_of
 
 FEW = 4
 """Tokens, and fewer, that go through several streams of weights (Isa.streams)."""
 
 
-def _product_f16(group, m, n):
+def _matmul_f16(group, m, n):
     ask, distance = asking(1), distance_of(64)
 
     @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_tile(n)
         for r in range(records):
             ask(w, distance(records - r, records, following), apart)
@@ -47,14 +47,14 @@ def _product_f16(group, m, n):
             x += 8
         return acc
 
-    return product
+    return matmul
 
 
-def _product_f32(group, m, n):
+def _matmul_f32(group, m, n):
     ask, distance = asking(1), distance_of(64)
 
     @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_tile(n)
         for r in range(records):
             ask(w, distance(records - r, records, following), apart)
@@ -63,7 +63,7 @@ def _product_f32(group, m, n):
             x += 4
         return acc
 
-    return product
+    return matmul
 
 
 @inline
@@ -80,7 +80,7 @@ def input_rows(rec, ctx, scratch):
 
 
 class Place(NamedTuple):
-    """What a product works on: its record, and addresses."""
+    """A product's instruction and addresses."""
 
     rec: int
     w: int
@@ -94,7 +94,7 @@ def in_blocks(steps):
     """Run steps over units of row tiles for all tokens, in the blocks that activations are interleaved in.
 
     `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending.
-    Where fewer units are left, two go through together, or one. A function takes (place, unit, t, units, how many units
+    If fewer units are left, two go through together, or one. A function takes (place, unit, t, units, how many units
     further the weights are that come next, how many units lie between two that go through together); `following` is
     the unit that comes behind the last one.
     """
@@ -138,10 +138,10 @@ def between(units, gap):
     return gap * min(units - 1, 1), gap * (min(units - 1, 2) & 2)
 
 
-def _rows(make_product, group, n):
+def _rows(make_matmul, group, n):
     """Row tiles for the n tokens from t on, as many as are computed together: product, bias, residual, store."""
     m = row_tiles(group, n)
-    product = make_product(group, m, n)
+    matmul = make_matmul(group, m, n)
 
     @inline
     def step(at, tile, t, tiles, following, gap):
@@ -153,7 +153,7 @@ def _rows(make_product, group, n):
         if heads:
             base += div_i64(tile, heads) * parameter(rec, LINEAR.head_x)
             to += div_i64(tile, heads) * parameter(rec, LINEAR.head_gap)
-        acc = product(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
+        acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
                       base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
                       following * size)
         if bits & FLAG_BIAS:
@@ -165,9 +165,9 @@ def _rows(make_product, group, n):
     return m, step
 
 
-def chunk_of_rows(make_product, group):
+def chunk_of_rows(make_matmul, group):
     """Make what computes row tiles tile .. end for all tokens; `following` is the tile that this thread takes next."""
-    return in_streams(in_blocks(of_heights(lambda n: _rows(make_product, group, n))), row_tiles(group, 1))
+    return in_streams(in_blocks(of_heights(lambda n: _rows(make_matmul, group, n))), row_tiles(group, 1))
 
 
 def in_streams(blocks, units):
@@ -205,7 +205,7 @@ def in_chunks(chunk_of):
     return run
 
 
-def _register_product(name, chunk_of):
+def _register_matmul(name, chunk_of):
     run_chunks = in_chunks(chunk_of)
 
     @kernel(name)
@@ -225,11 +225,11 @@ def _act(gate, up, n, kind, limit, out, stride):
         store_f32x16(out + row * stride, gated(load_f32x16(gate + 64 * row), load_f32x16(up + 64 * row), kind, limit))
 
 
-def _gated(make_product, group, n):
+def _gated(make_matmul, group, n):
     """Units of a gate and an up row tile for n tokens: both tiles of a unit at once, or m gates and then their ups."""
     m = row_tiles(group, n)
     together, parts = (1, 1) if m == 2 else (m, 2)
-    product = make_product(group, m, n)
+    matmul = make_matmul(group, m, n)
 
     @inline
     def step(at, unit, t, units, following, gap):
@@ -241,7 +241,7 @@ def _gated(make_product, group, n):
         pair, pairs = (1, 0) if parts == 1 else between(units, 2 * gap)
         for part in range(parts):
             left = 2 * following - part if part + 1 == parts else 1
-            acc = product(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
+            acc = matmul(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
                           scales, offsets, left * size)
             if flags(rec) & FLAG_BIAS:
                 acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
@@ -254,18 +254,18 @@ def _gated(make_product, group, n):
     return together, step
 
 
-def chunk_of_units(make_product, group):
+def chunk_of_units(make_matmul, group):
     """As `chunk_of_rows`, of units of two row tiles."""
-    return in_streams(in_blocks(of_heights(lambda n: _gated(make_product, group, n))), row_tiles(group, 1))
+    return in_streams(in_blocks(of_heights(lambda n: _gated(make_matmul, group, n))), row_tiles(group, 1))
 
 
-PRODUCTS = {
-    **{end: (product_of(row.name), group) for row in TYPES.values()
+MATMULS = {
+    **{end: (matmul_of(row.name), group) for row in TYPES.values()
        for end, group in zip(row.suffixes, row.groups, strict=False)},
-    "f16": (_product_f16, 0),
-    "f32": (_product_f32, 0),
+    "f16": (_matmul_f16, 0),
+    "f32": (_matmul_f32, 0),
 }
-"""What makes a product, and the group size, by the ends of kernels' names."""
-for _suffix, (_make_product, _group) in PRODUCTS.items():
-    _register_product(f"linear_{_suffix}", chunk_of_rows(_make_product, _group))
-    _register_product(f"gated_{_suffix}", chunk_of_units(_make_product, _group))
+"""Makers of products and group sizes, by the suffixes of kernel names."""
+for _suffix, (_make_matmul, _group) in MATMULS.items():
+    _register_matmul(f"linear_{_suffix}", chunk_of_rows(_make_matmul, _group))
+    _register_matmul(f"gated_{_suffix}", chunk_of_units(_make_matmul, _group))

@@ -4,7 +4,7 @@ In files of their own because only some architectures want them; the RMS norm th
 token, is in elementwise.py.
 
 Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias, 5 scalar. Parameters: parameters.ROWS. Flags: FLAG_CENTRED,
-FLAG_BIAS, FLAG_RESIDUAL, FLAG_SCALED. Twins: reference/norms.py.
+FLAG_BIAS, FLAG_RESIDUAL, FLAG_SCALED. Reference: reference/norms.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine can do: reads from memory, in order and scattered, and products from registers."""
+"""Limits of this machine: reads from memory, in order and scattered, and products from registers."""
 
 from __future__ import annotations
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from ..vector.fine import add_scaled, start_of_fine, zero_scaled
-from ..vector.forms import FORMS, is_fine
 from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products, zero_sums
 from ..vector.memory import prefetch
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
-from ..vector.pairs import add_sums, has_pair_sums, widen_pairs
+from ..vector.packed_formats import FORMS, is_fine
+from ..vector.pair_sums import add_sums, has_pair_sums, widen_pairs
 from ..vector.record import inline
 from ..vector.scalars import opaque
+from ..vector.small_groups import add_scaled, start_of_fine, zero_scaled
 from ..vector.targets import load_scales
 from ..vector.tiles import load_lines
 
 AHEAD = 4608
-"""Bytes between the weights in work and those asked for (whole records of them): 8 records of q4 in groups of 32. The
-hardware's prefetcher starts anew at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the time, of
-135M 1/1.13."""
+"""Bytes between the weights in work and those asked for (whole packed groups of them): 8 packed groups of q4 in groups
+of 32. The hardware's prefetcher restarts at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the
+time, of 135M 1/1.13."""
 
 
 @inline
@@ -28,7 +28,7 @@ def _leave(address, far, apart):
 
 @cache
 def asking(m):
-    """What asks for the lines of m row tiles that come `far` bytes behind an address."""
+    """Return a function that prefetches the lines of m row tiles `far` bytes behind an address."""
 
     @inline
     def ask(address, far, apart):
@@ -39,7 +39,7 @@ def asking(m):
 
 
 def _asking_lines(ask, lines):
-    """What asks for as many lines from an address on."""
+    """Return a function that prefetches as many lines from an address on."""
     if lines == 1:
         return ask
 
@@ -53,7 +53,7 @@ def _asking_lines(ask, lines):
 
 @cache
 def distance_of(record_bytes):
-    """How far ahead a record asks of `records`, with `left` of them to go and the next weights `following` bytes on."""
+    """Return a function that computes an instruction's prefetch distance."""
     near = (AHEAD + record_bytes // 2) // record_bytes
 
     @inline
@@ -64,7 +64,7 @@ def distance_of(record_bytes):
 
 
 def _finish(form, group, m):
-    """What adds a part's sums to the accumulators: times the scales, and the minima times the activations' sums."""
+    """Return a function that adds a part's sums to the accumulators: times scales, and minima times activation sums."""
     factors, minima, outer = form.factors_at(group), form.minima_at(group), form.outer_at(group)
     if is_fine(form):
         @inline
@@ -102,7 +102,8 @@ def _finish(form, group, m):
 
 @cache
 def _group_sums(name, group, m, n, ask):
-    """What adds up the products of a group, its lines from w on; activations go on 4 to a step and token."""
+    """Return a function that sums the products of a group, its lines from w on; activations advance 4 a step and token.
+    """
     form, start, paired = FORMS[name], start_of(name), paired_runs(name, group)
     run_bytes, runs, values = 64 * form.run_lines, form.group_runs(group), 4 * form.run_steps * n
     group_bytes = 64 * form.group_lines(group)
@@ -156,10 +157,11 @@ def _fine_sums(name, group, m, n, ask):
 
 
 def _all_parts(add_part, parts, values, n):
-    """What adds all parts of a record, whose activations are `values` bytes each; those of one token two by two.
+    """Return a function that adds all parts of an instruction, each with `values` bytes of activations; one token's in
+    pairs.
 
-    In a loop over single parts of four row tiles LLVM keeps an address for each row tile's codes, factors and what is
-    asked for, twice as many as there are registers; products of one token then take 1.1 times as long from a cache.
+    In a loop over single parts of four row tiles LLVM keeps an address for each row tile's codes, factors and
+    prefetches, twice as many as there are registers; products of one token then take 1.1 times as long from a cache.
     """
     @inline
     def one_by_one(acc, w, apart, x, scales, offsets, far):
@@ -184,7 +186,7 @@ def _all_parts(add_part, parts, values, n):
 
 
 @cache
-def product_packed(name, group, m, n, alone=False):
+def matmul_packed(name, group, m, n, alone=False):
     """Product of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
 
     Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
@@ -204,7 +206,7 @@ def product_packed(name, group, m, n, alone=False):
     add_parts = _all_parts(add_part, parts, values, n)
 
     @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
@@ -216,12 +218,12 @@ def product_packed(name, group, m, n, alone=False):
             w += record
         return in_rows(acc)
 
-    return product
+    return matmul
 
 
 @cache
-def product_int8(group, m, n, alone=False):
-    """As `product_packed`, of bytes."""
+def matmul_int8(group, m, n, alone=False):
+    """As `matmul_packed`, of bytes."""
     lines, ask, distance = group // 4, _leave if alone else asking(m), distance_of(32 * group + 64)
 
     @inline
@@ -237,7 +239,7 @@ def product_int8(group, m, n, alone=False):
     add_parts = _all_parts(add_part, 2, group * n, n)
 
     @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
@@ -249,9 +251,9 @@ def product_int8(group, m, n, alone=False):
             w += 128 * lines + 64
         return in_rows(acc)
 
-    return product
+    return matmul
 
 
-def product_of(name):
-    """What makes products with weights of a type: a function of group, m, n and `alone`."""
-    return partial(product_packed, name) if name in FORMS else product_int8
+def matmul_of(name):
+    """Return the maker of products for a type of weights: a function of group, m, n and `alone`."""
+    return partial(matmul_packed, name) if name in FORMS else matmul_int8

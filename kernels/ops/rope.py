@@ -5,7 +5,7 @@ dim), V in rows (f16, f32) or lines of 4 tokens x 16 dims (int8), and for int8 t
 rows, each in a plane of its own (abi.BLOCK_TOKENS). A scale is of one token and head: max|x| divided by 127.
 
 Operands: 0 qkv rows, 1 table (per position cos then sin, each padded to 16), 2 the layer's blocks, 3 q norm, 4 k norm.
-Twin: reference/rope.py.
+Reference: reference/rope.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..vector.memory import (
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ..vector.scalars import div_f32, div_i64
 from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
-from .attention_paths import block_parts, value_at
+from .attention.attention_paths import block_parts, value_at
 from .elementwise import norm_scale
 
 
@@ -89,7 +89,7 @@ def quantised(head, i, n, inverse):
 
 @inline
 def inverse_of(bits):
-    """1 / scale, or 0 where the scale is 0."""
+    """1 / scale, or 0 if the scale is 0."""
     scale = f32_from_f16_bits(bits)
     if bits == 0:
         return splat_f32(0.0)
@@ -98,7 +98,7 @@ def inverse_of(bits):
 
 @inline
 def slot_of(ctx, t, recent):
-    """Where K and V of token t are stored, by one of its sequence's block tables."""
+    """Return the slot of token t's K and V, by one of its sequence's block tables."""
     return load_i32(load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * t + TOKEN_SLOT + 4 * recent)
 
 

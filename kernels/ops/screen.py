@@ -1,16 +1,16 @@
-"""The output head where estimates of all logits are there: tiles in which none can be the largest keep the estimates.
+"""Output head with estimates of all logits: tiles that cannot hold the largest logit keep their estimates.
 
 An estimate is off by at most bound x reach, the bound of its row of the head and the reach of the input, which are the
-norms of two vectors (sparse/head.py makes the one, `reach` the other). `screen_maxima` finds the largest estimates of
-chunks. `screen_least` computes the tile of the largest one exactly: what its largest logit is, a logit must be able to
-reach. `head_*` computes the tiles of 16 rows in which one can, and copies the estimates of the others. So the largest
-logit is always that of the whole head, and has its bits.
+norms of two vectors (sparse/head.py computes the one, `reach` the other). `screen_maxima` finds the largest estimates
+of chunks. `screen_least` computes the tile of the largest one exactly: a logit must be able to reach the largest logit
+of that tile. `head_*` computes the tiles of 16 rows in which one can, and copies the estimates of the others. So the
+largest logit is always that of the whole head, and has its bits.
 
-This goes for rows of decoded tokens whose draw allows it (abi.DRAW_SCREEN), each by itself; of all others every logit
-is computed.
+This applies to rows of decoded tokens whose sample spec allows it (abi.SAMPLE_SCREEN), each by itself; for all others
+every logit is computed.
 
 Operands: 0 weights, 1 x, 2 out, 3 estimates, 4 bounds, 5 work, 6 low (the input as the estimates' factors have it, in
-f32), 7 scratch. Parameters: parameters.SCREEN. Twins: reference/screen.py.
+f32), 7 scratch. Parameters: parameters.SCREEN. Reference: reference/screen.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 from edgeinfer.quant import TYPES
 
 from ..abi import (
-    COUNT_DRAWS,
+    COUNT_SAMPLES,
     CTX_OUTPUTS,
-    DRAW_CHUNK,
-    DRAW_SCREEN,
     ROLE_DECODE,
+    SAMPLE_CHUNK,
+    SAMPLE_SCREEN,
     SCREEN_LEAST,
     SCREEN_MAXIMA,
     SCREEN_REACH,
@@ -50,10 +50,10 @@ from ..vector.record import claim, count, inline, operand, parameter, token
 from ..vector.scalars import div_i64, f32_from_bits, sqrt_f32
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
-from .draw import draw_of
 from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
-from .neuron_parts import q8_block
-from .products import product_of
+from .neuron_ffn.neuron_parts import q8_block
+from .products import matmul_of
+from .sampling.draw import sample_spec_of
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
@@ -65,11 +65,11 @@ _ALL = 0xFFFF
 @inline
 def screened(ctx, r):
     """Whether estimates are enough for row r."""
-    draw = draw_of(ctx, r)
-    if draw == 0:
+    spec = sample_spec_of(ctx, r)
+    if spec == 0:
         return False
     last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
-    return load_i64(draw + DRAW_SCREEN) != 0 and token(ctx, last, TOKEN_ROLE) == ROLE_DECODE
+    return load_i64(spec + SAMPLE_SCREEN) != 0 and token(ctx, last, TOKEN_ROLE) == ROLE_DECODE
 
 
 @inline
@@ -83,16 +83,16 @@ def inside(v, i, vocab_size):
 @kernel("screen_maxima")
 def screen_maxima(rec, ctx, tid, n_threads):
     """The largest estimate of each chunk."""
-    vocab_size, rows = parameter(rec, SCREEN.vocab_size), count(ctx, COUNT_DRAWS)
-    chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
+    vocab_size, rows = parameter(rec, SCREEN.vocab_size), count(ctx, COUNT_SAMPLES)
+    chunks = div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)
     unit = claim(ctx)
     while unit < rows * chunks:
         r = div_i64(unit, chunks)
         chunk = unit - r * chunks
         if screened(ctx, r):
             estimates = operand(rec, ctx, 3) + r * parameter(rec, SCREEN.out_stride)
-            top, first = splat_f32(-_INFINITY), chunk * DRAW_CHUNK
-            for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
+            top, first = splat_f32(-_INFINITY), chunk * SAMPLE_CHUNK
+            for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
                 top = vmax(top, inside(load_f32x16(estimates + 4 * i), i, vocab_size))
             store_f32(operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride) + SCREEN_MAXIMA + 4 * chunk,
                       max_lanes(top))
@@ -104,12 +104,12 @@ def screen_maxima(rec, ctx, tid, n_threads):
 def best_tile(estimates, maxima, vocab_size):
     """The first tile that holds the largest estimate."""
     best, chosen = load_f32(maxima), 0
-    for chunk in range(1, div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)):
+    for chunk in range(1, div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)):
         top = load_f32(maxima + 4 * chunk)
         if top > best:
             best, chosen = top, chunk
-    first = chosen * DRAW_CHUNK
-    for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
+    first = chosen * SAMPLE_CHUNK
+    for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
         if max_lanes(inside(load_f32x16(estimates + 4 * i), i, vocab_size)) == best:
             return i >> 4
     return first >> 4  # where one is NaN
@@ -117,9 +117,9 @@ def best_tile(estimates, maxima, vocab_size):
 
 @inline
 def reach(low, width, rank):
-    """What all bounds are multiplied by: the norm of 1, of low, and of the most that its first values are rounded by.
+    """Return the factor of all bounds: the norm of 1, of low, and of the largest rounding errors of its first values.
 
-    It is taken a thousandth too large, so that what is added up here in f32 is above the sum in real numbers.
+    It is a thousandth too large, so that the sum in f32 is above the sum in real numbers.
     """
     total, errors = splat_f32(0.0), splat_f32(0.0)
     for i in range(0, width, 16):
@@ -135,14 +135,14 @@ def reach(low, width, rank):
     return first_lane(splat_f32(sqrt_f32(first_lane(squares))) * splat_f32(1.001))
 
 
-def _alone(make_product, group, n):
-    """What leaves a tile's logits of a block of n tokens in scratch, 64 bytes a token."""
-    product = make_product(group, 1, n, alone=True)
+def _alone(make_matmul, group, n):
+    """Return a function that leaves a tile's logits of a block of n tokens in scratch, 64 bytes a token."""
+    matmul = make_matmul(group, 1, n, alone=True)
 
     @inline
     def compute(rec, w, base, tile, scratch):
         size = parameter(rec, SCREEN.tile_bytes)
-        acc = product(w + tile * size, (0, 0), parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
+        acc = matmul(w + tile * size, (0, 0), parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
                       base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets), 0)
         store_block(1, acc, scratch, 64)
 
@@ -169,8 +169,8 @@ def _of_block(steps, single):
     return run
 
 
-def _register_least(name, make_product, group):
-    of_block = _of_block([(n, _alone(make_product, group, n)) for n in token_tiles()], _alone(make_product, group, 1))
+def _register_least(name, make_matmul, group):
+    of_block = _of_block([(n, _alone(make_matmul, group, n)) for n in token_tiles()], _alone(make_matmul, group, 1))
 
     @inline
     def exact(rec, w, x, r, tokens, tile, scratch):
@@ -184,7 +184,7 @@ def _register_least(name, make_product, group):
         scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
         vocab_size, tokens = parameter(rec, SCREEN.vocab_size), count(ctx, parameter(rec, SCREEN.rows))
         r = claim(ctx)
-        while r < count(ctx, COUNT_DRAWS):
+        while r < count(ctx, COUNT_SAMPLES):
             work = operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride)
             least, far = first_lane(splat_f32(-_INFINITY)), first_lane(splat_f32(0.0))
             if screened(ctx, r):
@@ -203,20 +203,20 @@ def _register_least(name, make_product, group):
 class Estimated(NamedTuple):
     """A product, and addresses of what tells which of its tiles matter."""
 
-    product: Place
+    matmul: Place
     estimates: int
     bounds: int
     work: int
 
 
-def _step(make_product, group, n):
+def _step(make_matmul, group, n):
     """A tile for a block of n tokens: computed for those that may have their largest logit in it."""
-    compute = _alone(make_product, group, n)
+    compute = _alone(make_matmul, group, n)
 
     @inline
     def step(at, tile, t, tiles, following, gap):
-        rec, out, estimates, bounds = at.product.rec, at.product.out, at.estimates, at.bounds
-        scratch, stride, wanted = at.product.scratch, parameter(rec, SCREEN.out_stride), 0
+        rec, out, estimates, bounds = at.matmul.rec, at.matmul.out, at.estimates, at.bounds
+        scratch, stride, wanted = at.matmul.scratch, parameter(rec, SCREEN.out_stride), 0
         for j in range(n):
             row, place = at.work + (t + j) * parameter(rec, SCREEN.work_stride), (t + j) * stride + 64 * tile
             estimate = load_f32x16(estimates + place)
@@ -227,7 +227,7 @@ def _step(make_product, group, n):
             else:
                 wanted |= 1 << j
         if wanted:
-            compute(rec, at.product.w, at.product.x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
+            compute(rec, at.matmul.w, at.matmul.x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
             for j in range(n):
                 if wanted >> j & 1:
                     store_f32x16(out + (t + j) * stride + 64 * tile, load_f32x16(scratch + 64 * j))
@@ -235,20 +235,20 @@ def _step(make_product, group, n):
     return 1, step
 
 
-def _register_head(name, make_product, group):
-    screened_tokens = in_blocks(of_heights(lambda n: _step(make_product, group, n)))
-    whole_chunks = in_chunks(chunk_of_rows(make_product, group))
+def _register_head(name, make_matmul, group):
+    screened_tokens = in_blocks(of_heights(lambda n: _step(make_matmul, group, n)))
+    whole_chunks = in_chunks(chunk_of_rows(make_matmul, group))
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
         scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
-        product = Place(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), 0, scratch)
+        matmul = Place(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), 0, scratch)
         tokens, tiles = count(ctx, parameter(rec, SCREEN.rows)), parameter(rec, SCREEN.tiles)
         chunk = parameter(rec, SCREEN.chunk)
-        if count(ctx, COUNT_DRAWS) == 0:  # nobody has made estimates
-            whole_chunks(product, ctx, tiles, chunk, tokens)
+        if count(ctx, COUNT_SAMPLES) == 0:  # nobody has made estimates
+            whole_chunks(matmul, ctx, tiles, chunk, tokens)
             return 0
-        at = Estimated(product, operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5))
+        at = Estimated(matmul, operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5))
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):
@@ -259,5 +259,5 @@ def _register_head(name, make_product, group):
 
 for _row in TYPES.values():
     for _end, _group in zip(_row.suffixes, _row.groups, strict=False) if _row.simple else ():
-        _register_least(f"screen_least_{_end}", product_of(_row.name), _group)
-        _register_head(f"head_{_end}", product_of(_row.name), _group)
+        _register_least(f"screen_least_{_end}", matmul_of(_row.name), _group)
+        _register_head(f"head_{_end}", matmul_of(_row.name), _group)

@@ -1,7 +1,7 @@
-"""What records share that find in slots of memory what a walk wants, and have the rest read: neurons and experts.
+"""Slots in memory for data that a pass needs and reads from storage: shared by instructions of neurons and of experts.
 
-Reads are posted to the readers of stream.py, and what waits for them waits for tickets; neuron_resolve.py says why that
-is safe.
+Reads are posted to the readers of stream.py, and their users wait for events; neuron_ffn/neuron_resolve.py explains
+why that is safe.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..abi import (
     PIECE_OFFSET,
     PIECE_PART,
     PIECE_TO,
+    STREAM_EVENTS,
     STREAM_FAILED,
     STREAM_N_PIECES,
     STREAM_PARTS,
     STREAM_PIECES,
     STREAM_RELEASED,
-    STREAM_TICKETS,
 )
 from ..vector.memory import load_i64, store_i64
 from ..vector.record import inline
@@ -44,18 +44,18 @@ def post_piece(stream, part, offset, length, least, to):
 
 @inline
 def hold(stream, first, n):
-    """Let no reader redeem these n tickets from now on."""
+    """Let no reader redeem these n completion events from now on."""
     for part in range(first, first + n):
         atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
-        atomic_store(load_i64(stream + STREAM_TICKETS) + 8 * part, 0)
+        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * part, 0)
 
 
 @inline
 def let_go(ctx, stream, first, n):
-    """Redeem those of n tickets of which nothing is under way; after a read that failed nothing will come."""
+    """Redeem those of n completion events of which nothing is under way; after a read that failed nothing will come."""
     for part in range(first, first + n):
-        ticket = load_i64(stream + STREAM_TICKETS) + 8 * part
+        event = load_i64(stream + STREAM_EVENTS) + 8 * part
         if atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, -1) == 1:
-            redeem(ctx, ticket, 1)
+            redeem(ctx, event, 1)
         if atomic_load(stream + STREAM_FAILED):
-            redeem(ctx, ticket, -1)
+            redeem(ctx, event, -1)

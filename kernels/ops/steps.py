@@ -1,7 +1,7 @@
-"""Several steps of decoding in one walk: the token that was drawn from each row becomes the next one of its sequence.
+"""Several steps of decoding in one forward pass: the token sampled from each row becomes the next one of its sequence.
 
-Between two walks Python describes the next one and turns tokens into text, with caches that the weights have emptied:
-a tenth of the time of a small model's token. Where nobody needs to look in between, the walk begins anew by itself.
+Between two passes Python describes the next one and turns tokens into text, with caches that the weights have emptied:
+a tenth of the time of a small model's token. If Python is not needed in between, the pass starts its next step itself.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from ..abi import (
     BLOCK_TOKENS,
     COUNT_TOKENS,
     CTX_CHOSEN,
-    CTX_DRAWS,
+    CTX_SAMPLES,
     CTX_SEQUENCES,
     CTX_STEPS,
     CTX_TOKENS,
-    DRAW_EDITS,
-    DRAW_ENDS,
-    DRAW_FREQUENCY,
-    DRAW_N_EDITS,
-    DRAW_N_ENDS,
-    DRAW_PRESENCE,
-    DRAW_REPETITION,
-    DRAW_TOKEN,
     EDIT_BIAS,
     EDIT_BYTES,
     EDIT_COUNT,
     EDIT_TOKEN,
     MOST_STEPS,
+    SAMPLE_EDITS,
+    SAMPLE_ENDS,
+    SAMPLE_FREQUENCY,
+    SAMPLE_N_EDITS,
+    SAMPLE_N_ENDS,
+    SAMPLE_PRESENCE,
+    SAMPLE_REPETITION,
+    SAMPLE_TOKEN,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
     TOKEN_BASE,
@@ -41,23 +41,23 @@ from ..vector.record import count, inline
 
 
 @inline
-def drawn_token(ctx, r):
-    """The token that was drawn for row r; -1 where none was, or where it ends its text."""
-    draw = load_i64(load_i64(ctx + CTX_DRAWS) + 8 * r)
-    token, ends = load_i64(draw + DRAW_TOKEN), load_i64(draw + DRAW_ENDS)
-    for i in range(load_i64(draw + DRAW_N_ENDS)):
+def sampled_token(ctx, r):
+    """The token that was sampled for row r; -1 if none was, or where it ends its text."""
+    spec = load_i64(load_i64(ctx + CTX_SAMPLES) + 8 * r)
+    token, ends = load_i64(spec + SAMPLE_TOKEN), load_i64(spec + SAMPLE_ENDS)
+    for i in range(load_i64(spec + SAMPLE_N_ENDS)):
         if load_i64(ends + 8 * i) == token:
             return -1
     return token
 
 
 @inline
-def note(draw, token):
+def note(spec, token):
     """Count a generated token among those that have a penalty, as `Sampler.accept` does."""
-    if load_f64(draw + DRAW_REPETITION) == 1.0 and load_f64(draw + DRAW_PRESENCE) == 0.0 \
-            and load_f64(draw + DRAW_FREQUENCY) == 0.0:
+    if load_f64(spec + SAMPLE_REPETITION) == 1.0 and load_f64(spec + SAMPLE_PRESENCE) == 0.0 \
+            and load_f64(spec + SAMPLE_FREQUENCY) == 0.0:
         return
-    edit, n = load_i64(draw + DRAW_EDITS), load_i64(draw + DRAW_N_EDITS)
+    edit, n = load_i64(spec + SAMPLE_EDITS), load_i64(spec + SAMPLE_N_EDITS)
     end = edit + EDIT_BYTES * n
     while edit < end and load_i32(edit + EDIT_TOKEN) != token:
         edit += EDIT_BYTES
@@ -65,14 +65,14 @@ def note(draw, token):
         store_i32(edit + EDIT_TOKEN, token)
         store_i32(edit + EDIT_COUNT, 0)
         store_i32(edit + EDIT_BIAS, 0)
-        store_i64(draw + DRAW_N_EDITS, n + 1)
+        store_i64(spec + SAMPLE_N_EDITS, n + 1)
     store_i32(edit + EDIT_COUNT, max(load_i32(edit + EDIT_COUNT), 0) + 1)
 
 
 @inline
 def go_on(ctx, r, token, left):
     """Describe the next step of sequence r, whose token and row of logits have that number too."""
-    note(load_i64(load_i64(ctx + CTX_DRAWS) + 8 * r), token)
+    note(load_i64(load_i64(ctx + CTX_SAMPLES) + 8 * r), token)
     store_i64(load_i64(ctx + CTX_CHOSEN) + 8 * (MOST_STEPS * r + left), token)
     entry = load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * r
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * r
@@ -93,9 +93,9 @@ def take_step(ctx):
     if left <= 0:
         return False
     for r in range(sequences):
-        if drawn_token(ctx, r) < 0:
+        if sampled_token(ctx, r) < 0:
             return False
     store_i64(ctx + CTX_STEPS, left - 1)
     for r in range(sequences):
-        go_on(ctx, r, drawn_token(ctx, r), left)
+        go_on(ctx, r, sampled_token(ctx, r), left)
     return True

@@ -1,25 +1,25 @@
-"""Reading weights ahead of use: threads that live in `reader`, and the record that gives a buffer back to them.
+"""Reading of weights ahead of use: threads that run `reader`, and the instruction that returns a buffer to them.
 
-Readers claim pieces of the file in the order in which walks use them, round after round, and read each as soon as its
-part's buffer is free: when the part that lay there before was released. Whoever reads the last piece of a part redeems
-its ticket. So the storage is never idle but while all buffers wait to be used, and no call into Python and no lock lies
-between two reads. `edgeinfer/runtime/stream.py` writes the tables, and sets the readers to another part where a walk
-does not begin with the one that comes next.
+Readers claim pieces of the file in the order in which passes use them, round after round, and read each as soon as its
+part's buffer is free: when the part that lay there before was released. The reader of a part's last piece redeems its
+event. So the storage is idle only while all buffers wait to be used, and there is no call into Python and no lock
+between two reads. `edgeinfer/runtime/weights/stream.py` writes the tables, and moves the readers to another part if a
+forward pass does not begin with the one that comes next.
 
-Neurons that a token wants (STREAM_QUEUE) are read by the same threads: records post pieces, which are claimed in that
-order; `neuron_resolve.py` says why that is safe.
+Neurons that a token needs (STREAM_QUEUE) are read by the same threads: instructions post pieces, which are claimed in
+that order; `neuron_ffn/neuron_resolve.py` explains why that is safe.
 
-Why no part is overwritten while it is used, and nothing is used before it is there:
+No part is overwritten while it is used, and nothing is used before it is there, because:
 
-* `stream_release` is a record behind the last one that uses a part: all threads have passed the barrier. It sets the
-  ticket to 0 before it counts the release, and a reader looks at the count before it writes into the buffer.
-* It waits for the ticket itself. So a part whose records were all skipped is released only when all of it was read, and
-  no read of a round is left over in the next.
-* A piece is claimed by one reader, and PART_LEFT counts them down: the ticket is redeemed behind the last read.
-* Readers are set to another part only while all of them are parked. A parked reader holds no claim; it counts itself
+* `stream_release` is an instruction after the last one that uses a part: all threads have passed the barrier. It sets
+  the event to 0 before it counts the release, and a reader looks at the count before it writes into the buffer.
+* It waits for the event itself. So a part whose instructions were all skipped is released only when all of it was
+  read, and no read of a round is left over in the next.
+* A piece is claimed by one reader, and PART_LEFT counts them down: the completion event is set after the last read.
+* Readers are moved to another part only while all of them are parked. A parked reader holds no claim; it counts itself
   as busy again before it looks at the state.
-* After a read that failed, all pending tickets say that nothing will come, so a walk ends at the first part that is
-  not there, whichever reader gave up what it had claimed.
+* After a failed read, all pending events say that nothing will come, so a forward pass ends at the first missing part,
+  whichever reader gave up its claim.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ..abi import (
     STREAM_BUSY,
     STREAM_DROP,
     STREAM_ENDS,
+    STREAM_EVENTS,
     STREAM_FAILED,
     STREAM_FILE,
     STREAM_GATE,
@@ -56,7 +57,6 @@ from ..abi import (
     STREAM_RELEASED,
     STREAM_RUNS,
     STREAM_STATE,
-    STREAM_TICKETS,
 )
 from ..registry import kernel
 from ..vector.memory import load_i32, load_i64, store_i64
@@ -72,33 +72,33 @@ _EVERYONE = 2**31 - 1
 
 @inline
 def reads(stream):
-    """Whether readers may go on: nobody has paused or ended them, and no read has failed."""
+    """Whether readers may go on: they were not paused or ended, and no read has failed."""
     return atomic_load(stream + STREAM_STATE) == STREAM_RUNS and atomic_load(stream + STREAM_FAILED) == 0
 
 
 @inline
-def redeem(ctx, ticket, value):
-    """Set a ticket and wake the thread that may sleep there."""
-    atomic_store(ticket, value)
+def redeem(ctx, event, value):
+    """Set a completion event and wake the thread that may sleep there."""
+    atomic_store(event, value)
     futex = load_i64(ctx + CTX_HOST_FUTEX)
     if futex:
-        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), ticket, FUTEX_WAKE_PRIVATE, _EVERYONE, 0, 0)
+        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), event, FUTEX_WAKE_PRIVATE, _EVERYONE, 0, 0)
 
 
 @inline
 def fail(ctx, stream, number):
     """Say that a piece could not be read: nothing pending will come."""
     atomic_store(stream + STREAM_FAILED, 1 + number)
-    tickets, part = load_i64(stream + STREAM_TICKETS), 0
+    events, part = load_i64(stream + STREAM_EVENTS), 0
     while part < load_i64(stream + STREAM_N_PARTS):
-        if atomic_load(tickets + 8 * part) == 0:
-            redeem(ctx, tickets + 8 * part, -1)
+        if atomic_load(events + 8 * part) == 0:
+            redeem(ctx, events + 8 * part, -1)
         part += 1
 
 
 @inline
 def fetch(ctx, stream, number):
-    """Read one piece; the last one of a part redeems its ticket."""
+    """Read one piece; the last one of a part redeems its completion event."""
     piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * number
     to, length, offset = load_i64(piece + PIECE_TO), load_i64(piece + PIECE_LENGTH), load_i64(piece + PIECE_OFFSET)
     least, got, tries, file = load_i64(piece + PIECE_LEAST), 0, 0, load_i64(stream + STREAM_FILE)
@@ -115,7 +115,7 @@ def fetch(ctx, stream, number):
     row = load_i64(stream + STREAM_PARTS) + PART_BYTES * part
     if atomic_add(row + PART_LEFT, -1) == 1:
         store_i64(row + PART_LEFT, load_i64(row + PART_PIECES))
-        redeem(ctx, load_i64(stream + STREAM_TICKETS) + 8 * part, 1)
+        redeem(ctx, load_i64(stream + STREAM_EVENTS) + 8 * part, 1)
 
 
 @inline
@@ -173,7 +173,7 @@ def stream_release(rec, ctx, tid, n_threads):
     """Give the buffer of a part back to the readers: all threads are done with it."""
     if tid == 0:
         stream = load_i64(ctx + CTX_STREAM)
-        atomic_store(load_i64(stream + STREAM_TICKETS) + 8 * load_i32(rec + REC_PARAMETERS), 0)
+        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * load_i32(rec + REC_PARAMETERS), 0)
         atomic_add(stream + STREAM_RELEASED, 1)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     return 0

@@ -1,7 +1,7 @@
 """Operations on single values of rows: activations without a gate, scales, soft caps; and learned positions.
 
-Operands of `activate`: 0 rows, in place, 1 what they are multiplied by (FLAG_TIMES). Parameters: parameters.VALUES. Of
-`add_positions`: 0 rows, in place, 1 table; parameters.POSITIONS. Twins: reference/values.py.
+Operands of `activate`: 0 rows, in place, 1 factors (FLAG_TIMES). Parameters: parameters.VALUES. Of `add_positions`:
+0 rows, in place, 1 table; parameters.POSITIONS. Reference: reference/values.py.
 """
 
 from __future__ import annotations

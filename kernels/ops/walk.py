@@ -1,32 +1,32 @@
-"""The executor's inner half: threads walk the program together, without the GIL and without Python.
+"""The executor's inner half: threads run the program together, without the GIL and without Python.
 
-Thread 0 of a walk is its caller, within `submit`, or the helper, while the caller waits in `wait` with a time limit, so
-that Python stays able to see Ctrl-C. The others are the crew, who take part in all walks but those of one thread.
-`worker` is the life of helper and crew: wait at the gate for the next walk, run the record that CTX_FIRST names, meet
-at the barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end).
+Thread 0 of a pass is its caller, within `submit`, or the helper, while the caller waits in `wait` with a time limit, so
+that Python can still handle Ctrl-C. The others are the crew, which takes part in all passes except those of one thread.
+`worker` is the life of helper and crew: wait at the gate for the next pass, run the instruction that CTX_FIRST names,
+meet at the barrier, where the last thread to arrive decides for all what comes next (skip, cancel, error, end).
 
-Who waits at a gate spins for CTX_SPINS turns, longer than waking a thread takes, then sleeps in a futex. At the barrier
-a wait in vain halves the turns of the next ones and a wait in time doubles them: where the thread that is waited for
-needs this very core, spinning only keeps it away. But turns that are shorter than a wake-up feed themselves: everyone
-who sleeps comes late to the next barrier, where the others then sleep. So all turns are tried again after some waits in
-vain, and stay if that was in time. Where there is no futex, threads give the core away within a walk and take naps
-between walks.
+A thread that waits at a gate spins for CTX_SPINS turns, longer than waking a thread takes, then sleeps in a futex. At
+the barrier a futile wait halves the turns of the next ones and a timely one doubles them: if the awaited thread needs
+this very core, spinning only keeps it away. But turns shorter than a wake-up are self-perpetuating: every thread that
+slept arrives late at the next barrier, where the others then sleep. So the full number of turns is tried again after
+some futile waits, and kept if that was in time. Without a futex, threads yield the core within a pass and take naps
+between forward passes.
 
-Why no thread is stranded and none runs a record twice:
+No thread is stranded and none runs an instruction twice, because:
 
-* CREW changes once for each walk of all threads. FIRST is written before it and stays until that walk is over, which
-  takes the whole crew: so each takes part in each such walk exactly once, however late it looks. The same goes for
-  HELPER and the helper.
+* CREW changes once for each pass of all threads. FIRST is written before it and stays until that pass is over, which
+  takes the whole crew: so each thread takes part in each such pass exactly once, however late it looks. The same holds
+  for HELPER and the helper.
 * GENERATION holds the number of the barrier and what comes after it in one word, written by the last thread at the
-  barrier while all others wait there. While a walk lasts, nobody who takes part can miss a barrier. A thread that is
-  slow to leave the last one may: the helper, after which the caller has become thread 0 of the next walk. It finds
-  another number than the next and so knows that its walk is over. Walks of one thread leave GENERATION alone.
-* DONE is written after GENERATION; the next `submit` comes after DONE, also where the caller takes part, so ctx and
-  tables change only while nobody reads them and no thread that was slow to write DONE takes it back.
-* A thread that waits counts itself as a sleeper, looks at the word again, and sleeps if the futex finds it unchanged
-  too; whoever changes the word looks at the sleepers after that. One of the two sees the other: no wake-up is lost.
-* `submit` writes EPOCH, then looks at STOP; who ends the threads writes STOP, then (in `wait`, behind an atomic
-  addition) looks at EPOCH. Either no walk begins or its end is waited for, and only then the gates get their -1.
+  barrier while all others wait there. During a pass no participant can miss a barrier. A thread that is slow to leave
+  the last one may: the helper, after which the caller has become thread 0 of the next pass. It finds a number other
+  than the next and so knows that its forward pass is over. Forward passes of one thread leave GENERATION alone.
+* DONE is written after GENERATION; the next `submit` comes after DONE, even if the caller takes part, so ctx and
+  tables change only while no thread reads them, and no thread that was slow to write DONE takes it back.
+* A waiting thread counts itself as a sleeper, looks at the word again, and sleeps if the futex finds it unchanged too;
+  a thread that changes the word looks at the sleepers after that. One of the two sees the other: no wake-up is lost.
+* `submit` writes EPOCH, then looks at STOP; closing writes STOP, then (in `wait`, after an atomic addition) looks at
+  EPOCH. Either no forward pass begins or its end is waited for, and only then the gates get their -1.
 * Plain stores (tables, counts, FIRST, ACTIVE, WORK, ARRIVED) come before an atomic store (CREW, HELPER, GENERATION,
   DONE) that their readers load first, which orders them on ARM as well.
 """
@@ -46,6 +46,8 @@ from ..abi import (
     CTX_END,
     CTX_EPOCH,
     CTX_ERROR,
+    CTX_EVENT_TIME,
+    CTX_EVENTS,
     CTX_FIRST,
     CTX_FUTEX_NUMBER,
     CTX_GENERATION,
@@ -61,18 +63,16 @@ from ..abi import (
     CTX_SCRATCH,
     CTX_SPINS,
     CTX_STOP,
-    CTX_TICKET_TIME,
-    CTX_TICKETS,
     CTX_TURNS,
     CTX_VAIN,
     CTX_WAITED,
     CTX_WORK,
+    EVENT_FAILED,
     GATE_SLEEPERS,
+    INSTRUCTION_BYTES,
+    REC_EVENT,
     REC_KERNEL,
     REC_PREDICATES,
-    REC_TICKET,
-    RECORD_BYTES,
-    TICKET_FAILED,
 )
 from ..registry import kernel
 from ..vector.memory import load_i32, load_i64, store_i64
@@ -84,7 +84,7 @@ FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 LEAST_RETRY, MOST_RETRY = 16, 256
 _EVERYONE = 2**31 - 1
 _LOW = 0xFFFFFFFF
-"""What a futex compares: the low half of a word."""
+"""Part of a word that a futex compares: its low half."""
 
 
 @inline
@@ -108,7 +108,7 @@ def await_change(ctx, gate, seen, turns):
             left -= 1
             pause()
         else:
-            atomic_add(gate + GATE_SLEEPERS, 1)  # before the last look: whoever changes the word looks here after
+            atomic_add(gate + GATE_SLEEPERS, 1)  # before the last look: a thread that changes the word looks here after
             if atomic_load(gate) == seen:
                 sleep_on(ctx, gate, seen, 0)
             atomic_add(gate + GATE_SLEEPERS, -1)
@@ -137,7 +137,7 @@ def await_barrier(ctx, seen):
 
 @inline
 def change(ctx, gate, value):
-    """Give the gate another value and wake whoever sleeps there."""
+    """Give the gate another value and wake its sleepers."""
     atomic_store(gate, value)
     if atomic_load(gate + GATE_SLEEPERS):
         futex = load_i64(ctx + CTX_HOST_FUTEX)
@@ -147,13 +147,13 @@ def change(ctx, gate, value):
 
 @inline
 def holds(ctx, predicate):
-    """Whether a predicate lets its record run."""
+    """Whether a predicate lets its instruction run."""
     return predicate == 0 or load_i64(ctx + CTX_COUNTS + 8 * (predicate - 1)) != 0
 
 
 @inline
 def halted(ctx):
-    """Whether the walk is to end before its last record."""
+    """Whether the forward pass is to end before its last instruction."""
     return atomic_load(ctx + CTX_CANCEL) or atomic_load(ctx + CTX_ERROR) or atomic_load(ctx + CTX_STOP)
 
 
@@ -176,11 +176,11 @@ def clock(ctx):
 
 @inline
 def runnable(ctx, pc):
-    """The record after `pc` that no count skips, or -1."""
-    records = load_i64(ctx + CTX_END)
+    """The instruction after `pc` that no count skips, or -1."""
+    instructions = load_i64(ctx + CTX_END)
     pc += 1
-    while pc < records:
-        rec = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
+    while pc < instructions:
+        rec = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
         if holds(ctx, load_i32(rec + REC_PREDICATES)) and holds(ctx, load_i32(rec + REC_PREDICATES + 4)):
             return pc
         pc += 1
@@ -188,30 +188,30 @@ def runnable(ctx, pc):
 
 
 @inline
-def ticket(ctx, pc):
-    """Address of the ticket that record `pc` waits for, or 0."""
-    number = load_i32(load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc + REC_TICKET)
-    return load_i64(ctx + CTX_TICKETS) + 8 * (number - 1) if number else 0
+def event(ctx, pc):
+    """Address of the completion event that instruction `pc` waits for, or 0."""
+    number = load_i32(load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc + REC_EVENT)
+    return load_i64(ctx + CTX_EVENTS) + 8 * (number - 1) if number else 0
 
 
 @inline
-def await_ticket(ctx, word):
-    """Wait until a ticket is no longer pending, or the walk is to end; the time is added to CTX_WAITED."""
+def await_event(ctx, word):
+    """Wait until an event is no longer pending, or the forward pass is to end; the time is added to CTX_WAITED."""
     if atomic_load(word) == 0:
         timed = load_i64(ctx + CTX_HOST_CLOCK) != 0
         began = now(ctx) if timed else 0
         while atomic_load(word) == 0 and not halted(ctx):
-            sleep_on(ctx, word, 0, ctx + CTX_TICKET_TIME)  # whoever wants the walk to end does not wake us: look again
+            sleep_on(ctx, word, 0, ctx + CTX_EVENT_TIME)  # a request to end the pass does not wake us: look again
         if timed:
             store_i64(ctx + CTX_WAITED, load_i64(ctx + CTX_WAITED) + now(ctx) - began)
 
 
 @inline
-def next_record(ctx, pc):
-    """The record after `pc` that is to run, or -1; called by one thread while the others wait.
+def next_instruction(ctx, pc):
+    """The instruction after `pc` that is to run, or -1; called by one thread while the others wait.
 
-    A record with a ticket runs only on data that came while the walk was wanted: whatever ends the walk during the wait
-    wins over a ticket that is redeemed at the same time.
+    An instruction with an event runs only on data that came while the pass was wanted: whatever ends the pass during
+    the wait wins over a completion event that is redeemed at the same time.
     """
     if halted(ctx):
         return -1
@@ -220,33 +220,33 @@ def next_record(ctx, pc):
         following = runnable(ctx, load_i64(ctx + CTX_BEGIN) - 1)
     if following < 0:
         return -1
-    word = ticket(ctx, following)
+    word = event(ctx, following)
     if word == 0:
         return following
-    await_ticket(ctx, word)
+    await_event(ctx, word)
     if halted(ctx):
         return -1
     if atomic_load(word) < 0:
-        atomic_store(ctx + CTX_ERROR, TICKET_FAILED - following)
+        atomic_store(ctx + CTX_ERROR, EVENT_FAILED - following)
         return -1
     return following
 
 
 @inline
 def advance(ctx, pc):
-    """Decide what comes after record `pc`, or -1; called by one thread while the others wait."""
+    """Decide what comes after instruction `pc`, or -1; called by one thread while the others wait."""
     profile = load_i64(ctx + CTX_PROFILE)
     if profile:
         passed = clock(ctx)
         if pc >= 0:
             store_i64(profile + 8 * pc, load_i64(profile + 8 * pc) + passed)
     store_i64(ctx + CTX_WORK, 0)
-    return next_record(ctx, pc)
+    return next_instruction(ctx, pc)
 
 
 @inline
 def meet(ctx, pc, n_threads):
-    """Wait for all threads to end record `pc`; returns what comes next, which the last to arrive decides."""
+    """Wait for all threads to end instruction `pc`; returns what comes next, which the last to arrive decides."""
     if n_threads == 1:
         following, epoch = advance(ctx, pc), load_i64(ctx + CTX_EPOCH)
     else:
@@ -264,14 +264,14 @@ def meet(ctx, pc, n_threads):
 
 
 @inline
-def walk(ctx, tid, n_threads):
-    """Take part in a walk until its end."""
+def forward(ctx, tid, n_threads):
+    """Take part in a forward pass until its end."""
     pc = load_i64(ctx + CTX_FIRST)
-    if pc < 0:  # its ticket is waited for as at a barrier, not by `submit`: Python would not see Ctrl-C meanwhile
+    if pc < 0:  # its event is waited for as at a barrier, not by `submit`: Python would not see Ctrl-C meanwhile
         pc = meet(ctx, -3 - pc, n_threads)
     while pc >= 0:
-        record = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
-        status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
+        instruction = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
+        status = call4(load_i64(instruction + REC_KERNEL), instruction, ctx, tid, n_threads)
         if status:
             atomic_store(ctx + CTX_ERROR, status)
         pc = meet(ctx, pc, n_threads)
@@ -285,14 +285,14 @@ def worker(rec, ctx, tid, n_threads):
         seen, _ = await_change(ctx, gate, seen, load_i64(ctx + CTX_SPINS))
         if seen < 0:
             return 0
-        walk(ctx, tid, n_threads if tid else load_i64(ctx + CTX_ACTIVE))
+        forward(ctx, tid, n_threads if tid else load_i64(ctx + CTX_ACTIVE))
 
 
 @kernel("submit")
 def submit(rec, ctx, tid, n_threads):
-    """Start a walk of 1 or all threads; called when the last walk is over. With CTX_STOP set, end the threads.
+    """Start a forward pass of 1 or all threads; called when the last pass is over. With CTX_STOP set, end the threads.
 
-    With `rec` the caller is thread 0. Returns 1 if the walk has ended, 0 if it is to be waited for.
+    With `rec` the caller is thread 0. Returns 1 if the forward pass has ended, 0 if it is to be waited for.
     """
     epoch = load_i64(ctx + CTX_EPOCH) + 1
     if not atomic_load(ctx + CTX_STOP):
@@ -301,7 +301,7 @@ def submit(rec, ctx, tid, n_threads):
         first = runnable(ctx, load_i64(ctx + CTX_BEGIN) - 1)
         if first < 0 or halted(ctx):
             return 1  # nothing to run: the threads need not know
-        store_i64(ctx + CTX_FIRST, -2 - first if ticket(ctx, first) else first)
+        store_i64(ctx + CTX_FIRST, -2 - first if event(ctx, first) else first)
         store_i64(ctx + CTX_ACTIVE, n_threads)
         atomic_store(ctx + CTX_EPOCH, epoch)
         if not atomic_load(ctx + CTX_STOP):
@@ -310,7 +310,7 @@ def submit(rec, ctx, tid, n_threads):
             if not rec:
                 change(ctx, ctx + CTX_HELPER, epoch)
                 return 0
-            walk(ctx, 0, n_threads)
+            forward(ctx, 0, n_threads)
             done = atomic_load(ctx + CTX_DONE)
             while done != epoch:
                 done, _ = await_change(ctx, ctx + CTX_DONE, done, load_i64(ctx + CTX_SPINS))
@@ -324,7 +324,7 @@ def submit(rec, ctx, tid, n_threads):
 
 @kernel("wait")
 def wait(rec, ctx, tid, n_threads):
-    """Wait for the end of the walk, at most the timespec at `rec` (0: no limit); returns 1 if it has ended."""
+    """Wait for the end of the forward pass, at most the timespec at `rec` (0: no limit); returns 1 if it has ended."""
     gate = ctx + CTX_DONE
     atomic_add(gate + GATE_SLEEPERS, 1)
     epoch, done = atomic_load(ctx + CTX_EPOCH), atomic_load(gate)

@@ -1,4 +1,5 @@
-"""Names of the int32 parameters in each kernel family's records: lowering fills them, kernels and twins read them.
+"""Names of the int32 parameters in each kernel family's instructions: lowering fills them, kernels and references read
+them.
 
 A family is a named tuple of indices, so that ``LINEAR.tiles`` is a constant in a kernel and a name everywhere else.
 """
@@ -11,19 +12,19 @@ from typing import Any
 from .attention import ATTENTION, LATENT, ROPE
 from .experts import EXPERTS_INPUT, EXPERTS_RESOLVE, ROUTE
 from .functions import ACTIVATIONS, PAIRED, VALUE_FUNCTIONS
-from .head import DRAW, SCREEN
+from .head import SAMPLE, SCREEN
 from .neurons import NEURON_DOWN, NEURON_GATED, NEURON_MASK, NEURON_RESOLVE
 from .products import LINEAR
 from .rows import POSITIONS, ROWS, VALUES
 from .stream import RELEASE
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LATENT", "LINEAR",
-           "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
-           "ROUTE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
+__all__ = ["ACTIVATIONS", "ATTENTION", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LATENT", "LINEAR", "NEURON_DOWN",
+           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS",
+           "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
 
 
 def fill(family: Any, **values: int | float) -> list[int]:
-    """Parameters of a record in the family's order; floats become their float32 bits, what is not named is 0.
+    """Parameters of an instruction in the family's order; floats become their float32 bits, what is not named is 0.
 
     Raises
     ------

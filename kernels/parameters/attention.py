@@ -20,13 +20,13 @@ class _Rope(NamedTuple):
     eps: int
     """Epsilon of the head norms, float32 bits."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     rotary: int
     """Dimensions of a head that turn; 0 = none."""
     apart: int
     """Dimensions from one of a pair that turns to the other, which begins the second half of those that do."""
     recent: int
-    """Which of a sequence's block tables the layer has: 1 with a window, where what it no longer sees is given back."""
+    """Index of the layer's block table: 1 with a window, whose table drops blocks that are no longer seen."""
 
 
 class _Attention(NamedTuple):
@@ -42,7 +42,7 @@ class _Attention(NamedTuple):
     window: int
     """Positions a query sees, itself included; 0 = all."""
     scale: int
-    """What scores are multiplied by, mostly 1 / sqrt(head_dim); float32 bits."""
+    """Factor of scores, mostly 1 / sqrt(head_dim); float32 bits."""
     scratch: int
     """Scratch bytes of a thread."""
     splits: int
@@ -50,13 +50,13 @@ class _Attention(NamedTuple):
     tokens: int
     """Tokens of a unit of work."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     most: int
     """attention_select: rows that a head wants; 0 = by the least share."""
     least: int
     """attention_select: how far below the largest score a wanted one may be, float32 bits; -inf = any."""
     instead: int
-    """INSTEAD_*: what stands for the rows that are left out."""
+    """INSTEAD_*: replacement for omitted rows."""
     cap: int
     """Scores become cap x tanh(score / cap), float32 bits; 0 = they stay as they are."""
     values: int
@@ -64,7 +64,7 @@ class _Attention(NamedTuple):
     turned: int
     """Latent KV: where in a thread's scratch the V of a split is made of its K."""
     recent: int
-    """Which of a sequence's block tables the layer has, as in ROPE."""
+    """Index of the layer's block table, as in ROPE."""
     edits: int
     """Whether scores are changed before their softmax: by a cap, or with FLAG_ALIBI."""
 

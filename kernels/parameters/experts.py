@@ -14,18 +14,18 @@ class _Route(NamedTuple):
     out_stride: int
     """Route: bytes from one token's entries to the next."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     scores: int
-    """SCORE_*: what is made of the logits."""
+    """SCORE_*: function of the logits."""
     normalise: int
     """1: the chosen scores are divided by their sum."""
     scale: int
-    """What they are multiplied by, float32 bits."""
+    """Factor of the weights, float32 bits."""
     groups: int
     """Groups of neighbouring experts, of which only the best can be chosen from; 1 = all in one."""
     active_groups: int
     group_best: int
-    """How many of a group's best choices are added to compare it with others: 1 or 2."""
+    """Number of a group's best scores whose sum ranks the group: 1 or 2."""
     scratch: int
     """Scratch bytes of a thread."""
 
@@ -36,7 +36,7 @@ class _ExpertsInput(NamedTuple):
     in_stride: int
     out_stride: int
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     active: int
     gather: int
     """1: the source has a row for each token; 0: one for each entry of the list, in its order."""
@@ -54,7 +54,7 @@ class _ExpertsResolve(NamedTuple):
     in_stride: int
     """Bytes from one token's entries to the next."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     slots: int
     slot_bytes: int
     base: int
@@ -64,13 +64,13 @@ class _ExpertsResolve(NamedTuple):
     expert_bytes: int
     """Of its gates, ups and columns, which follow each other."""
     unit: int
-    """Where the layer's first expert begins in the file, in units of routes.LINE."""
-    ticket: int
-    """Number of the layer's first ticket, of 2 EXPERT_PARTS; 0 in the first layer with experts."""
+    """Offset of the layer's first expert in the file, in units of routes.LINE."""
+    event: int
+    """Number of the layer's first completion event, of 2 EXPERT_PARTS; 0 in the first layer with experts."""
     span: int
     """Experts of a part."""
     readers: int
-    """Threads that share what a walk wants, in reads of `least` to `most` bytes."""
+    """Threads that share what a forward pass wants, in reads of `least` to `most` bytes."""
     least: int
     most: int
     """Whole pages, both."""

@@ -1,17 +1,17 @@
-"""Parameters of what stands around the head: tokens that are drawn from logits, logits that are screened."""
+"""Parameters of what stands around the head: tokens that are sampled from logits, logits that are screened."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class _Draw(NamedTuple):
+class _Sample(NamedTuple):
     vocab_size: int
     logits_stride: int
     work_stride: int
     """Bytes from one row of work to the next."""
     sums: int
-    """Place of the sums of chunks in a row of work (abi.draw_row)."""
+    """Place of the sums of chunks in a row of work (abi.sample_row)."""
     candidates: int
     """Place of the candidates."""
 
@@ -43,8 +43,8 @@ class _Screen(NamedTuple):
     width: int
     """Elements of such a row."""
     rank: int
-    """How many of them the estimates were made of, rounded to int8."""
+    """Number of them that the estimates use, rounded to int8."""
 
 
-DRAW = _Draw(*range(5))
+SAMPLE = _Sample(*range(5))
 SCREEN = _Screen(*range(17))

@@ -1,4 +1,4 @@
-"""Parameters of FFNs in layout neuron: gates, columns, masks, and what is read when a token wants it."""
+"""Parameters of FFNs in layout neuron: gates, columns, masks, and reads on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _NeuronGated(NamedTuple):
     """Bytes from one token's x to the next."""
     out_stride: int
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     block: int
     """Neurons of a block, whose columns are summed by themselves; at most NEURON_WINDOW."""
     chunk: int
@@ -27,7 +27,7 @@ class _NeuronGated(NamedTuple):
     scratch: int
     """Scratch bytes of a thread."""
     token_tiles: int
-    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its reference."""
     fused: int
     """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
     width: int
@@ -47,13 +47,13 @@ class _NeuronGated(NamedTuple):
     cluster_bytes: int
     """Cold neurons: bytes of a slot."""
     before: int
-    """Neurons at the beginning that the record leaves out: whole blocks."""
+    """Neurons at the beginning that the instruction leaves out: whole blocks."""
     behind: int
     """Neurons at the end that it leaves out."""
     limit: int
     """As in LINEAR."""
     ungated: int
-    """1 where a neuron has no up row: what its gate gives is its value, and behind all gates lie columns alone."""
+    """1 if a neuron has no up row: what its gate gives is its value, and behind all gates lie columns alone."""
 
 
 class _NeuronDown(NamedTuple):
@@ -69,7 +69,7 @@ class _NeuronDown(NamedTuple):
     width: int
     """Outputs: hidden_size."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     chunk: int
     """64-byte lines of a part per claimed chunk: even, at most NEURON_LINES."""
     block: int
@@ -87,7 +87,7 @@ class _NeuronDown(NamedTuple):
 class _NeuronMask(NamedTuple):
     neurons: int
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     out_stride: int
     """Bytes from one token's mask to the next."""
     in_stride: int
@@ -117,13 +117,13 @@ class _NeuronResolve(NamedTuple):
     base: int
     """Number of the layer's first cluster among those of all layers."""
     unit: int
-    """Where its clusters begin in the file, in units of STREAM_UNIT."""
+    """Offset of its clusters in the file, in units of STREAM_UNIT."""
     most: int
     """Clusters that are read together at most."""
     part: int
-    """Number of the layer's first ticket, of abi.COLD_PARTS."""
+    """Number of the layer's first completion event, of abi.COLD_PARTS."""
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     mask_stride: int
     """Bytes from one token's mask to the next."""
     span: int

@@ -1,4 +1,4 @@
-"""Parameters of matrix products: of linear layers, gated ones, and those of experts."""
+"""Parameters of matmuls: of linear layers, gated ones, and those of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class _Linear(NamedTuple):
     """Tiles of 16 rows (gated: pairs of them)."""
     tile_bytes: int
     records: int
-    """Records of a tile (f16: pairs of columns; f32: columns)."""
+    """Packed groups of a tile (f16: pairs of columns; f32: columns)."""
     x_stride: int
     """Bytes from one token's x to the next."""
     x_scales: int
@@ -19,7 +19,7 @@ class _Linear(NamedTuple):
     """Place of the offsets (-8 x sum of a group) in a row of x."""
     out_stride: int
     rows: int
-    """Which count gives the tokens."""
+    """Index of the count of tokens."""
     chunk: int
     """Tiles per claimed chunk."""
     activation: int
@@ -27,7 +27,7 @@ class _Linear(NamedTuple):
     scratch: int
     """Gated: scratch bytes of a thread."""
     token_tiles: int
-    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its reference."""
     fused: int
     """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
     width: int
@@ -50,7 +50,7 @@ class _Linear(NamedTuple):
     head_gap: int
     """Heads: bytes of an output row between what one head writes and what the next does."""
     since: int
-    """Experts with FLAG_SLOTS: the first one that the record computes."""
+    """Experts with FLAG_SLOTS: the first one that the instruction computes."""
     until: int
     """The one behind the last."""
     expert_bytes: int

@@ -11,7 +11,7 @@ class _Rows(NamedTuple):
     in_stride: int
     out_stride: int
     rows: int
-    """Which count gives the rows."""
+    """Index of the count of rows."""
     scales: int
     """q8 output: place of the scales in a row: behind its values, padding included."""
     offsets: int
@@ -43,13 +43,13 @@ class _Values(NamedTuple):
     """Elements of a row."""
     stride: int
     rows: int
-    """Which count gives the rows."""
+    """Index of the count of rows."""
     function: int
     """Number of the function, see VALUE_FUNCTIONS."""
     factor: int
     """scale: what values are multiplied by; soft_cap: the cap; fatrelu: the limit. float32 bits."""
     by_stride: int
-    """FLAG_TIMES: bytes from one row of what is multiplied by to the next."""
+    """FLAG_TIMES: bytes from one row of factors to the next."""
 
 
 class _Positions(NamedTuple):
@@ -58,7 +58,7 @@ class _Positions(NamedTuple):
     stride: int
     """Bytes from one token's row to the next."""
     rows: int
-    """Which count gives the rows."""
+    """Index of the count of rows."""
     offset: int
     """Row of the table that position 0 has."""
     tile_bytes: int

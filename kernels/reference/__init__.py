@@ -1,8 +1,8 @@
-"""NumPy twins: what each kernel must leave in memory, computed from memory as it was before.
+"""NumPy references: what each kernel must leave in memory, computed from memory as it was before.
 
-`TWINS[name](RecordView(record, ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether memory holds
-it. The mathematics stands in functions of plain arrays (`linear_reference` and the like), which specify the kernels;
-the twins only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
+`REFERENCES[name](InstructionView(record, ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
+memory holds it. The mathematics stands in functions of plain arrays (`linear_values` and the like), which specify the
+kernels; the references only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
 """
 
 from __future__ import annotations
@@ -11,94 +11,94 @@ from collections.abc import Callable
 
 from ..abi import NEURON_TYPES
 from ..catalogue import KV, SCREENED, WEIGHTS
-from .attention import attend, attention_twin, merge_twin
-from .attention_scores import scores_twin as attention_scores_twin
-from .attention_select import select_twin
-from .attention_values import values_twin
-from .draw import EDIT, blocks_twin, choose_twin, edit_twin
+from .attention.attention import attend, attention_reference, merge_reference
+from .attention.attention_scores import scores_reference as attention_scores_reference
+from .attention.attention_select import select_reference
+from .attention.attention_values import values_reference
+from .attention.store_latent import store_latent_reference
 from .elementwise import (
-    embed_twin,
-    gather_twin,
+    embed_reference,
+    gather_reference,
     quantise_rows,
-    quantize_twin,
+    quantize_reference,
     rms_norm,
-    rms_norm_f32_twin,
-    rms_norm_q8_twin,
+    rms_norm_f32_reference,
+    rms_norm_q8_reference,
 )
 from .expected import Expected, compare
-from .experts import (
-    experts_down_twin,
-    experts_gated_twin,
-    experts_input_f32_twin,
-    experts_input_q8_twin,
-    sigmoid_gate_twin,
+from .experts.experts import (
+    experts_down_reference,
+    experts_gated_reference,
+    experts_input_f32_reference,
+    experts_input_q8_reference,
+    sigmoid_gate_reference,
 )
-from .experts_resolve import experts_resolve_twin
-from .latent import store_latent_twin
-from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
-from .neuron import neuron_down_twin, neuron_gated_twin
-from .neuron_mask import scores_twin, signs_twin
-from .neuron_resolve import Cache, resolve, resolve_twin
-from .norms import norm_f32_twin, norm_q8_twin
+from .experts.experts_resolve import experts_resolve_reference
+from .experts.route import choose_experts, route_reference, sort_routes_reference
+from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_values, linear_reference, linear_values
+from .neuron_ffn.ffn import neuron_down_reference, neuron_gated_reference
+from .neuron_ffn.neuron_mask import scores_reference, signs_reference
+from .neuron_ffn.neuron_resolve import Cache, resolve, resolve_reference
+from .norms import norm_f32_reference, norm_q8_reference
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
-from .rope import rope_store_twin, rotate
-from .route import choose_experts, route_twin, sort_routes_twin
-from .screen import head_twin, least_twin, maxima_twin, reach
-from .stream import stream_release_twin
+from .rope import rope_store_reference, rotate
+from .sampling.draw import EDIT, blocks_reference, choose_reference, edit_reference
+from .screen import head_reference, least_reference, maxima_reference, reach
+from .stream import stream_release_reference
 from .tolerances import TOLERANCES
-from .values import activate_twin, positions_twin
-from .view import RecordView
+from .values import activate_reference, positions_reference
+from .view import InstructionView
 
-Twin = Callable[[RecordView], list[Expected]]
+Reference = Callable[[InstructionView], list[Expected]]
 
-TWINS: dict[str, Twin] = {
-    "quantize": quantize_twin,
-    "rms_norm_f32": rms_norm_f32_twin,
-    "rms_norm_q8": rms_norm_q8_twin,
-    "gather_outputs": gather_twin,
-    "norm_f32": norm_f32_twin,
-    "norm_q8": norm_q8_twin,
-    "activate": activate_twin,
-    "add_positions": positions_twin,
-    "route": route_twin,
-    "sort_routes": sort_routes_twin,
-    "experts_input_q8": experts_input_q8_twin,
-    "experts_input_f32": experts_input_f32_twin,
-    "experts_resolve": experts_resolve_twin,
-    "sigmoid_gate": sigmoid_gate_twin,
-    "attention_merge": merge_twin,
-    "attention_select": select_twin,
-    "neuron_mask_scores": scores_twin,
-    "neuron_mask_signs": signs_twin,
-    "neuron_resolve": resolve_twin,
-    "screen_maxima": maxima_twin,
-    "draw_edit": edit_twin,
-    "draw_blocks": blocks_twin,
-    "draw_choose": choose_twin,
-    "stream_release": stream_release_twin,
+REFERENCES: dict[str, Reference] = {
+    "quantize": quantize_reference,
+    "rms_norm_f32": rms_norm_f32_reference,
+    "rms_norm_q8": rms_norm_q8_reference,
+    "gather_outputs": gather_reference,
+    "norm_f32": norm_f32_reference,
+    "norm_q8": norm_q8_reference,
+    "activate": activate_reference,
+    "add_positions": positions_reference,
+    "route": route_reference,
+    "sort_routes": sort_routes_reference,
+    "experts_input_q8": experts_input_q8_reference,
+    "experts_input_f32": experts_input_f32_reference,
+    "experts_resolve": experts_resolve_reference,
+    "sigmoid_gate": sigmoid_gate_reference,
+    "attention_merge": merge_reference,
+    "attention_select": select_reference,
+    "neuron_mask_scores": scores_reference,
+    "neuron_mask_signs": signs_reference,
+    "neuron_resolve": resolve_reference,
+    "screen_maxima": maxima_reference,
+    "draw_edit": edit_reference,
+    "draw_blocks": blocks_reference,
+    "draw_choose": choose_reference,
+    "stream_release": stream_release_reference,
 }
 for _weights in WEIGHTS:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)
-    TWINS[f"linear_{_weights}"] = linear_twin(*_stored)
-    TWINS[f"gated_{_weights}"] = gated_twin(*_stored)
-    TWINS[f"experts_gated_{_weights}"] = experts_gated_twin(*_stored)
-    TWINS[f"experts_down_{_weights}"] = experts_down_twin(*_stored)
-    TWINS[f"embed_{_weights}"] = embed_twin(*_stored)
+    REFERENCES[f"linear_{_weights}"] = linear_reference(*_stored)
+    REFERENCES[f"gated_{_weights}"] = gated_reference(*_stored)
+    REFERENCES[f"experts_gated_{_weights}"] = experts_gated_reference(*_stored)
+    REFERENCES[f"experts_down_{_weights}"] = experts_down_reference(*_stored)
+    REFERENCES[f"embed_{_weights}"] = embed_reference(*_stored)
 for _weights in SCREENED:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2])
-    TWINS[f"screen_least_{_weights}"] = least_twin(*_stored)
-    TWINS[f"head_{_weights}"] = head_twin(*_stored)
+    REFERENCES[f"screen_least_{_weights}"] = least_reference(*_stored)
+    REFERENCES[f"head_{_weights}"] = head_reference(*_stored)
 for _dtype in NEURON_TYPES:
-    TWINS[f"neuron_gated_{_dtype}"] = neuron_gated_twin(_dtype)
-    TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
+    REFERENCES[f"neuron_gated_{_dtype}"] = neuron_gated_reference(_dtype)
+    REFERENCES[f"neuron_down_{_dtype}"] = neuron_down_reference(_dtype)
 for _kv in KV:
-    TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
-    TWINS[f"store_latent_{_kv}"] = store_latent_twin(_kv)
-    TWINS[f"attention_{_kv}"] = attention_twin(_kv)
-    TWINS[f"attention_scores_{_kv}"] = attention_scores_twin(_kv)
-    TWINS[f"attention_values_{_kv}"] = values_twin(_kv)
-"""The twin of each kernel, by the kernel's name."""
+    REFERENCES[f"rope_store_{_kv}"] = rope_store_reference(_kv)
+    REFERENCES[f"store_latent_{_kv}"] = store_latent_reference(_kv)
+    REFERENCES[f"attention_{_kv}"] = attention_reference(_kv)
+    REFERENCES[f"attention_scores_{_kv}"] = attention_scores_reference(_kv)
+    REFERENCES[f"attention_values_{_kv}"] = values_reference(_kv)
+"""The reference of each kernel, by the kernel's name."""
 
-__all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",
-           "attend", "choose_experts", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows",
-           "reach", "read_q8", "resolve", "rms_norm", "rotate", "write_q8"]
+__all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "REFERENCES", "TOLERANCES", "Cache", "Expected", "InstructionView",
+           "Q8Block", "attend", "choose_experts", "compare", "gated_values", "linear_values", "q8_blocks",
+           "quantise_rows", "reach", "read_q8", "resolve", "rms_norm", "rotate", "write_q8"]

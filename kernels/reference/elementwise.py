@@ -1,4 +1,4 @@
-"""Twins of the operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of rows."""
+"""References of the operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..parameters import ROWS
 from .expected import Expected
 from .q8 import q8_blocks, read_q8
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, float_of
+from .view import InstructionView, float_of
 
 Floats = NDArray[np.float32]
 
@@ -48,7 +48,7 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
 
 
-def quantised_rows(view: RecordView, x: Floats, exact: bool, near: NDArray | None = None,
+def quantised_rows(view: InstructionView, x: Floats, exact: bool, near: NDArray | None = None,
                    skipped: int = 0) -> list[Expected]:
     """Blocks of q8 rows that hold x, which is known up to `near`: codes, scales and -8 x the sums of the codes.
 
@@ -85,13 +85,13 @@ def _offsets(codes: NDArray[np.int8], shape: tuple[int, ...], group: int) -> NDA
     return -8 * codes.reshape(*shape, group).sum(axis=2, dtype=np.int32)
 
 
-def _source(view: RecordView) -> Floats:
+def _source(view: InstructionView) -> Floats:
     p = view.parameters(ROWS)
     return view.array(0, np.float32, (view.count(p.rows), p.width), (p.in_stride, 4))
 
 
-def quantize_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``quantize``: rows, in an order where there is one, or each head of them to rows of its own."""
+def quantize_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``quantize``: rows, in an order if there is one, or each head of them to rows of its own."""
     p, found = view.parameters(ROWS), []
     for head in range(max(p.heads, 1)):
         shape, at = (view.count(p.rows), p.width), 4 * p.width * head
@@ -101,13 +101,13 @@ def quantize_twin(view: RecordView) -> list[Expected]:
     return found
 
 
-def _normalised(view: RecordView) -> NDArray[np.float64]:
+def _normalised(view: InstructionView) -> NDArray[np.float64]:
     p = view.parameters(ROWS)
     return rms_norm(_source(view), view.array(2, np.float32, (p.width,)), float_of(p.eps))
 
 
-def rms_norm_f32_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``rms_norm_f32``; rows end in zeros up to a whole vector."""
+def rms_norm_f32_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``rms_norm_f32``; rows end in zeros up to a whole vector."""
     p = view.parameters(ROWS)
     y = _normalised(view)
     whole = np.zeros((len(y), -(-p.width // 16) * 16))
@@ -116,13 +116,13 @@ def rms_norm_f32_twin(view: RecordView) -> list[Expected]:
     return [Expected("out", out, whole, exact=False, tolerance=TOLERANCES["rms_norm"] * np.abs(whole) + TINY)]
 
 
-def rms_norm_q8_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``rms_norm_q8``."""
+def rms_norm_q8_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``rms_norm_q8``."""
     return quantised_rows(view, _normalised(view).astype(np.float32), exact=False)
 
 
 def quantised_input(
-    view: RecordView, p: Any, padded: int, source: int, norm: int, skipped: int = 0
+    view: InstructionView, p: Any, padded: int, source: int, norm: int, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return x of a product, dequantised, and how far what the kernel multiplies may be from it.
 
@@ -164,8 +164,8 @@ def quantised_input(
     return x, steps * near_tie + TOLERANCES["rms_norm"] * np.abs(x)
 
 
-def gather_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``gather_outputs``; whole vectors are copied."""
+def gather_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``gather_outputs``; whole vectors are copied."""
     p = view.parameters(ROWS)
     chosen = view.outputs(view.count(p.rows))
     width = -(-p.width // 16) * 16
@@ -174,10 +174,10 @@ def gather_twin(view: RecordView) -> list[Expected]:
     return [Expected("out", out, source[chosen])]
 
 
-def embed_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``embed_<dtype>``: code x scale, one float32 product, or the stored float."""
+def embed_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``embed_<dtype>``: code x scale, one float32 product, or the stored float."""
 
-    def twin(view: RecordView) -> list[Expected]:
+    def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(ROWS)
         ids = view.tokens(TOKEN_ID)[: view.count(p.rows)]
         if p.piece:  # a tile is a token's row, lane by lane
@@ -195,4 +195,4 @@ def embed_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]
         out = view.array(1, np.float32, values.shape, (p.out_stride, 4))
         return [Expected("out", out, values)]
 
-    return twin
+    return reference

@@ -1,4 +1,4 @@
-"""What memory must hold after a kernel, and the comparison."""
+"""Expected contents of memory after a kernel, and the comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
 
 Array = NDArray[Any]
 
@@ -22,11 +22,11 @@ class Expected:
     """
 
     name: str
-    """What it is, for the message."""
+    """Name for the message."""
     where: Array
     """Live view of the memory that the kernel writes."""
     values: Array | Callable[[], Array]
-    """What must stand there; a function is called after the kernel has run and computes it from other results."""
+    """Expected values; a function is called after the kernel has run and computes them from other results."""
     exact: bool = True
     """Equal bit for bit (zeros of either sign are equal)."""
     tolerance: float | Array | None = None
@@ -36,7 +36,7 @@ class Expected:
 
     @property
     def found(self) -> Array:
-        """What stands there now."""
+        """Return the present values."""
         return self.read(self.where) if self.read else self.where
 
 
@@ -58,7 +58,7 @@ def _deviation(one: Expected) -> str | None:
     """A sentence if this array is not as expected."""
     values, found = np.asarray(one.values() if callable(one.values) else one.values), one.found
     if values.shape != found.shape:
-        return f"{one.name}: the twin expects shape {values.shape}, memory has {found.shape}."
+        return f"{one.name}: the reference expects shape {values.shape}, memory has {found.shape}."
     if np.array_equal(found, values):
         return None
     have, want = found.astype(np.float64), values.astype(np.float64)
@@ -75,6 +75,7 @@ def _deviation(one: Expected) -> str | None:
     wrong = int((excess > 0).sum())
     place = ", ".join(str(int(i)) for i in at)
     return (
-        f"{one.name}[{place}] is {have[at]:.9g}, its twin gives {want[at]:.9g} (tolerance {float(allowed[at]):.3g}); "
+        f"{one.name}[{place}] is {have[at]:.9g}, its reference gives {want[at]:.9g} (tolerance "
+        f"{float(allowed[at]):.3g}); "
         f"{wrong} of {excess.size} values deviate."
     )

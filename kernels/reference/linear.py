@@ -1,4 +1,4 @@
-"""Twins of the matrix products: `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T)."""
+"""References of the matmuls: `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..parameters import ACTIVATIONS, LINEAR
 from .elementwise import quantised_input
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, float_of
+from .view import InstructionView, float_of
 
 Doubles = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[..., Doubles]] = {
 OAI_ALPHA = float(np.float32(1.702))
 
 
-def linear_reference(
+def linear_values(
     x: Doubles, w: Doubles, bias: Doubles | float = 0.0, near: Doubles | float = 0.0
 ) -> tuple[Doubles, Doubles]:
     """y = x W^T + bias, and how far float32 may be from it.
@@ -73,7 +73,7 @@ def linear_reference(
     return x @ w.T + bias, tolerance
 
 
-def gated_reference(
+def gated_values(
     x: Doubles,
     gate: Doubles,
     up: Doubles,
@@ -84,13 +84,13 @@ def gated_reference(
     near: Doubles | float = 0.0,
     limit: float = 0.0,
 ) -> tuple[Doubles, Doubles]:
-    """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`.
+    """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_values`.
 
-    With drelu what is multiplied is rectified, too. Where a gate is too near to fatrelu's limit to say, both are right.
+    With drelu what is multiplied is rectified, too. If a gate is too near to fatrelu's limit to say, both are right.
     swiglu_oai clamps both, and adds 1 to what is multiplied.
     """
-    g, g_tolerance = linear_reference(x, gate, gate_bias, near)
-    u, u_tolerance = linear_reference(x, up, up_bias, near)
+    g, g_tolerance = linear_values(x, gate, gate_bias, near)
+    u, u_tolerance = linear_values(x, up, up_bias, near)
     if activation == "swiglu_oai":
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + 1
         acted = _silu(OAI_ALPHA * g) / OAI_ALPHA
@@ -107,12 +107,12 @@ def gated_reference(
 
 def activated_reference(x: Doubles, w: Doubles, activation: str, bias: Doubles | float = 0.0, *,
                         near: Doubles | float = 0.0, limit: float = 0.0) -> tuple[Doubles, Doubles]:
-    """act(x W^T + b), and how far float32 may be from it: as `gated_reference`, nothing being multiplied."""
+    """act(x W^T + b), and how far float32 may be from it: as `gated_values`, nothing being multiplied."""
     columns = np.zeros((1, w.shape[1]))
-    return gated_reference(x, w, columns, activation, bias, 1.0, near=near, limit=limit)
+    return gated_values(x, w, columns, activation, bias, 1.0, near=near, limit=limit)
 
 
-def _operands(view: RecordView, dtype: str, group: int, tiles: int,
+def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
               head: int = 0) -> tuple[Doubles, Doubles, Doubles]:
     """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be.
 
@@ -131,55 +131,55 @@ def _operands(view: RecordView, dtype: str, group: int, tiles: int,
     return x, w, near
 
 
-def _bias(view: RecordView, rows: int) -> Doubles | float:
+def _bias(view: InstructionView, rows: int) -> Doubles | float:
     return view.array(3, np.float32, (rows,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
 
 
-def _heads(view: RecordView, dtype: str, group: int) -> list[Expected]:
+def _heads(view: InstructionView, dtype: str, group: int) -> list[Expected]:
     """Each head's own product: its tiles, its x, its columns of the output."""
     p, found = view.parameters(LINEAR), []
     rows = layouts.TILE_ROWS * p.head_tiles
     for head in range(p.tiles // p.head_tiles):
         x, w, near = _operands(view, dtype, group, p.head_tiles, head)
-        y, tolerance = linear_reference(x, w, 0.0, near)
+        y, tolerance = linear_values(x, w, 0.0, near)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4), at=head * (4 * rows + p.head_gap))
         found.append(Expected(f"out of head {head}", out, y, exact=False, tolerance=tolerance))
     return found
 
 
-def linear_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``linear_<dtype>``."""
+def linear_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``linear_<dtype>``."""
 
-    def twin(view: RecordView) -> list[Expected]:
+    def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(LINEAR)
         if p.head_tiles:
             return _heads(view, dtype, group)
         rows = layouts.TILE_ROWS * p.tiles
         x, w, near = _operands(view, dtype, group, p.tiles)
-        y, tolerance = linear_reference(x, w, _bias(view, rows), near)
+        y, tolerance = linear_values(x, w, _bias(view, rows), near)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         if view.flags & FLAG_RESIDUAL:
             tolerance += 1e-7 * np.abs(out)
             y += out
         return [Expected("out", out, y, exact=False, tolerance=tolerance)]
 
-    return twin
+    return reference
 
 
-def gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``gated_<dtype>``: tiles of gate and up alternate, and so do those of the bias."""
+def gated_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``gated_<dtype>``: tiles of gate and up alternate, and so do those of the bias."""
     names = {number: name for name, number in ACTIVATIONS.items()}
 
-    def twin(view: RecordView) -> list[Expected]:
+    def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(LINEAR)
         rows = layouts.TILE_ROWS * p.tiles
         x, w, near = _operands(view, dtype, group, 2 * p.tiles)
         gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
         bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
         biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near,
+        y, tolerance = gated_values(x, gate, up, names[p.activation], *biases, near=near,
                                        limit=float_of(p.limit))
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         return [Expected("out", out, y, exact=False, tolerance=tolerance)]
 
-    return twin
+    return reference

@@ -1,4 +1,4 @@
-"""Twins of the norms beyond the plain one: with the mean taken off, with a bias, in place, or added to a row."""
+"""References of the norms beyond the plain one: with the mean taken off, with a bias, in place, or added to a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..parameters import ROWS
 from .elementwise import quantised_rows
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, float_of
+from .view import InstructionView, float_of
 
 Doubles = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ def norm(x: NDArray, weight: NDArray, bias: NDArray | float, eps: float, centred
     return y + bias, TOLERANCES["rms_norm"] * (np.abs(y) + size * np.abs(scale) + np.abs(bias)) + TINY
 
 
-def _normed(view: RecordView) -> tuple[Doubles, Doubles]:
+def _normed(view: InstructionView) -> tuple[Doubles, Doubles]:
     p, n = view.parameters(ROWS), view.count(view.parameters(ROWS).rows)
     source = view.array(0, np.float32, (n, p.width), (p.in_stride, 4))
     bias = view.array(4, np.float32, (p.width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
@@ -42,8 +42,8 @@ def _normed(view: RecordView) -> tuple[Doubles, Doubles]:
     return norm(source, weight, bias, float_of(p.eps), bool(view.flags & FLAG_CENTRED))
 
 
-def norm_f32_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``norm_f32``; rows that are not normed in place end in zeros up to a whole vector."""
+def norm_f32_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``norm_f32``; rows that are not normed in place end in zeros up to a whole vector."""
     p = view.parameters(ROWS)
     if p.parts > 1:
         return _norm_parts(view)
@@ -63,7 +63,7 @@ def norm_f32_twin(view: RecordView) -> list[Expected]:
     return [Expected("out", out, whole, exact=False, tolerance=slack + TINY)]
 
 
-def _norm_parts(view: RecordView) -> list[Expected]:
+def _norm_parts(view: InstructionView) -> list[Expected]:
     """Rows whose parts are normed one by one, added to what is there with FLAG_RESIDUAL."""
     p, n = view.parameters(ROWS), view.count(view.parameters(ROWS).rows)
     shape, step = (n, p.parts, p.width), 4 * p.width
@@ -77,7 +77,7 @@ def _norm_parts(view: RecordView) -> list[Expected]:
     return [Expected("out", out, y, exact=False, tolerance=slack + TINY)]
 
 
-def norm_q8_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``norm_q8``."""
+def norm_q8_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``norm_q8``."""
     y, tolerance = _normed(view)
     return quantised_rows(view, y.astype(np.float32), exact=False, near=tolerance)

@@ -1,4 +1,4 @@
-"""Twin of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
+"""Reference of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
 
 In a layer first come all K, then all V, then, of codes, all scales: head by head the blocks, of 16 tokens each. A
 block of scales has 16 of K and 16 of V; `edgeinfer.quant.kv` says how K and V lie in a block.
@@ -29,7 +29,7 @@ from ..parameters import ROPE
 from .elementwise import rms_norm
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, float_of
+from .view import InstructionView, float_of
 
 Doubles = NDArray[np.float64]
 
@@ -48,7 +48,7 @@ def rotate(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
 
 
 def head_views(
-    view: RecordView, kind: KvType, head_dim: int, block_bytes: int, blocks: int, kv_heads: int, slot: int
+    view: InstructionView, kind: KvType, head_dim: int, block_bytes: int, blocks: int, kv_heads: int, slot: int
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """One token's K as `key_view` has it, V (kv_heads, stored elements) and their scales (kv_heads,), live."""
     stored = kind.element_bytes(padded_head_dim(head_dim))
@@ -65,7 +65,8 @@ def head_views(
     return k, v, k_scales, v_scales
 
 
-def key_view(view: RecordView, operand: int, kind: KvType, heads: tuple[int, int, int], at: int, row: int) -> NDArray:
+def key_view(view: InstructionView, operand: int, kind: KvType, heads: tuple[int, int, int], at: int,
+             row: int) -> NDArray:
     """One token's K in a block, live: (heads, pieces, stored elements of a piece); `heads` are how many, their size and
     the bytes from one to the next. Codes smaller than a byte share an element.
     """
@@ -106,10 +107,10 @@ def stored_rows(name: str, kind: KvType, where: NDArray, scales: NDArray, x: Dou
     return [Expected(name, where, whole, exact=False, tolerance=loose)]
 
 
-def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``rope_store_<kv>``."""
+def rope_store_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``rope_store_<kv>``."""
 
-    def twin(view: RecordView) -> list[Expected]:
+    def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(ROPE)
         n_tokens = view.count(p.rows)
         positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.slots(p.recent)[:n_tokens]
@@ -151,7 +152,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             out += stored_rows(f"V of token {t}", kind, v_at, v_scales, v[t], loose[t])
         return out
 
-    return twin
+    return reference
 
 
 def sizes_of_pairs(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:

@@ -1,4 +1,4 @@
-"""Twins of the screened output head: largest estimates, what a logit must be able to reach, and the logits."""
+"""References of the screened output head: largest estimates, what a logit must be able to reach, and the logits."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from .. import abi
 from ..parameters import LINEAR, SCREEN
 from .elementwise import quantised_input
 from .expected import Expected
-from .linear import Doubles, linear_reference
-from .view import RecordView, memory
+from .linear import Doubles, linear_values
+from .view import InstructionView, memory
 
 Floats = NDArray[np.float32]
 
 
-def _screened(view: RecordView) -> Iterator[int]:
+def _screened(view: InstructionView) -> Iterator[int]:
     """Rows of which estimates are enough."""
-    n = view.count(abi.COUNT_DRAWS)
+    n = view.count(abi.COUNT_SAMPLES)
     roles = view.tokens(abi.TOKEN_ROLE)[view.outputs(n)]
-    for r, draw in enumerate(view.draws(n)):
-        if draw and int(memory(draw + abi.DRAW_SCREEN, np.int64, (1,))[0]) and roles[r] == abi.ROLE_DECODE:
+    for r, spec in enumerate(view.sample_specs(n)):
+        if spec and int(memory(spec + abi.SAMPLE_SCREEN, np.int64, (1,))[0]) and roles[r] == abi.ROLE_DECODE:
             yield r
 
 
-def _estimates(view: RecordView, p: Any, rows: int) -> Floats:
+def _estimates(view: InstructionView, p: Any, rows: int) -> Floats:
     return view.array(3, np.float32, (rows, p.vocab_size), (p.out_stride, 4)).copy()
 
 
-def _work(view: RecordView, p: Any, r: int, place: int, n: int = 1) -> Floats:
+def _work(view: InstructionView, p: Any, r: int, place: int, n: int = 1) -> Floats:
     return view.array(5, np.float32, (n,), at=r * p.work_stride + place)
 
 
-def maxima_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``screen_maxima``."""
+def maxima_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``screen_maxima``."""
     p = view.parameters(SCREEN)
-    estimates, starts = _estimates(view, p, view.count(abi.COUNT_DRAWS)), range(0, p.vocab_size, abi.DRAW_CHUNK)
+    estimates, starts = _estimates(view, p, view.count(abi.COUNT_SAMPLES)), range(0, p.vocab_size, abi.SAMPLE_CHUNK)
     return [Expected("maxima", _work(view, p, r, abi.SCREEN_MAXIMA, len(starts)),
                      np.maximum.reduceat(estimates[r], starts)) for r in _screened(view)]
 
 
-def _logits(view: RecordView, p: Any, dtype: str, group: int, tiles: range) -> tuple[Doubles, Doubles]:
+def _logits(view: InstructionView, p: Any, dtype: str, group: int, tiles: range) -> tuple[Doubles, Doubles]:
     """Logits of some tiles for all rows, and how far float32 may be from them."""
     cols = 2 * group * p.records
     linear = LINEAR._replace(fused=0, rows=p.rows, x_stride=p.x_stride, group=group, token_tiles=p.token_tiles)
     x, _ = quantised_input(view, linear, cols, 0, 0)
     data = view.array(0, np.uint8, (len(tiles) * p.tile_bytes,), at=tiles.start * p.tile_bytes)
     w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * len(tiles), cols)).astype(np.float64)
-    return linear_reference(x, w)
+    return linear_values(x, w)
 
 
 def reach(low: NDArray[Any], rank: int) -> float:
-    """What all bounds are multiplied by: the norm of 1, of low, and of the most that its first values are rounded by.
+    """Return the factor of all bounds: the norm of 1, of low, and of the largest rounding errors of its first values.
 
     Parameters
     ----------
@@ -68,11 +68,11 @@ def reach(low: NDArray[Any], rank: int) -> float:
     return float(1.001 * np.sqrt(1 + np.square(low).sum() + errors))
 
 
-def least_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``screen_least_<dtype>``."""
+def least_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``screen_least_<dtype>``."""
 
-    def twin(view: RecordView) -> list[Expected]:
-        p, n = view.parameters(SCREEN), view.count(abi.COUNT_DRAWS)
+    def reference(view: InstructionView) -> list[Expected]:
+        p, n = view.parameters(SCREEN), view.count(abi.COUNT_SAMPLES)
         estimates, screened, expected = _estimates(view, p, n), set(_screened(view)), []
         for r in range(n):
             least, far, tolerance = -np.inf, 0.0, 0.0
@@ -88,16 +88,16 @@ def least_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]
                                   tolerance=1e-5 * far)]
         return expected
 
-    return twin
+    return reference
 
 
-def head_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``head_<dtype>``."""
+def head_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of ``head_<dtype>``."""
 
-    def twin(view: RecordView) -> list[Expected]:
+    def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(SCREEN)
         logits, tolerance = _logits(view, p, dtype, group, range(p.tiles))
-        if view.count(abi.COUNT_DRAWS):
+        if view.count(abi.COUNT_SAMPLES):
             estimates = view.array(3, np.float32, logits.shape, (p.out_stride, 4)).copy()
             bounds = view.array(4, np.float32, (p.vocab_size,)).copy()
             for r in range(len(logits)):
@@ -108,4 +108,4 @@ def head_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
         return [Expected("out", view.array(2, np.float32, logits.shape, (p.out_stride, 4)), logits, exact=False,
                          tolerance=tolerance)]
 
-    return twin
+    return reference

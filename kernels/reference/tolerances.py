@@ -1,4 +1,4 @@
-"""How far a kernel's float32 arithmetic may be from its twin's float64, per family of kernels: one table."""
+"""Tolerances of kernels in float32 against their references in float64, per family of kernels: one table."""
 
 from __future__ import annotations
 

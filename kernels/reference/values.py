@@ -1,4 +1,4 @@
-"""Twins of functions of single values of rows, and of learned positions."""
+"""References of functions of single values of rows, and of learned positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
 from .expected import Expected
 from .linear import ACTIVATION_FUNCTIONS
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, float_of
+from .view import InstructionView, float_of
 
 Doubles = NDArray[np.float64]
 
@@ -20,8 +20,8 @@ def soft_cap(x: Doubles, cap: float) -> Doubles:
     return cap * np.tanh(x / cap)
 
 
-def activate_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``activate``; whole vectors are written, zeros behind rows that are multiplied by others."""
+def activate_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``activate``; whole vectors are written, zeros behind rows that are multiplied by others."""
     if not view.flags & FLAG_TIMES:
         return _activated(view)
     p, (made,) = view.parameters(VALUES), _activated(view)
@@ -32,7 +32,7 @@ def activate_twin(view: RecordView) -> list[Expected]:
     return [Expected("rows", made.where, values * by, exact=False, tolerance=slack + 1e-7 * np.abs(values * by) + TINY)]
 
 
-def _activated(view: RecordView) -> list[Expected]:
+def _activated(view: InstructionView) -> list[Expected]:
     p = view.parameters(VALUES)
     name = {number: name for name, number in VALUE_FUNCTIONS.items()}[p.function]
     where = view.array(0, np.float32, (view.count(p.rows), -(-p.width // 16) * 16), (p.stride, 4))
@@ -48,8 +48,8 @@ def _activated(view: RecordView) -> list[Expected]:
     return [Expected("rows", where, ACTIVATION_FUNCTIONS[name](x, factor), exact=False, tolerance=slack)]
 
 
-def positions_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``add_positions``: one float32 addition a value."""
+def positions_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``add_positions``: one float32 addition a value."""
     p, n = view.parameters(POSITIONS), view.count(view.parameters(POSITIONS).rows)
     places = view.tokens(TOKEN_POSITION)[:n] + p.offset
     rows = view.array(0, np.float32, (n, p.width), (p.stride, 4))

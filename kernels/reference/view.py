@@ -1,4 +1,4 @@
-"""Records and ctx as NumPy arrays over live memory: what twins read."""
+"""Instructions and ctx as NumPy arrays over live memory: what references read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Family = TypeVar("Family", bound=tuple[int, ...])
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> NDArray[Any]:
     """Live view of memory; `strides` in bytes, by default one element after the other.
 
-    Nothing keeps the memory alive or checks that it is there: the caller owns it. Twins call this for every row.
+    Nothing keeps the memory alive or checks that it is there: the caller owns it. References call this for every row.
     """
     kind = np.dtype(dtype)
     if 0 in shape:
@@ -31,17 +31,17 @@ def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int,
     return np.ndarray(shape, kind, buffer, 0, strides)
 
 
-class RecordView:
-    """A record and the ctx that it runs with.
+class InstructionView:
+    """An instruction and the ctx that it runs with.
 
     Parameters
     ----------
-    record, ctx : int
+    instruction, ctx : int
         Addresses, as a kernel gets them.
     """
 
-    def __init__(self, record: int, ctx: int):
-        self.record, self.ctx = record, ctx
+    def __init__(self, instruction: int, ctx: int):
+        self.instruction, self.ctx = instruction, ctx
         self._named: dict[type, Any] = {}  # by type: as tuples of indices families of one length are equal
 
     def _word(self, address: int) -> int:
@@ -50,11 +50,11 @@ class RecordView:
     @property
     def flags(self) -> int:
         """FLAG_* bits."""
-        return ctypes.c_int32.from_address(self.record + abi.REC_FLAGS).value
+        return ctypes.c_int32.from_address(self.instruction + abi.REC_FLAGS).value
 
     def address(self, index: int) -> int:
         """Address of operand `index`."""
-        word = self._word(self.record + abi.REC_OPERANDS + 8 * index)
+        word = self._word(self.instruction + abi.REC_OPERANDS + 8 * index)
         base = self._word(self.ctx + abi.CTX_REGIONS + 8 * (word >> abi.REGION_SHIFT))
         return base + (word & ((1 << abi.REGION_SHIFT) - 1))
 
@@ -65,10 +65,10 @@ class RecordView:
         return memory(self.address(index) + at, dtype, shape, strides)
 
     def parameters(self, family: Family) -> Family:
-        """Parameters by name: a tuple like LINEAR of kernels.parameters, with the record's values."""
+        """Parameters by name: a tuple like LINEAR of kernels.parameters, with the instruction's values."""
         kind = type(family)
         if kind not in self._named:
-            words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)[:]
+            words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.instruction + abi.REC_PARAMETERS)[:]
             self._named[kind] = kind(*(words[i] for i in family))  # type: ignore[arg-type]
         return self._named[kind]
 
@@ -77,7 +77,7 @@ class RecordView:
         return self._word(self.ctx + abi.CTX_COUNTS + 8 * index)
 
     def tokens(self, field: int) -> NDArray[np.int64]:
-        """Field TOKEN_* of each token of the walk."""
+        """Field TOKEN_* of each token of the forward pass."""
         n = self.count(abi.COUNT_TOKENS)
         return memory(self._word(self.ctx + abi.CTX_TOKENS) + field, np.int64, (n,), (abi.TOKEN_BYTES,)).copy()
 
@@ -85,12 +85,12 @@ class RecordView:
         """Numbers of the tokens whose logits are wanted."""
         return memory(self._word(self.ctx + abi.CTX_OUTPUTS), np.int64, (n,)).copy()
 
-    def draws(self, n: int) -> list[int]:
-        """Addresses of the draws of n rows of logits, 0 for none."""
-        return [int(address) for address in memory(self._word(self.ctx + abi.CTX_DRAWS), np.int64, (n,))]
+    def sample_specs(self, n: int) -> list[int]:
+        """Addresses of the sample specs of n rows of logits, 0 for none."""
+        return [int(address) for address in memory(self._word(self.ctx + abi.CTX_SAMPLES), np.int64, (n,))]
 
     def slots(self, recent: int) -> NDArray[np.int32]:
-        """Where K and V of each token of the walk are stored, by one of the block tables."""
+        """Return the slot of each token's K and V in the forward pass, by one of the block tables."""
         n, at = self.count(abi.COUNT_TOKENS), abi.TOKEN_SLOT + 4 * recent
         return memory(self._word(self.ctx + abi.CTX_TOKENS) + at, np.int32, (n,), (abi.TOKEN_BYTES,)).copy()
 

@@ -1,33 +1,29 @@
 """The kernels' compiler: Python functions to object files, never in the process that runs them.
 
-``python -m edgeinfer.kernels.toolchain.build`` compiles this machine's set into the user's cache, with progress;
-``--all`` compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel
-(`.ci/release`); with ``--cached`` what the user's cache has of these sources is not compiled again. The parent hands
-out names and gets code back: the processes that compile write no file, and are told the CPU, so that nothing depends on
-the machine that builds.
+``python -m edgeinfer.kernels.toolchain`` compiles this machine's set into the user's cache, with progress;
+``--all`` compiles every level of the list of levels (x86-64 and, cross-compiled, aarch64) into the package, for a
+release wheel (`.ci/release`); with ``--cached`` what the user's cache has of these sources is not compiled again. The
+parent hands out names and gets code back: the processes that compile write no file, and are told the CPU, so that
+nothing depends on the machine that builds.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
-from edgeinfer.cache import make_directories
+from edgeinfer.base.process import python_command
+from edgeinfer.base.progress import Counted
 from edgeinfer.errors import KernelError
-from edgeinfer.process import python_command
-from edgeinfer.progress import Counted
 
 from ..catalogue import Extension, family_of
-from ..isa import LADDER, Isa, choose
-from .objects import KernelSet, cache_directory, compiler_versions, package_directory
+from ..isa import Isa
+from .objects import KernelSet, compiler_versions
 
 TICK_SECONDS = 0.5
 COMPILER_BYTES = 230_000_000
@@ -55,7 +51,7 @@ def build(
     with ExitStack() as running:
         for _ in range(processes(total)):
             worker = _Worker(_start(wanted.isa, wanted.extension), events)
-            running.callback(worker.end)  # nobody compiles on after an error or Ctrl-C, here too
+            running.callback(worker.end)  # compilation stops after an error or Ctrl-C, here too
             worker.start()
             worker.give(waiting)
         tell(0, total, "")
@@ -138,7 +134,7 @@ class _Worker:
         except Exception as error:
             self._process.kill()
             self._said = f"what it gave cannot be read ({error})"
-        finally:  # whatever happened, nobody waits for more
+        finally:  # whatever happened, stop waiting for more
             self._events.put((self, "", b""))
 
     def _listen(self) -> None:
@@ -161,41 +157,3 @@ def _start(isa: Isa, extension: Extension | None = None) -> subprocess.Popen[byt
     environment["PYTHONPATH"] = os.pathsep.join([path, *more])
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
-
-
-def _show(done: int, total: int, name: str) -> None:
-    if sys.stdout.isatty():
-        print(f"\r{done}/{total} {name:<24}", end="", flush=True)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Compile kernels ahead of time. Without options: the best set of this machine, into the user's cache."""
-    parser = argparse.ArgumentParser(prog="python -m edgeinfer.kernels.toolchain.build", description=main.__doc__)
-    parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a wheel)")
-    parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
-    parser.add_argument("--into", type=Path, metavar="DIRECTORY", help="into this directory, as for a wheel")
-    parser.add_argument("--cached", action="store_true", help="compile only what the user's cache has not")
-    chosen = parser.parse_args(arguments)
-    from .provide import find_objects  # which imports this module where it compiles
-
-    root: Path | None = chosen.into or (package_directory() if chosen.all else None)
-    for isa in LADDER if chosen.all else [choose(chosen.isa)]:
-        start = time.perf_counter()
-        wanted = KernelSet(isa)
-        directory = wanted.directory(root or cache_directory(), released=root is not None)
-        made = (find_objects if chosen.cached else build)(wanted, wanted.names, _show)
-        if root:
-            directory.mkdir(parents=True, exist_ok=True)
-        else:
-            make_directories(directory)
-        for name, code in made.items():
-            wanted.write(directory, name, code)
-            if root:
-                (directory / f"{name}.o").chmod(0o644)  # for whoever uses the installation
-        seconds = time.perf_counter() - start
-        line = f"{isa.machine} {isa.name}: {len(wanted.names)} kernels, {seconds:.1f} s"
-        print(f"\r{line:<40}" if sys.stdout.isatty() else line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

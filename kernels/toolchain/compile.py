@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..isa import LADDER, Isa, triple
+from ..isa import ISA_LEVELS, Isa, triple
 from .elf import undefined_symbols
 from .front_end import lighten
 
@@ -35,7 +35,7 @@ def aim(machine: str) -> None:
 
 
 def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
-    """Import the kernel files for a rung, or the module of an extension; importing registers them."""
+    """Import the kernel files for an ISA level, or the module of an extension; importing registers them."""
     from ..vector import targets
 
     targets.use(isa)
@@ -44,32 +44,18 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     if extension:
         import_module(extension)
     else:
-        from ..ops import (  # noqa: F401
+        from ..ops import elementwise, linear, norms, probe, rope, screen, stream, values, walk  # noqa: F401
+        from ..ops.attention import (  # noqa: F401
             attention,
             attention_merge,
             attention_scores,
             attention_select,
             attention_values,
-            draw,
-            elementwise,
-            experts,
-            experts_input,
-            experts_resolve,
-            latent,
-            linear,
-            neuron_down,
-            neuron_gated,
-            neuron_mask,
-            neuron_resolve,
-            norms,
-            probe,
-            rope,
-            route,
-            screen,
-            stream,
-            values,
-            walk,
+            store_latent,
         )
+        from ..ops.experts import experts, experts_input, experts_resolve, route  # noqa: F401
+        from ..ops.neuron_ffn import neuron_down, neuron_gated, neuron_mask, neuron_resolve  # noqa: F401
+        from ..ops.sampling import draw  # noqa: F401
 
     return KERNELS
 
@@ -175,7 +161,7 @@ def main(arguments: list[str]) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else gets among the code
     machine, isa_name, *extension = arguments
-    isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
+    isa = next(i for i in ISA_LEVELS if (i.machine, i.name) == (machine, isa_name))
     aim(machine)
     kernels = load_kernels(isa, *extension)
     only_translate()

@@ -23,7 +23,7 @@ def lighten() -> None:
     _one_helper_for_all_constants()
     _fewer_passes()
     _remember_types_of_calls()
-    _walk_instructions_quickly()
+    _read_instructions_quickly()
     _count_no_references()
     _measure_types_once()
     _link_once()
@@ -31,7 +31,7 @@ def lighten() -> None:
 
 
 def _one_helper_for_all_constants() -> None:
-    """Compile a helper for an integer, not anew for each constant that it is called with.
+    """Compile a helper once for an integer, not again for each constant that it is called with.
 
     A variable that starts as a constant in front of a loop even made Numba compile a helper that nothing calls. What a
     helper must know while it compiles (heights of tiles) comes from the function that makes it.
@@ -80,7 +80,7 @@ def _remember_types_of_calls() -> None:
     changed.get_call_type = get_call_type
 
 
-def _walk_instructions_quickly() -> None:
+def _read_instructions_quickly() -> None:
     """Variables of an instruction: most of what it holds are constants and positions, told by their exact type."""
     from numba.core.ir import Inst, Var
 

@@ -27,16 +27,17 @@ class Kernels:
     def __init__(self, isa: Isa, progress: Callable[[int, int, str], None] | None = None):
         self.isa = isa
         self._progress = progress
-        # Named now: whoever edits sources while this runs does not take its kernels away.
+        # Named now: editing the sources during the run does not take its kernels away.
         self._sets: dict[Extension | None, KernelSet] = {None: KernelSet(isa)}
         self._engine: Any = None
         self._addresses: dict[str, int] = {}
 
     @property
     def arithmetic(self) -> str:
-        """What the bits of results depend on: the sources, and how a set multiplies and adds.
+        """Return the key of all that the bits of results depend on: the sources, and how a set multiplies and adds.
 
-        The sets of x86-64 with fused products agree bit for bit (tests/test_kv_identity.py); others go by their names.
+        The sets of x86-64 with fused products agree bit for bit (tests/models/test_kv_identity.py); others are
+        identified by name.
         """
         fused = "fma" in self.isa.needs
         sources = sorted(each.sources for each in self._sets.values())

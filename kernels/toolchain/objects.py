@@ -14,10 +14,10 @@ from dataclasses import field
 from pathlib import Path
 
 from edgeinfer import quant
-from edgeinfer.cache import cache_root
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.cache_dir import cache_root
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.files import replacement
 from edgeinfer.errors import KernelError
-from edgeinfer.files import replacement
 
 from .. import abi
 from ..catalogue import FAMILIES, Extension
@@ -28,7 +28,7 @@ from .trust import read_own
 _KERNELS = Path(__file__).parents[1]
 _COMPILED = ("abi", "routes.py", "parameters", "registry.py", "isa.py", "vector", "ops", "toolchain/compile.py",
              "toolchain/front_end.py")
-"""What decides what the objects do, folders whole; the hash of these files names a set."""
+"""Files and whole folders that determine what the objects do; the hash of these files names a set."""
 _TABLE = Path(quant.__file__).with_name("table.py")
 """The table of storage types, whose rows kernels are compiled for."""
 _SEAL_BYTES = 32
@@ -37,7 +37,7 @@ _SEAL_BYTES = 32
 def compiled_sources() -> list[Path]:
     """The files that decide what the objects do."""
     paths = (_KERNELS / name for name in _COMPILED)
-    return [_TABLE, *(file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path]))]
+    return [_TABLE, *(file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path]))]
 
 
 def source_hash() -> str:
@@ -59,7 +59,7 @@ def compiler_versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """What importlib.metadata says, without importing it where the name of a folder beside the package says it too."""
+    """Return a package's version, without importing importlib.metadata if a folder beside the package names it."""
     from importlib.util import find_spec
 
     spec = find_spec(package)
@@ -77,12 +77,12 @@ def _version(package: str) -> str:
 
 
 def package_directory() -> Path:
-    """Where a release wheel carries the objects of all instruction sets."""
+    """Return the directory in which a release wheel carries the objects of all instruction sets."""
     return _KERNELS / "objects"
 
 
 def cache_directory() -> Path:
-    """Where this user's compiled objects lie; EDGEINFER_CACHE moves it."""
+    """Return the directory of this user's compiled objects; EDGEINFER_CACHE moves it."""
     return cache_root() / "kernels"
 
 
@@ -106,7 +106,7 @@ class KernelSet:
     @property
     def names(self) -> list[str]:
         """All its kernels."""
-        return list(self.extension.twins) if self.extension else [name for f in FAMILIES for name in f.kernels]
+        return list(self.extension.references) if self.extension else [name for f in FAMILIES for name in f.kernels]
 
     @property
     def is_current(self) -> bool:
@@ -114,7 +114,7 @@ class KernelSet:
         return self.sources == sources_of(self.extension)
 
     def directory(self, root: Path, released: bool = False) -> Path:
-        """Where its objects lie below the package's or the cache's directory of objects."""
+        """Return the directory of its objects below that of the package or of the cache."""
         key = self.sources
         if not released:
             key = hashlib.sha256(json.dumps([key, compiler_versions()]).encode()).hexdigest()
@@ -144,7 +144,7 @@ class KernelSet:
         return {name: self.read(directory, name, own) for name in names}
 
     def write(self, directory: Path, name: str, code: bytes) -> None:
-        """Store one kernel, whole or not at all; nobody else may write the file."""
+        """Store one kernel, whole or not at all; only this user may write the file."""
         with replacement(directory / f"{name}.o") as file:
             file.write(code + self._seal(name, code))
 

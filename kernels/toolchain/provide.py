@@ -1,7 +1,7 @@
-"""Where a process gets its kernels from: the package, the user's cache, or the compiler, in this order.
+"""Sources of a process' kernels: the package, the user's cache, or the compiler, in this order.
 
-What is compiled is what was asked for and is not there, with the few kernels that every program needs. Of several
-processes that compile one set, one does and the others look twice a second whether it has what they need.
+Kernels are compiled if they were requested and are missing, together with the few that every program needs. If several
+processes need the same set, one compiles and the others check twice a second whether their kernels are there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.cache import make_directories
+from edgeinfer.base.cache_dir import make_directories
+from edgeinfer.base.process import say
+from edgeinfer.base.progress import Counted
 from edgeinfer.errors import DestinationError, KernelError
-from edgeinfer.process import say
-from edgeinfer.progress import Counted
 
 from ..catalogue import FAMILIES, Extension, is_foreign
 from ..isa import Isa
@@ -25,7 +25,7 @@ from .objects import KernelSet
 from .trust import distrust
 
 if TYPE_CHECKING:
-    from edgeinfer.lock import DestinationLock
+    from edgeinfer.base.lock import DestinationLock
 
 PATIENCE_SECONDS = 180.0
 """Longest wait for another process that compiles the same set: it may have been stopped."""
@@ -34,7 +34,9 @@ _DAY_SECONDS = 86400
 _EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
 _REMEDY = "Set EDGEINFER_CACHE to a directory that you can write and nobody else."
 _unkept: dict[KernelSet, dict[str, bytes]] = {}
-"""What this process has compiled and could not keep."""
+"""Kernels that this process has compiled and could not store."""
+_announced: set[KernelSet] = set()
+"""Sets of kernels whose compilation this process has announced: a probe compiles several times."""
 
 
 def find_objects(
@@ -96,7 +98,7 @@ def find_set(
 
 
 class _Compilation:
-    """Compiles what nobody else compiles meanwhile, and keeps it if that can be."""
+    """Compile the kernels that no other process is compiling, and store them if possible."""
 
     def __init__(self, wanted: KernelSet, directory: Path, progress: Counted | None, must_keep: bool):
         self._wanted, self._directory, self._progress, self._must_keep = wanted, directory, progress, must_keep
@@ -104,7 +106,7 @@ class _Compilation:
 
     def run(self, missing: list[str]) -> dict[str, bytes]:
         """Code of the missing kernels."""
-        from edgeinfer.lock import DestinationLock  # what most processes never need
+        from edgeinfer.base.lock import DestinationLock  # what most processes never need
 
         from . import build
 
@@ -127,17 +129,17 @@ class _Compilation:
         return found
 
     def _announce(self, n: int) -> None:
-        """Say why there is a wait, to whoever is shown progress."""
-        if not self._progress:
+        """Say once per process why the user waits."""
+        if not self._progress or self._wanted in _announced:
             return
-        there = sum(1 for _ in self._directory.glob("*.o"))
-        what, why = (" more", f" beside the {there} that are there") if there else ("", "")
+        _announced.add(self._wanted)
         from . import build
 
+        more = " more" if any(self._directory.glob("*.o")) else ""
         n_processes = build.processes(n)
-        say(f"compiling {n}{what} kernel{'s' * (n != 1)} for {self._wanted.isa.name}{why}, once on this machine, in "
-            f"{n_processes} process{'es' * (n_processes != 1)} of up to {build.COMPILER_BYTES / 1e6:.0f} MB that "
-            "end before the model runs and are in no plan.")
+        say(f"Compiling {n}{more} kernel{'s' * (n != 1)} for {self._wanted.isa.name}, once on this machine. "
+            f"{n_processes} compiler process{'es use' if n_processes != 1 else ' uses'} up to "
+            f"{build.COMPILER_BYTES / 1e6:.0f} MB each; they end before the model runs and are not in its plan.")
 
     def _prepare(self) -> None:
         from .tidy import tidy
@@ -150,7 +152,8 @@ class _Compilation:
         tidy(self._directory)
 
     def _take_turn(self, lock: DestinationLock, missing: list[str]) -> dict[str, bytes]:
-        """Wait until nobody else compiles this set or all that lacks is there; returns what is there then."""
+        """Wait until no other process compiles this set or all missing kernels are there; return those that are there.
+        """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -182,7 +185,7 @@ class _Compilation:
 
 
 def _kept(wanted: KernelSet, directory: Path, names: list[str]) -> tuple[dict[str, bytes], str]:
-    """What of the named kernels is in the cache or in this process, and why objects that lie there are not taken."""
+    """Return the named kernels in the cache or in this process, and why stored objects were rejected."""
     found, worn, held = {}, "", _unkept.get(wanted, {})
     trusted = not distrust(directory)
     for name in names:
@@ -204,7 +207,7 @@ def _other_set(directory: Path) -> str:
 
 
 def _mark_used(directory: Path) -> None:
-    """Note once a day that the set is in use; tidy.py removes sets that nobody uses."""
+    """Note once a day that the set is in use; tidy.py removes unused sets."""
     with contextlib.suppress(OSError):  # not ours, or read-only
         if time.time() - directory.stat().st_mtime > _DAY_SECONDS:
             os.utime(directory)

@@ -1,4 +1,4 @@
-"""What lies in the cache and nobody needs: sets that newer ones replaced, and remains of processes that were killed.
+"""Removal of unused files from the cache: sets that newer ones replaced, and remains of killed processes.
 
 It runs before a build, so at most as often as that. A set counts as used on each day that a process links it.
 """
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 UNUSED_DAYS = 7
-"""A set of the same instruction set that nobody has linked for so long goes when a new one comes."""
+"""Age at which an unused set of the same instruction set is removed when a new one comes."""
 DEAD_SECONDS = 86400
 """Age at which hidden files and directories go: nothing is under way for a day."""
 

@@ -1,8 +1,9 @@
-"""Whose files are linked: objects are code, so nobody but this user and root may be able to change what is read.
+"""Ownership checks before linking: objects are code, so only this user and root may be able to change them.
 
-Owner and mode of each directory on the way are looked at, links included; then a path leads where it led a moment ago,
-for nobody else can change it. A file is opened first, and what is open is looked at and read. Access control lists are
-not looked at, and on Windows nothing is: there files have no such owner, and the profile's directory is the user's own.
+Owner and mode of each directory of the path are checked, links included; the path then still leads to the same place,
+because no one else can change it. A file is opened first, and the open file is checked and read. Access control lists
+are not checked, and on Windows nothing is: files have no such owner there, and the profile's directory is the user's
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MOST_LINKS = 40
 
 
 def distrust(path: Path) -> str:
-    """Return in a clause who else could change what lies at `path`, or nothing; what is not there yet is left out."""
+    """Return, as a clause, who else could change `path`, or nothing; parts that do not exist yet are skipped."""
     if os.name == "nt":
         return ""
     try:
@@ -55,7 +56,7 @@ def read_own(path: Path) -> bytes:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Each directory and link that is passed on the way to a path, and what it leads to."""
+    """Yield each directory and link of a path, and the link targets."""
     whole = Path(os.path.abspath(path))
     current, parts, links = Path(whole.anchor), list(whole.parts[1:]), 0
     yield current, os.lstat(current)

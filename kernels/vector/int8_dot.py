@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
 from . import neon
-from .pairs import YI, by_halves, is_vnni, pairs_signed, pairs_unsigned, wide_pairs
+from .pair_sums import YI, by_halves, is_vnni, pairs_signed, pairs_unsigned, wide_pairs
 from .simd import (
     F32,
     I16,

@@ -41,7 +41,7 @@ def keep_first(b, v, n):
 
 @define(F32x16, F32x16, I32x16, types.int64, types.int64, types.float32)
 def mask_outside(b, v, numbers, low, high, fill):
-    """Lanes whose number is in [low, high] as they are, the others `fill`."""
+    """Return the lanes whose number is in [low, high] unchanged, the others as `fill`."""
     over = b.icmp_signed(">=", numbers, splat(b, b.trunc(low, I32), VI))
     under = b.icmp_signed("<=", numbers, splat(b, b.trunc(high, I32), VI))
     return b.select(b.and_(over, under), v, splat(b, fill, VF))
@@ -49,7 +49,7 @@ def mask_outside(b, v, numbers, low, high, fill):
 
 @define(F32x16, F32x16, types.int64, types.float32)
 def mask_flagged(b, v, flags, fill):
-    """Lanes whose byte at `flags` is 0 as they are, the others `fill`."""
+    """Return the lanes whose byte at `flags` is 0 unchanged, the others as `fill`."""
     kind = ir.VectorType(I8, 16)
     there = b.icmp_signed("==", b.load(pointer(b, flags), typ=kind, align=1), constant(kind, 0))
     return b.select(there, v, splat(b, fill, VF))

@@ -16,8 +16,6 @@ from numba.extending import intrinsic
 from edgeinfer.quant import StorageType
 
 from . import neon
-from .fine import unsigned_codes
-from .forms import FORMS, chain_of, is_fine
 from .int8_dot import (
     PairTile,
     dot_block,
@@ -28,8 +26,10 @@ from .int8_dot import (
     start_codes,
     start_int8,
 )
-from .pairs import has_pair_sums, pair_block
+from .packed_formats import FORMS, chain_of, is_fine
+from .pair_sums import has_pair_sums, pair_block
 from .simd import F32, I8, I16, I32, VB, VF, VI, F32x16, Tile, call, constant, half, join, literal, pointer, row_tile
+from .small_groups import unsigned_codes
 from .targets import emit_fma, emit_widen_f16, has
 
 _EIGHTH = -0.125

@@ -1,4 +1,4 @@
-"""What every kernel starts with: reading its record and ctx, and claiming chunks of work."""
+"""First steps of every kernel: reading its instruction and ctx, and claiming chunks of work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no
 """Decorator of helper functions; LLVM inlines them into the kernels."""
 
 OUTLINED: list[Any] = []
-"""What `outlined` made: none of it is inlined."""
+"""Functions made by `outlined`: none of them is inlined."""
 
 
 def outlined(function: Any) -> Any:
@@ -46,14 +46,14 @@ _NONE_LEFT = 1 << 40
 
 @inline
 def operand(rec, ctx, index):
-    """Address of operand `index`: the region's base (from ctx) + the record's offset."""
+    """Address of operand `index`: the region's base (from ctx) + the instruction's offset."""
     word = load_i64(rec + REC_OPERANDS + 8 * index)
     return load_i64(ctx + ((word >> REGION_SHIFT) << 3)) + (word & _OFFSET_MASK)
 
 
 @inline
 def parameter(rec, index):
-    """Integer parameter `index` of the record."""
+    """Integer parameter `index` of the instruction."""
     return load_i32(rec + REC_PARAMETERS + 4 * index)
 
 
@@ -79,8 +79,8 @@ def count(ctx, index):
 def claim(ctx):
     """Number of the next chunk that no thread has taken; the barrier sets it back to 0.
 
-    After a cancellation there is none left, so that a long record ends soon. The thread still goes to the barrier
-    (leaving alone would strand the others), and the error makes sure that nobody takes the record for done.
+    After a cancellation there is none left, so that a long instruction ends soon. The thread still goes to the barrier
+    (leaving alone would strand the others), and the error makes sure that nobody takes the instruction for done.
     """
     if atomic_load(ctx + CTX_CANCEL):
         atomic_store(ctx + CTX_ERROR, ABANDONED)
@@ -90,7 +90,7 @@ def claim(ctx):
 
 @inline
 def token(ctx, t, field):
-    """Field TOKEN_* of token t of the walk."""
+    """Field TOKEN_* of token t of the forward pass."""
     return load_i64(load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * t + field)
 
 

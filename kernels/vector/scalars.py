@@ -17,7 +17,7 @@ def opaque(b, value):
 
 @define(types.int64, types.int64)
 def count_ones(b, bits):
-    """How many bits of a word are set."""
+    """Return the number of set bits of a word."""
     return call(b, "llvm.ctpop.i64", I64, bits)
 
 

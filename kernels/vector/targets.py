@@ -1,7 +1,7 @@
-"""The operations that differ between instruction sets. A rung is the branches here and in `dots.py`, no more.
+"""The operations that differ between instruction sets. An ISA level is the branches here and in `dots.py`, no more.
 
-`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so that
-a new rung is new features in `isa.py` and, where it has a better instruction, one more branch here.
+`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for an level's name, so that
+a new ISA level is new features in `isa.py` and, where it has a better instruction, one more branch here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..isa import LADDER, Isa
+from ..isa import ISA_LEVELS, Isa
 from .memory import emit_scatter
 from .simd import (
     F32,
@@ -33,18 +33,18 @@ from .simd import (
 )
 
 _features: frozenset[str] = frozenset()
-_isa = LADDER[-1]
+_isa = ISA_LEVELS[-1]
 
 
 def use(isa: Isa) -> None:
-    """Emit code for this rung from now on."""
+    """Emit code for this ISA level from now on."""
     global _isa, _features
     _features = frozenset(f[1:] for f in isa.features.split(",") if f.startswith("+"))
     _isa = isa
 
 
 def has(feature: str) -> bool:
-    """Whether the rung being built has an LLVM feature (``aarch64`` stands for the machine)."""
+    """Whether the ISA level being built has an LLVM feature (``aarch64`` stands for the machine)."""
     return feature in _features or feature == _isa.machine
 
 
@@ -52,7 +52,7 @@ def has(feature: str) -> bool:
 
 
 def emit_fma(b, x, y, z):
-    """x * y + z: fused where there is an instruction, so that every kernel of a rung rounds alike."""
+    """x * y + z: fused where there is an instruction, so that every kernel of an ISA level rounds alike."""
     if has("fma") or has("aarch64"):
         return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
     return b.fadd(b.fmul(x, y), z)
@@ -240,7 +240,7 @@ call2, call4, call6 = _caller(2), _caller(4), _caller(6)
 
 
 def row_blocks() -> tuple[int, int]:
-    """Row tiles of the register blocks of matrix products, and of those of one or two tokens; see Isa."""
+    """Row tiles of the register blocks of matmuls, and of those of one or two tokens; see Isa."""
     return _isa.row_tiles, _isa.streams
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 2048}

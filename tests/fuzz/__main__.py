@@ -93,7 +93,7 @@ class Lane:
 
 
 class Tally:
-    """What was counted and found, over all lanes."""
+    """Counts and findings of all lanes."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()

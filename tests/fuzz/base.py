@@ -1,4 +1,4 @@
-"""What targets have in common, and the little models that they damage."""
+"""Common parts of the targets, and the small models that they damage."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from edgeinfer import LLM
 from edgeinfer.config import GenerationConfig
-from tests.command_line import edgeinfer
+from edgeinfer.llm.api import LLM
+from tests.helpers.command_line import edgeinfer
 
 from . import mutate
 from .base import Target, WrongTokensError
@@ -26,9 +26,9 @@ OPTIONS: dict[str, tuple[tuple[str, str], ...]] = {
             ("--top-k", "number"), ("--top-p", "number"), ("--min-p", "number"), ("--seed", "number"),
             ("--stop", "word"), ("--recipe", "word"), ("--no-mmap", ""), ("--mlock", ""), ("--raw", ""), ("--json", ""),
             ("--no-stats", ""), ("--nonsense", "")),
-    "plan": (("-c", "number"), ("--budget", "size"), ("--device", "device"), ("--kv", "word"), ("--json", ""),
+    "plan": (("-c", "number"), ("--budget", "size"), ("--machine", "device"), ("--kv", "word"), ("--json", ""),
              ("--recipe", "word")),
-    "estimate": (("-c", "number"), ("--device", "device"), ("--kv", "word"), ("--weights", "word"),
+    "estimate": (("-c", "number"), ("--machine", "device"), ("--kv", "word"), ("--weights", "word"),
                  ("--all-devices", ""), ("--json", "")),
     "info": (("--tensors", ""), ("--program", ""), ("--json", ""), ("--recipe", "word")),
     "verify": (("--json", ""),),

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.converters import Checkpoint, convert, describe_gguf, open_checkpoint
-from edgeinfer.describe import describe_config
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import build_graph, builtin_shapes, read_config, requested_types
-from tests.checkpoints import ARCHITECTURES, make_checkpoint, tiny_config
-from tests.test_gguf_header import fields_of, header, tensors_of
+from edgeinfer.models.describe import describe_config
+from tests.helpers.checkpoints import ARCHITECTURES, make_checkpoint, tiny_config
+from tests.system.test_gguf_header import fields_of, header, tensors_of
 
 from . import mutate
 from .base import Target, tokens_of

@@ -17,7 +17,7 @@ from edgeinfer.backends.onnx.model import GRAPH_KEY, graph_sha256
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 from . import mutate
 from .base import Target, WrongTokensError, greedy

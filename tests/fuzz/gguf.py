@@ -9,9 +9,9 @@ from typing import Any
 
 from edgeinfer.converters import convert, open_checkpoint, read_gguf_tokenizer
 from edgeinfer.text import ChatTemplate, Tokenizer
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import SIZES, write_gguf
-from tests.vocabularies import P, bpe_metadata, sentencepiece_metadata, small_bpe, small_sentencepiece
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.gguf_files import SIZES, write_gguf
+from tests.helpers.vocabularies import P, bpe_metadata, sentencepiece_metadata, small_bpe, small_sentencepiece
 
 from . import mutate
 from .base import Target, tokens_of

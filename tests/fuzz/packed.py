@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from edgeinfer.converters import convert, describe_packed, open_checkpoint
-from tests.packers import FORMS, make_packed
+from tests.helpers.packers import FORMS, make_packed
 
 from . import mutate
 from .base import Target, tokens_of

@@ -13,8 +13,8 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.devices import load_profile
 from edgeinfer.runtime import Session
-from edgeinfer.runtime.sequence import _start_digest
-from tests.checkpoints import make_checkpoint
+from edgeinfer.runtime.kv.sequence import _start_digest
+from tests.helpers.checkpoints import make_checkpoint
 
 from . import mutate
 from .base import PROMPT, Target, WrongTokensError, greedy, tokens_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeinfer.models import demo_path
 from edgeinfer.text import ChatTemplate, Tokenizer
-from tests.checkpoints import write_tokenizer
+from tests.helpers.checkpoints import write_tokenizer
 
 from . import mutate
 from .base import Target

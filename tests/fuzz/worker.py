@@ -22,9 +22,9 @@ from edgeinfer.errors import EdgeInferError
 from .targets import TARGETS, Target, WrongTokensError
 
 BEAT = struct.Struct("<qq")
-"""What the supervisor reads of a worker: the number of the case that runs, and of those that ended."""
+"""Words that the supervisor reads of a worker: the number of the running case, and of those that ended."""
 ALLOWED_BYTES = 128 << 20
-"""What a case may take beyond its plan and ten times its input: modules that it is the first to import."""
+"""Memory that a case may take beyond its plan and ten times its input: modules that it is the first to import."""
 CANARY_EVERY = 500
 REPORT_EVERY = 100
 
@@ -40,7 +40,7 @@ def pick(seed: int, number: int, names: list[str]) -> str:
 
 
 def status(field: str) -> int:
-    """Return a figure of /proc/self/status in bytes; 0 where there is no such file."""
+    """Return a figure of /proc/self/status in bytes; 0 if there is no such file."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def status(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Start the peak of resident memory anew (Linux)."""
+    """Start the peak of resident memory again (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

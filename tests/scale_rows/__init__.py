@@ -1,4 +1,4 @@
-"""A kernel from outside the package, for test_catalogue.py: rows times a number."""
+"""A kernel from outside the package, for kernels/test_catalogue.py: rows times a number."""
 
 from __future__ import annotations
 

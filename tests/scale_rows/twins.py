@@ -1,16 +1,16 @@
-"""Its twin in NumPy."""
+"""Its reference in NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.kernels.reference import Expected, RecordView
+from edgeinfer.kernels.reference import Expected, InstructionView
 from edgeinfer.kernels.reference.view import float_of
 
 from . import SCALE
 
 
-def scale_rows(view: RecordView) -> list[Expected]:
+def scale_rows(view: InstructionView) -> list[Expected]:
     p = view.parameters(SCALE)
     shape, strides = (view.count(p.rows), p.width), (p.stride, 4)
     x, out = (view.array(i, np.float32, shape, strides) for i in (0, 1))

@@ -16,48 +16,50 @@ BEST = 64
 """Logits of a row, the largest, that decode steps bring with their ids."""
 
 
-def drawn(segment: Segment) -> list[tuple[int, int]]:
-    """Return, for each row of logits of a token, its draw and the position of the token that is drawn; of a prompt, and
-    where a row is wanted, the draw is 0."""
-    draws = segment.draws if segment.draws and segment.role == DECODE else [0] * len(segment.outputs)
-    return [(draw, len(segment.sequence) + len(segment.ids)) for draw in draws]
+def sampled(segment: Segment) -> list[tuple[int, int]]:
+    """Return, for each row of logits of a token, its sample and the position of the token that is sampled; of a prompt,
+    and where a row is wanted, the sample is 0."""
+    sample_specs = segment.sample_specs if segment.sample_specs and segment.role == DECODE \
+        else [0] * len(segment.outputs)
+    return [(spec, len(segment.sequence) + len(segment.ids)) for spec in sample_specs]
 
 
-def choose(draws: Items[int], values: NDArray[np.float32], ids: NDArray[np.int64], positions: NDArray[Any]) -> bool:
-    """Choose the tokens of several draws from the best logits of their rows, if these tell all of them.
+def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[np.int64],
+           positions: NDArray[Any]) -> bool:
+    """Choose the tokens of several samples from the best logits of their rows, if these tell all of them.
 
-    They do where the best token is drawn, or one of fewer than there are here (top-k), and where none that is equal to
-    the last of those may be missing, for among equals the lower id comes first: whichever of them were brought.
+    They do where the best token is sampled, or one of fewer than there are here (top-k), and where none that is equal
+    to the last of those may be missing, for among equals the lower id comes first: whichever of them were brought.
 
     Parameters
     ----------
-    draws : their addresses (kernels/abi/draws.py); 0 for none
+    sample_specs : their addresses (kernels/abi/draws.py); 0 for none
     values, ids : the largest logits of each row and their tokens, in any order; NaN where a row is not finite
-    positions : of the tokens that are drawn
+    positions : of the tokens that are sampled
 
     Returns
     -------
     bool
-        Whether the tokens stand in the draws now; else the whole rows are needed.
+        Whether the tokens stand in the samples now; else the whole rows are needed.
     """
-    if not all(draws) or np.isnan(values).any():
+    if not all(sample_specs) or np.isnan(values).any():
         return False
-    told = b"".join(ctypes.string_at(address, abi.DRAW_BYTES) for address in draws)
-    words = np.frombuffer(told, np.int64).reshape(len(draws), -1).T
-    temperature, top_p, min_p = np.frombuffer(told).reshape(len(draws), -1).T[
-        [abi.DRAW_TEMPERATURE >> 3, abi.DRAW_TOP_P >> 3, abi.DRAW_MIN_P >> 3]]
-    top_k = np.where(temperature == 0, 1, words[abi.DRAW_TOP_K >> 3])
-    if not (words[abi.DRAW_ALONE >> 3].all() and (top_k > 0).all() and (top_k < values.shape[1]).all()):
+    told = b"".join(ctypes.string_at(address, abi.SAMPLE_BYTES) for address in sample_specs)
+    words = np.frombuffer(told, np.int64).reshape(len(sample_specs), -1).T
+    temperature, top_p, min_p = np.frombuffer(told).reshape(len(sample_specs), -1).T[
+        [abi.SAMPLE_TEMPERATURE >> 3, abi.SAMPLE_TOP_P >> 3, abi.SAMPLE_MIN_P >> 3]]
+    top_k = np.where(temperature == 0, 1, words[abi.SAMPLE_TOP_K >> 3])
+    if not (words[abi.SAMPLE_ALONE >> 3].all() and (top_k > 0).all() and (top_k < values.shape[1]).all()):
         return False
-    rows, order = np.arange(len(draws)), np.lexsort((ids, -values))
+    rows, order = np.arange(len(sample_specs)), np.lexsort((ids, -values))
     values, ids = values[rows[:, None], order], ids[rows[:, None], order]
     if (values[rows, top_k - 1] == values[:, -1]).any():
         return False
     chosen = ids[:, 0]
     if temperature.any():
-        most, keys = int(top_k.max()), words[abi.DRAW_KEY >> 3].view(np.uint64)
-        chosen = sampling.draw_rows(values[:, :most], ids[:, :most], top_k, top_p, min_p,
+        most, keys = int(top_k.max()), words[abi.SAMPLE_KEY >> 3].view(np.uint64)
+        chosen = sampling.sample_rows(values[:, :most], ids[:, :most], top_k, top_p, min_p,
                                     np.where(temperature == 0, 1.0, temperature), keys, positions)
-    for address, token in zip(draws, chosen.tolist(), strict=True):
-        ctypes.c_int64.from_address(address + abi.DRAW_TOKEN).value = token
+    for address, token in zip(sample_specs, chosen.tolist(), strict=True):
+        ctypes.c_int64.from_address(address + abi.SAMPLE_TOKEN).value = token
     return True

@@ -11,7 +11,7 @@ from typing import Any
 from .devices import Provider
 
 LOOK_SECONDS = 0.02
-"""How often who waits for a call looks whether it is to end."""
+"""Interval at which a thread that waits for a call checks for cancellation."""
 NO_GRAPH = -1
 """The number of a run that is neither recorded nor replayed."""
 
@@ -42,9 +42,9 @@ class _Call:
 class Caller:
     """Makes the calls of a runner one after the other, in a thread of its own.
 
-    So who waits for one is in Python, where signal handlers run, and can end it. On a provider with graphs nobody ends
-    one: a graph that was ended while it was recorded would be replayed as far as it came. Calls are short there, and
-    made in that thread too, for a graph belongs to the thread that recorded it, whoever makes requests.
+    So the waiting thread is in Python, where signal handlers run, and can end a call. On a provider with graphs calls
+    are not ended: a graph that was ended while it was recorded would be replayed only partly. Calls are short there,
+    and made in that thread too, because a graph belongs to the thread that recorded it.
 
     Each call has options of its own, for the wish to end one stays with them.
     """

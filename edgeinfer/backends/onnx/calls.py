@@ -1,4 +1,4 @@
-"""Walks as calls of the model, whatever its attention is: those of a prompt, and steps that are bound once."""
+"""Forward passes as calls of the model, whatever its attention is: those of a prompt, and steps that are bound once."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Call(NamedTuple):
     binding: Any
     graph: int
     targets: list[int]
-    """Rows of the walk whose logits it gives."""
+    """Rows of the forward pass whose logits it gives."""
     logits: Callable[[], NDArray[np.float32]]
     """Returns these rows, once it ran; NaN, in one column, where the tokens of all of them were chosen instead."""
 
 
 class Calls(abc.ABC):
-    """What a walk runs.
+    """Calls of onnxruntime in a forward pass.
 
     Parameters
     ----------
     sessions : Sessions
     slabs : Slabs
-    outputs, vocab_size : most rows of logits of a walk, and their length
+    outputs, vocab_size : maximum number of logits rows of a forward pass, and their length
     """
 
     def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int):
@@ -48,18 +48,18 @@ class Calls(abc.ABC):
         self._bound: dict[int, Any] = {}
         self._steps: dict[tuple[int, int], Step] = {}
         self._outputs: dict[int, dict[str, Any]] = {}
-        """What steps give, by their number of sequences: steps of as many have it in common."""
+        """Outputs of steps by number of sequences; steps with the same number share them."""
         self._given: Inputs = {}
 
     @abc.abstractmethod
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
-        """Yield the calls of a walk, each to be run before the next; its sequences have room for their tokens."""
+        """Yield the calls of a pass, each to be run before the next; its sequences have room for their tokens."""
 
     def _several(self, inputs: Inputs, rows: list[int], targets: list[int], first: int = 0,
                  count: int | None = None) -> Call:
         """A call whose inputs have sizes of their own, over a range of blocks.
 
-        `rows` are those of its tokens whose logits become rows `targets` of the walk.
+        `rows` are those of its tokens whose logits become rows `targets` of the forward pass.
         """
         rows = rows or [inputs["input_ids"].size - 1]  # none at all would be a product without rows
         binding = self._bound.get(first)
@@ -74,7 +74,7 @@ class Calls(abc.ABC):
         return Call(binding, NO_GRAPH, targets, lambda: self._staged[: len(targets)])
 
     def _one_each(self, key: tuple[int, int], inputs: Inputs, rows: list[int], targets: list[int],
-                  draws: list[tuple[int, int]], bound: Callable[[], Inputs], first: int = 0,
+                  sample_specs: list[tuple[int, int]], bound: Callable[[], Inputs], first: int = 0,
                   count: int | None = None) -> Call:
         """A step, one token of each of several sequences, whose inputs have the sizes of all steps of this key.
 
@@ -88,7 +88,7 @@ class Calls(abc.ABC):
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
-        return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, draws))
+        return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, sample_specs))
 
     def _outputs_of(self, count: int) -> dict[str, Any]:
         """Memory of the device for what steps of so many sequences give."""
@@ -108,9 +108,9 @@ class Calls(abc.ABC):
         self._staged = self._staged[:0]
 
 
-def _rows_of(step: Step, rows: list[int], draws: list[tuple[int, int]]) -> NDArray[np.float32]:
+def _rows_of(step: Step, rows: list[int], sample_specs: list[tuple[int, int]]) -> NDArray[np.float32]:
     """Return rows of a step, unless their tokens can be chosen without."""
-    addresses, positions = zip(*draws, strict=True)
+    addresses, positions = zip(*sample_specs, strict=True)
     if any(addresses):
         values, ids = step.best()
         if choose(addresses, values[rows], ids[rows], np.array(positions)):

@@ -8,10 +8,10 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
-from edgeinfer.sizes import round_up
 
-from ...progress import Counted
+from ...base.progress import Counted
 from .model import Place
 from .weights import KINDS, Reader, Stored
 
@@ -21,7 +21,7 @@ F16_MAX = 65504.0
 
 
 class Data(NamedTuple):
-    """What was written."""
+    """Data written for a model."""
 
     places: dict[str, Place]
     nbytes: int

@@ -1,7 +1,7 @@
-"""Where an export goes: a model with its data beside it, or a folder for onnxruntime-genai.
+"""Destination of an export: a model with its data beside it, or a folder for onnxruntime-genai.
 
-The data of DST.onnx have a name of their own, with a part of their identity: the model that names them appears in one
-step, whether or not another one was there, and never beside data that are not its own.
+The data of DST.onnx have a file name of their own that contains a part of their identity: the model that names them
+appears in one step, whether or not an older one existed, and never beside data that are not its own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.destination import Destination
+from edgeinfer.base.atomic_write import Destination
+from edgeinfer.base.files import sync_directory
 from edgeinfer.errors import DestinationError
-from edgeinfer.files import sync_directory
 
 CONFIG_FILE = "genai_config.json"
 MODEL_FILE = "model.onnx"
@@ -42,7 +42,7 @@ class ExportDestination(Destination):
         super().__init__(path, overwrite)
         self.is_folder = folder
         if not folder and (self.path.suffix != ".onnx" or not self.path.stem):
-            raise DestinationError(f"{self.path} is no name for a model; it must end in .onnx.")
+            raise DestinationError(f"{self.path} is not a name for a model; it must end in .onnx.")
         if not folder and any("\ud800" <= character <= "\udfff" for character in self.path.stem):
             raise DestinationError(f"{self.path} has a name that is not UTF-8, which a model needs to name its data; "
                                    "choose another name.")
@@ -52,11 +52,13 @@ class ExportDestination(Destination):
 
     def _objection(self) -> str | None:
         if not self.is_folder:
-            return None if self.path.is_file() else "exists and is no file, so it is not overwritten; remove it first."
+            if self.path.is_file():
+                return None
+            return "exists and is not a file, so it is not overwritten; remove it first."
         if not (self.path / CONFIG_FILE).is_file():
             return f"exists and has no {CONFIG_FILE}, so it is not overwritten; remove it first."
         if inner := [path.name for path in self.path.iterdir() if path.is_dir()]:
-            return (f"also holds the folder {inner[0]}, which is no part of an export, so it is not overwritten; move "
+            return (f"also holds the folder {inner[0]}, which is not part of an export, so it is not overwritten; move "
                     "that elsewhere first.")
         return None
 

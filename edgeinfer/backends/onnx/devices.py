@@ -1,4 +1,5 @@
-"""Where a model runs: our own kernels, or an execution provider of onnxruntime by name; nothing falls back silently."""
+"""Devices that run a model: our own kernels, or an execution provider of onnxruntime by name, without silent fallback.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import ctypes
 import sys
 from typing import Any, NamedTuple
 
+from edgeinfer.base.process import say
 from edgeinfer.config import AUTO, CUDA, DEVICES, ONNX_CPU
 from edgeinfer.errors import UsageError
-from edgeinfer.process import say
 
 from .driver import check_driver
 from .packages import check_wheels, import_onnxruntime, installed
@@ -16,8 +17,10 @@ from .packages import check_wheels, import_onnxruntime, installed
 LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvidia-cublas",
              "libcublas.so.13": "nvidia-cublas", "libcurand.so.10": "nvidia-curand",
              "libcudnn.so.9": "nvidia-cudnn-cu13"}
-"""What CUDA's provider loads, and the package that has it. Without cuDNN it would start, and attention on GPUs of
-compute capability 9.0 and above take slower kernels."""
+"""Libraries that the CUDA provider loads, and the packages that contain them.
+
+It starts without cuDNN, but attention on GPUs of compute capability 9.0 and above then uses slower kernels.
+"""
 
 
 class Provider(NamedTuple):
@@ -38,7 +41,7 @@ class Provider(NamedTuple):
     graphs: bool = False
     """Whether decode steps are recorded and replayed."""
     page_positions: int = 0
-    """Of a page of KV, as its kernels want them; 0 where it has no attention over pages."""
+    """Of a page of KV, as its kernels want them; 0 if it has no attention over pages."""
 
     def open(self, model: str, threads: int) -> Any:
         """Open a model, and see that all of it is there.
@@ -85,7 +88,7 @@ PROVIDERS = {
 
 
 def provider_of(device: str) -> Provider | None:
-    """Return who may run models here; None for our own kernels.
+    """Return the executors that may run models here; None for our own kernels.
 
     Of auto that is CUDA where it works; whether it runs a certain model says `device_planner`.
 
@@ -111,7 +114,7 @@ def provider_of(device: str) -> Provider | None:
 
 
 def check_cuda() -> None:
-    """Raise `UsageError` where onnxruntime's CUDA provider cannot work; the sentence has the reason and the remedy."""
+    """Raise `UsageError` if onnxruntime's CUDA provider cannot work; the sentence has the reason and the remedy."""
     wheel = check_wheels()
     if wheel != "onnxruntime-gpu":
         raise UsageError(f"{wheel} {installed(wheel)} is installed, which has no CUDA provider; replace it: pip "
@@ -127,12 +130,12 @@ def check_cuda() -> None:
             raise UsageError(f"CUDA's library {library} is missing; the package {package} has it: pip install "
                              f"'edgeinfer[gpu]', or {package} alone.") from None
     if PROVIDERS[CUDA].name not in onnxruntime.get_available_providers():
-        raise UsageError(f"This {wheel} was built without a CUDA provider; install it anew: pip install "
+        raise UsageError(f"This {wheel} was built without a CUDA provider; reinstall it: pip install "
                          f"--force-reinstall {wheel}.")
 
 
 def check_placement(session: Any, provider: Provider) -> None:
-    """Raise `UsageError` where a node of a session was given to another provider."""
+    """Raise `UsageError` if a node of a session was given to another provider."""
     elsewhere = [f"{node.op_type} {node.name}" for part in session.get_provider_graph_assignment_info()
                  if part.ep_name != provider.name for node in part.get_nodes()]
     if elsewhere:

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of itself and of the GPU, asked before onnxruntime is: read from libcuda directly."""
+"""Queries of NVIDIA's driver and GPU through libcuda, made before onnxruntime is loaded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Gpu(NamedTuple):
 
 
 def load_driver() -> Any:
-    """Return libcuda; raises OSError where there is no driver."""
+    """Return libcuda; raises OSError if there is no driver."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def read_gpu() -> Gpu:
-    """Return what the driver says; raises `UsageError` where there is no driver, or no GPU."""
+    """Return what the driver says; raises `UsageError` if there is no driver, or no GPU."""
     try:
         cuda = load_driver()
     except OSError:
@@ -61,14 +61,14 @@ class _Memory(ctypes.Structure):
 
 
 def load_management() -> Any:
-    """Return NVML, which comes with the driver; raises OSError where there is none."""
+    """Return NVML, which comes with the driver; raises OSError if there is none."""
     return ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
 
 
 def gpu_free_bytes() -> int:
-    """Return the free memory of the first GPU, whoever holds the rest; makes no context, which would take some itself.
+    """Return the free memory of the first GPU, without making a context, which would take some itself.
 
-    Raises `UsageError` where the driver does not say.
+    Raises `UsageError` if the driver does not say.
     """
     try:
         cuda, nvml = load_driver(), load_management()
@@ -84,7 +84,7 @@ def gpu_free_bytes() -> int:
 
 
 def check_driver(wheel: str, version: str) -> Gpu:
-    """Return the GPU; raises `UsageError` where driver or GPU are none that the wheel of onnxruntime has code for."""
+    """Return the GPU; raises `UsageError` if driver or GPU are none that the wheel of onnxruntime has code for."""
     gpu = read_gpu()
     if gpu.cuda < LEAST_CUDA:
         raise UsageError(f"NVIDIA's driver runs CUDA up to {gpu.cuda // 1000}.{gpu.cuda % 1000 // 10}, and {wheel} "

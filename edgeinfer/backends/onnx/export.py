@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgeinfer import __version__
+from edgeinfer.base.units import format_size
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.graph import build_graph, expected_types
-from edgeinfer.sizes import format_size
 
-from ...progress import Counted
+from ...base.progress import Counted
 from .data import Data, data_bytes, write_data
 from .destination import MODEL_FILE, ExportDestination, data_name
 from .flavour import Flavour
 from .genai import check_tokenizer, write_beside
+from .lower_graph import lower_graph
 from .lowering import Lowering
 from .model import model_proto
 from .packages import import_onnx
@@ -29,7 +30,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class ExportReport(NamedTuple):
-    """What an export made."""
+    """Report on an export."""
 
     destination: Path
     model: Path
@@ -56,9 +57,9 @@ def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
     Raises
     ------
     UnsupportedModelError
-        As `Lowering.run`.
+        As `lower_graph`.
     """
-    return Lowering(build_graph(bundle.config, expected_types(bundle.types), Recipe(())), flavour).run()
+    return lower_graph(build_graph(bundle.config, expected_types(bundle.types), Recipe(())), flavour)
 
 
 def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = None, *, overwrite: bool = False,
@@ -84,7 +85,7 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
     UsageError
         Unknown options, or the package onnx is not installed.
     DestinationError
-        The destination exists, is being written, is no place for an export, or its disk is full.
+        The destination exists, is being written, is not a place for an export, or its disk is full.
     BundleError, TokenizerError, UnsupportedModelError
         The bundle is damaged, or cannot be expressed.
     """
@@ -131,7 +132,7 @@ def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str,
 
 
 def about(bundle: Bundle, flavour: Flavour, data: Data, beside: dict[str, str]) -> dict[str, str]:
-    """Return the metadata of a model: what it was made of, by whom, for what, and the checksums of its data and of the
+    """Return the metadata of a model: its source, maker and purpose, and the checksums of its data and of the
     files beside them.
     """
     tokenizers = [bundle.files[name].sha256 for name in TOKENIZERS if name in bundle.files]

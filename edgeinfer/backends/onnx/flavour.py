@@ -1,4 +1,4 @@
-"""What an ONNX model is made for, and the names and shapes of its inputs and outputs.
+"""Variants of an ONNX model, and the names and shapes of their inputs and outputs.
 
 Letters: B sequences, S tokens of each, T tokens of all, R rows of logits that are wanted, V vocabulary, L layer, G KV
 heads, D elements of a head (`Heads.stored_dim`), P positions of the longest sequence, N pages of M rows. X is float16
@@ -45,8 +45,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from edgeinfer.checks import checked, choice, integer
-from edgeinfer.dataclass import dataclass
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.validation import checked, choice, integer
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import ModelConfig
 

@@ -1,4 +1,4 @@
-"""What onnxruntime-genai reads beside a model: genai_config.json, and the tokenizer's files."""
+"""Files that onnxruntime-genai reads beside a model: genai_config.json, and those of the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .destination import CONFIG_FILE, MODEL_FILE
 from .flavour import Flavour, Heads
 
 NEEDED = ("tokenizer.json", "tokenizer_config.json")
-"""What its tokenizer reads; it reads no tokenizer.model (0.18)."""
+"""Files that its tokenizer reads; it reads no tokenizer.model (0.18)."""
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Names of decoders that it knows and that mean ours; what differs between them is in the model's graph."""
 

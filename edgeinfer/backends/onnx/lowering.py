@@ -1,6 +1,6 @@
 """Lowering to ONNX: each operation of the graph becomes some nodes; `lower` is open, as that of the runtime.
 
-Rows are the last axis throughout; before it lie (B, S) with attention gqa and (T,) with paged. What the walk of the CPU
+Rows are the last axis throughout; before it lie (B, S) with attention gqa and (T,) with paged. What the pass of the CPU
 quantises stays as it is: products here take floats. Nothing in this module needs the package onnx.
 """
 
@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
-    Draw,
     Embed,
-    Gated,
+    GatedLinear,
     GatherOutputs,
     Graph,
     Linear,
@@ -25,6 +24,7 @@ from edgeinfer.graph import (
     Quantize,
     RmsNorm,
     RopeStore,
+    Sample,
     Tensor,
     Weight,
 )
@@ -69,27 +69,11 @@ class Lowering:
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
         self.ropes: dict[int | None, RopeStore] = {}
-        """What is done to q and k before a layer's attention."""
+        """Processing of q and k before each layer's attention."""
         self.rounded: list[str] = []
         """Matrices that could not keep their codes."""
         self._values: dict[str, str | tuple[str, str]] = {}
         self._matrices: dict[str, Quantised] = {}
-
-    def run(self) -> Lowering:
-        """Lower all operations, in their order.
-
-        Raises
-        ------
-        UnsupportedModelError
-            An operation has no form in ONNX, or the weights are of a type for which it has no operator.
-        """
-        from .attention import declare
-
-        check_types(self.graph)
-        declare(self)
-        for op in self.graph.ops:
-            lower(op, self)
-        return self
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +114,7 @@ class Lowering:
         self._values[tensor.name] = self._values[as_.name]
 
     def value(self, tensor: Tensor) -> str:
-        """Return the value that a tensor has become; a sum that nobody took into a norm is added now."""
+        """Return the value of a tensor; a sum that was not fused into a norm is added now."""
         found = self._values[tensor.name]
         if isinstance(found, tuple):
             found = self._values[tensor.name] = self.node("Add", *found)
@@ -160,7 +144,7 @@ class Lowering:
         return self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
                          N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)
 
-    def product(self, x: str, part: Part) -> str:
+    def matmul(self, x: str, part: Part) -> str:
         """Multiply by a matrix in tiles, whatever its type."""
         if part.stored.quantised:
             return self.quantised(x, weights.quantised(part, self.dtype), part.columns)
@@ -176,7 +160,7 @@ class Lowering:
 
 
 def check_types(graph: Graph) -> None:
-    """Raise `UnsupportedModelError` where weights are in codes that no operator of ONNX reads."""
+    """Raise `UnsupportedModelError` if weights are in codes that no operator of ONNX reads."""
     if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.simple}):
         known = [name for name in requestable() if not TYPES[name].quantised or TYPES[name].simple]
         raise UnsupportedModelError(f"The weights are in {', '.join(taken)}, which ONNX has no operator for; convert "
@@ -186,7 +170,7 @@ def check_types(graph: Graph) -> None:
 
 @singledispatch
 def lower(op: Op, at: Lowering) -> None:
-    """Turn an operation into nodes. Raises `UnsupportedModelError`: nobody has registered how."""
+    """Turn an operation into nodes. Raises `UnsupportedModelError` if no lowering is registered for it."""
     raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; leave out "
                                 "the pass that puts it into the graph, or run the model with --device cpu.")
 
@@ -236,8 +220,8 @@ def _(op: GatherOutputs, at: Lowering) -> None:
 
 
 @lower.register
-def _(op: Draw, at: Lowering) -> None:
-    """What leaves the model: the caller chooses tokens."""
+def _(op: Sample, at: Lowering) -> None:
+    """Declare the model's outputs: the caller samples tokens."""
     logits, width, top = at.value(op.logits), op.logits.width, at.flavour.top_k
     if at.flavour.target == "genai":
         at.outputs.insert(0, Value("logits", at.dtype, ("batch", "tokens", width)))
@@ -248,7 +232,7 @@ def _(op: Draw, at: Lowering) -> None:
     if top:
         at.outputs[1:1] = [Value("top_logits", "f32", ("rows", top)), Value("top_ids", "i64", ("rows", top))]
         values = at.node("TopK", "logits", at.constant(top), axis=-1, out=("", "top_ids"))
-        total = at.node("ReduceSum", "logits", at.constant(-1))  # what TopK makes of a NaN is nobody's promise
+        total = at.node("ReduceSum", "logits", at.constant(-1))  # TopK of a NaN is undefined
         at.node("Add", values, at.node("Sub", total, total), out="top_logits")
 
 
@@ -279,24 +263,24 @@ def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
 
 @lower.register
 def _(op: Linear, at: Lowering) -> None:
-    _added(at.product(at.value(op.x), at.whole(op.weight)), op, at)
+    _added(at.matmul(at.value(op.x), at.whole(op.weight)), op, at)
 
 
 @lower.register
 def _(op: LinearPart, at: Lowering) -> None:
-    y = at.product(at.value(op.x), at.whole(op.weight))
+    y = at.matmul(at.value(op.x), at.whole(op.weight))
     if op.bias:
         y = at.biased(y, at.vector(op.bias))
     at.set(op.out, at.node("Concat", at.value(op.onto), y, axis=-1) if op.onto else y)
 
 
 @lower.register
-def _(op: Gated, at: Lowering) -> None:
+def _(op: GatedLinear, at: Lowering) -> None:
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
     parts = []
     for i, which in enumerate(("gate", "up")):
         name = op.weight.name.replace("gate_up", which)
-        part = at.product(x, Part(op.weight, stored, n, name, i, 2))
+        part = at.matmul(x, Part(op.weight, stored, n, name, i, 2))
         if op.bias:
             part = at.biased(part, at.store(weights.half_vector(op.bias, i, n, f"{name}_bias", at.dtype)))
         parts.append(part)

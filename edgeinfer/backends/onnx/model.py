@@ -17,7 +17,7 @@ GRAPH_KEY = f"{PREFIX}graph_sha256"
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the file of external data."""
+    """Position of a tensor in the file of external data."""
 
     offset: int
     nbytes: int

@@ -20,7 +20,7 @@ LEAST_PYTHON = (3, 11)
 
 
 def installed(name: str) -> str:
-    """Return the version of a distribution, empty where it is not installed."""
+    """Return the version of a distribution, empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -64,7 +64,7 @@ def import_onnxruntime() -> Any:
 
 
 def import_onnx(why: str = "edgeinfer export") -> Any:
-    """Import onnx; raises `UsageError` where it is not installed."""
+    """Import onnx; raises `UsageError` if it is not installed."""
     try:
         import onnx
     except ImportError:

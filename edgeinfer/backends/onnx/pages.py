@@ -1,4 +1,4 @@
-"""The KV cache in pages, which sequences take as they grow and share where they begin alike; a walk is one call."""
+"""The KV cache in pages, which sequences take as they grow and share where they begin alike; a pass is one call."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.block_tables import BlockTables
 from edgeinfer.memory_planner import BlockPool
 from edgeinfer.runner import Segment
+from edgeinfer.runner.block_tables import BlockTables
 
-from .best import drawn
+from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
@@ -44,14 +44,14 @@ class Pages(BlockTables):
 
 
 class PageCalls(Calls):
-    """Prompts, guesses and single tokens of all sequences go through together, as one flat list of tokens."""
+    """Prompts, draft tokens and single tokens of all sequences go through together, as one flat list of tokens."""
 
     def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, ctx: int):
         super().__init__(sessions, slabs, outputs, vocab_size)
         self._most = -(-ctx // slabs.positions)
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
-        """Yield the one call of a walk."""
+        """Yield the one call of a forward pass."""
         counts = [len(segment.ids) for segment in segments]
         ends = np.cumsum([0, *counts]).astype(np.int32)
         past = np.array([len(segment.sequence) for segment in segments], np.int32)
@@ -69,8 +69,8 @@ class PageCalls(Calls):
         def bound() -> Inputs:
             return {**inputs, **_fixed(ends, 1, width * self.slabs.positions), "output_rows": np.arange(len(segments))}
 
-        draws = [one for segment in segments for one in drawn(segment)]
-        yield self._one_each((len(segments), width), inputs, rows, targets, draws, bound)
+        sample_specs = [one for segment in segments for one in sampled(segment)]
+        yield self._one_each((len(segments), width), inputs, rows, targets, sample_specs, bound)
 
 
 def table_width(pages: int, most: int) -> int:
@@ -93,6 +93,7 @@ def _table(segments: Items[Segment], width: int) -> NDArray[np.int32]:
 
 
 def _fixed(ends: NDArray[np.int32], tokens: int, positions: int) -> Inputs:
-    """What is the same in all steps of a graph: bounds must hold for each of them. No least number of positions is
-    given."""
+    """Return the inputs that are equal in all steps of a graph, with bounds that hold for each step; no minimum number
+    of positions is given.
+    """
     return {"cumulative_sequence_length": ends, "attention_metadata": np.array([tokens, positions, 0], np.int32)}

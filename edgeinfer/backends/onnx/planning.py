@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from edgeinfer.base.units import format_size, round_up
 from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import Graph
@@ -26,15 +27,15 @@ from edgeinfer.memory_planner import (
     resolve,
     to_request,
 )
-from edgeinfer.sizes import format_size, round_up
-from edgeinfer.technique import each, technique
+from edgeinfer.registry import each, technique
 
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
 from .driver import gpu_free_bytes
 from .flavour import Flavour, Heads
-from .lowering import Lowering, Node
+from .lower_graph import lower_graph
+from .lowering import Node
 from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
 from .slabs import FLOATS, Layout, block_bytes
@@ -137,10 +138,9 @@ class DevicePlanner:
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def lower(self, request: Request) -> list[Stored]:
-        """Return the tensors of the model as a request has it, lowered unless that was done; raises as `Lowering.run`.
-        """
+        """Return the tensors of the model as a request has it, lowered once; raises as `lower_graph`."""
         if (flavour := self.flavour(request)) not in self._stored:
-            lowered = Lowering(self.graph, flavour).run()
+            lowered = lower_graph(self.graph, flavour)
             self._stored[flavour] = list(lowered.stored.values())
             self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
         return self._stored[flavour]
@@ -220,17 +220,18 @@ class DevicePlanner:
                 "run with --device cpu.")
 
 
-def written_out(product: Node, tokens: int) -> int:
-    """Return the bytes of a product's matrix as f16 if CUDA writes it out for so many tokens, else 0; see docs/onnx.md.
+def written_out(matmul: Node, tokens: int) -> int:
+    """Return the bytes of a product's matrix as f16 if CUDA writes it out for so many tokens, else 0; see
+    docs/explanation/onnx.md.
     """
-    rows, columns, bits, group = (int(product.attributes[name]) for name in ("N", "K", "bits", "block_size"))
+    rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))
     fast = group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
     read = tokens <= READ_TOKENS[bits] and rows % READ_MULTIPLE == columns % READ_MULTIPLE == 0
     return 0 if fast or read else rows * round_up(columns, group) * 2
 
 
 def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
-    """Return the memory that this process may take, and what is free of the device's; None where that is this process,
+    """Return the memory that this process may take, and what is free of the device's; None if that is this process,
     or no GPU is found here.
     """
     host = process_budget() if config.budget_bytes is None else config.budget_bytes

@@ -17,7 +17,7 @@ from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
 from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segments
 
-from ...progress import Counted
+from ...base.progress import Counted
 from .calls import Calls
 from .devices import Provider
 from .driver import gpu_free_bytes
@@ -35,7 +35,7 @@ Logits = NDArray[np.float32]
 class OnnxRunner(Runner):
     """Runs a bundle on an execution provider of onnxruntime.
 
-    Sequences hold a slot each, or pages that they share; a walk is several calls over slots, and one over pages.
+    Sequences hold a slot each, or pages that they share; a pass is several calls over slots, and one over pages.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class OnnxRunner(Runner):
     """
 
     kv: Slots | Pages
-    """Who holds which of them."""
+    """Owner of each sequence's K and V."""
     _calls: Calls
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Counted | None = None,
@@ -89,7 +89,7 @@ class OnnxRunner(Runner):
         self._logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
 
     def _arrange(self, paged: bool) -> None:
-        """Say who holds what of the KV cache, and what a walk runs."""
+        """Return the owner of the KV cache, and the calls of a forward pass."""
         copy = partial(self.sessions.copy, self.slabs)
         given = self.sessions, self.slabs, self.config.outputs, self.model.vocab_size
         if paged:
@@ -121,8 +121,8 @@ class OnnxRunner(Runner):
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
-    def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
-        """Run the model over the new tokens of several sequences; see `Runner.walk`."""
+    def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+        """Run the model over the new tokens of several sequences; see `Runner.forward`."""
         segments = plain_segments(segments)
         self._admit(segments)
         with self._turn:
@@ -139,15 +139,15 @@ class OnnxRunner(Runner):
             except Exception:  # of any kind where a signal handler closed the model between two of these lines
                 self.sessions.check_open()
                 raise
-            finally:  # a walk that failed leaves room behind the last token
+            finally:  # a forward pass that failed leaves room behind the last token
                 for segment in segments:
                     self.kv.trim(segment.sequence)
             return logits[: sum(len(segment.outputs) for segment in segments)]
 
     def close(self) -> None:
-        """End a walk that runs and let go of all memory; callable twice, and from any thread."""
+        """End a forward pass that runs and let go of all memory; callable twice, and from any thread."""
         self.sessions.terminate()
-        if self.sessions.forked:  # whoever holds the turn is not here
+        if self.sessions.forked:  # the holder of the turn does not exist here
             return
         with self._turn:
             self._calls.close()
@@ -170,7 +170,7 @@ class OnnxRunner(Runner):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _run(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
-        """Make the calls of a walk, and keep their logits."""
+        """Make the calls of a forward pass, and keep their logits."""
         for call in self._calls.of(segments):
             self.sessions.check_open()
             if cancel is not None and cancel.asked:
@@ -180,12 +180,12 @@ class OnnxRunner(Runner):
                 self._logits[call.targets] = call.logits()
 
     def _admit(self, segments: Items[Segment]) -> None:
-        """Refuse a walk that does not fit the plan or makes no sense."""
-        self.check_walk(segments, self.plan.request.tokens)
+        """Refuse a forward pass that does not fit the plan or makes no sense."""
+        self.check_pass(segments, self.plan.request.tokens)
         for segment in segments:
             self.kv.check_own(segment.sequence)
             self.check(segment.sequence, segment.ids)
             segment.check()
             if segment.parents is not None and list(segment.parents) != list(range(-1, len(segment.ids) - 1)):
-                raise RequestError(f"This model cannot walk the tree {list(segment.parents)}; walk its tokens as a "
+                raise RequestError(f"This model cannot run the tree {list(segment.parents)}; run its tokens as a "
                                    "chain.")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.base.process import check_process
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
-from edgeinfer.process import check_process
 from edgeinfer.runner import Cancellation
 
 from .caller import NO_GRAPH, Caller

@@ -17,7 +17,7 @@ FLOATS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float3
 
 
 class Layout(NamedTuple):
-    """How K and V of all layers lie in memory."""
+    """Memory layout of K and V of all layers."""
 
     attention: str
     """Of the model's flavour."""
@@ -78,11 +78,11 @@ class Slabs:
             if not raised_by_onnxruntime(error):
                 raise
             raise EdgeInferError(f"onnxruntime cannot take {zeros.nbytes} bytes of {self.memory}'s memory for a part "
-                                 f"of the KV cache: {one_line(error)} Lower --ctx or --samples, or see who else holds "
+                                 f"of the KV cache: {one_line(error)} Lower --ctx or --samples, or see what else holds "
                                  "memory there.") from None
 
     def _address(self, number: int, block: int) -> int:
-        """Where a block begins in the slab of this number."""
+        """Return the address of a block in the slab of this number."""
         slab = self._kept[number]
         start = slab.ctypes.data if self.memory == "cpu" else slab.data_ptr()
         return int(start) + block * self._stride

@@ -8,11 +8,11 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from edgeinfer.block_tables import Sequences
 from edgeinfer.errors import RequestError
 from edgeinfer.runner import Segment, Sequence
+from edgeinfer.runner.block_tables import Sequences
 
-from .best import drawn
+from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
@@ -20,11 +20,11 @@ from .slabs import Layout, Slabs
 LAYOUT = Layout("gqa", ("past_key_values.{}.key", "past_key_values.{}.value"), ("present.{}.key", "present.{}.value"),
                 lambda positions, heads: (heads.kv, positions, heads.stored_dim))
 _Single = tuple[int, Segment, list[int]]
-"""Slot, a segment of one token, and the rows of the walk that its logits become."""
+"""Slot, a segment of one token, and the rows of the forward pass that its logits become."""
 
 
 class SlotPool:
-    """Which slot belongs to which sequence."""
+    """Assignment of slots to sequences."""
 
     def __init__(self, slots: int):
         self._owners: list[weakref.ref[Sequence] | None] = [None] * slots
@@ -33,13 +33,13 @@ class SlotPool:
         return len(self._owners)
 
     def owner(self, slot: int) -> Sequence | None:
-        """Who holds a slot."""
+        """Return the sequence that holds a slot."""
         found = self._owners[slot]
         return found() if found else None
 
     @property
     def n_free(self) -> int:
-        """Slots that nobody holds, also those of sequences that are no more."""
+        """Free slots, including those of sequences that were deleted."""
         return sum(self.owner(slot) is None for slot in range(len(self)))
 
     def take(self, sequence: Sequence) -> int:
@@ -52,7 +52,7 @@ class SlotPool:
         return free
 
     def drop(self, slot: int) -> None:
-        """Nobody holds the slot any more."""
+        """Free the slot."""
         self._owners[slot] = None
 
 
@@ -105,7 +105,7 @@ class SlotCalls(Calls):
         self._pool = pool
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
-        """Yield single tokens first: what their call writes into idle slots, others of this walk overwrite."""
+        """Yield single tokens first: what their call writes into idle slots, others of this forward pass overwrite."""
         row, single, several = 0, list[_Single](), list[tuple[Segment, list[int]]]()
         for segment in segments:
             targets = list(range(row, row := row + len(segment.outputs)))
@@ -145,12 +145,12 @@ class SlotCalls(Calls):
         count = part[-1][0] - first + 1
         ids = np.zeros((count, 1), np.int64)
         lengths = _lengths(np.array([self._length(slot) + 1 for slot in range(first, first + count)], np.int32))
-        rows, targets, draws = list[int](), list[int](), list[tuple[int, int]]()
+        rows, targets, sample_specs = list[int](), list[int](), list[tuple[int, int]]()
         for slot, segment, wanted in part:
             ids[slot - first] = segment.ids[0]
             rows += [slot - first] * len(wanted)
             targets += wanted
-            draws += drawn(segment)
+            sample_specs += sampled(segment)
         longest = {"total_sequence_length": np.array([self.slabs.positions], np.int32)}
 
         def bound() -> Inputs:
@@ -158,7 +158,7 @@ class SlotCalls(Calls):
 
         if self.sessions.provider.graphs:  # recorded with the slots' length, which gives the same and costs more here
             del lengths["total_sequence_length"]
-        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, draws, bound, first,
+        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, sample_specs, bound, first,
                               count)
 
 

@@ -14,7 +14,7 @@ from .sessions import Sessions
 
 
 def step_outputs(vocab_size: int) -> dict[str, tuple[int, type[Any]]]:
-    """What a step gives for each sequence: length of a row and its type, by name."""
+    """Return the outputs of a step for each sequence: length of a row and its type, by name."""
     best = min(BEST, vocab_size)
     return {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
+from edgeinfer.base.cache_dir import cache_root, make_directories
+from edgeinfer.base.files import open_plain
+from edgeinfer.base.lock import DestinationLock
+from edgeinfer.base.process import say
 from edgeinfer.bundle import Bundle
-from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError
-from edgeinfer.files import open_plain
-from edgeinfer.lock import DestinationLock
-from edgeinfer.process import say
 
-from ...progress import Counted
+from ...base.progress import Counted
 from .copying import copy_proto
 from .export import export
 from .flavour import Flavour
@@ -80,7 +80,7 @@ def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, pro
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a model was written to its end, and nobody wrote to its files since then."""
+    """Whether a model was written completely, and its files were not changed since."""
     try:
         want = _states(folder).encode()
         with open_plain(folder / DONE) as file:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgeinfer.base.files import open_plain
+from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
-from edgeinfer.sizes import round_up
 
-from ...progress import Counted
+from ...base.progress import Counted
 from .data import ALIGNMENT
 from .destination import CONFIG_FILE, MODEL_FILE
 from .model import GRAPH_KEY, PREFIX, graph_sha256
@@ -26,7 +26,7 @@ MOST_MODEL_BYTES = 256 << 20
 
 
 class Verified(NamedTuple):
-    """What was compared."""
+    """Report on a comparison."""
 
     model: Path
     tensors: int
@@ -70,7 +70,7 @@ def verify_export(path: str | Path, progress: Counted | None = None) -> Verified
         raise BundleError(f"Cannot use the export {path}: {error}") from None
     except OSError as error:
         raise BundleError(f"Cannot use the export {path}: {error.strerror or error}.") from None
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # sealed by somebody who is not us
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # sealed by another program
         raise BundleError(f"Cannot use the export {path}: its metadata are not those of an export.") from None
     return Verified(model_path, len(entries), 2 + len(beside), model_path.stat().st_size + int(about["data_bytes"]))
 
@@ -85,11 +85,11 @@ def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
     try:
         model = onnx.load_model_from_string(text)
     except Exception:  # protobuf's own classes
-        raise BundleError(f"{path.name} is no ONNX model, or was damaged; export it again.") from None
+        raise BundleError(f"{path.name} is not an ONNX model, or was damaged; export it again.") from None
     about = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props
              if entry.key.startswith(PREFIX)}
     if "data_identity" not in about:
-        raise BundleError(f"{path.name} is no export of edgeinfer's, so there is nothing to compare it with.")
+        raise BundleError(f"{path.name} is not an export of edgeinfer's, so there is nothing to compare it with.")
     if about.get(GRAPH_KEY.removeprefix(PREFIX)) != graph_sha256(model):
         raise BundleError(f"{path.name} was altered: its checksum does not match; export it again.")
     return model, about
@@ -147,7 +147,7 @@ def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
 
 def _check_file(folder: Path, name: str, sha256: str) -> None:
     if Path(name).name != name:
-        raise BundleError(f"its metadata name {name!r}, which is no file of its folder.")
+        raise BundleError(f"its metadata name {name!r}, which is not a file of its folder.")
     own = hashlib.sha256()
     try:
         with open_plain(folder / name) as file:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.files import open_plain
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError
-from edgeinfer.files import open_plain
-from edgeinfer.graph import ModelConfig, Weight, WeightType, rope_tables
-from edgeinfer.quant import TILE_ROWS
+from edgeinfer.graph import ModelConfig, Weight, rope_tables
+from edgeinfer.quant import TILE_ROWS, WeightType
 
 from .codes import Bytes, dense_columns, part_codes, part_scales, part_values, tile_codes, tile_scales
 from .flavour import Heads
@@ -49,7 +49,7 @@ class Reader:
 
 
 class Stored(NamedTuple):
-    """A tensor of the model, described; its data are made by `pieces`, in order, for who writes them."""
+    """A tensor of the model; `pieces` makes its data, in order, for the writer."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ class Part(NamedTuple):
         return self.weight.shape[1]
 
     def tiles(self, read: Reader, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Bytes]]:
-        """Yield tiles, (n, bytes of a tile), with the number of their rows that are no padding."""
+        """Yield tiles, (n, bytes of a tile), with the number of their rows that are not padding."""
         size, left = self.stored.tile_bytes(self.columns), self.rows
         total = -(-self.weight.shape[0] // TILE_ROWS)
         n = max(1, block_bytes // size // self.step) * self.step
@@ -149,7 +149,7 @@ def vector(weight: Weight, dtype: str, start: int = 0, count: int = 0, name: str
 
 
 def order(weight: Weight) -> Stored:
-    """Which element of its input each column of a matrix multiplies."""
+    """Return the permutation of a matrix's columns: the input element that each one multiplies."""
     return Stored(weight.name, "i32", weight.shape, lambda read: iter([read(weight.name, 0, 4 * weight.shape[0])
                                                                        .view("<i4")]))
 

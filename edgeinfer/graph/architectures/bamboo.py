@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config import ModelConfig
-from ..reader import ConfigReader
+from ..hf_config.reader import ConfigReader
 from . import mistral
 from .llama import forward
 

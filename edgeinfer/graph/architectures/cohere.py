@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import Layer, layer
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import Layer, layer
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import read_sliding
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import read_sliding
+from ..hf_config.reader import ConfigReader
 from . import cohere
 from .cohere import forward
 

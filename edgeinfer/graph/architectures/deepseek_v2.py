@@ -1,14 +1,14 @@
-"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, and a mixture with shared experts."""
+"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, and an MoE model with shared experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..builder.latent import forward, read_latent, read_routed
 from ..config import ModelConfig
-from ..family import SOFTMAX, Family, Gguf
-from ..gguf_metadata import GgufMetadata
-from ..latent_block import forward, read_latent, read_routed
-from ..reader import ConfigReader
+from ..families.family import SOFTMAX, Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.reader import ConfigReader
 
 __all__ = ["FAMILY", "forward", "read"]
 
@@ -42,7 +42,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 SIGMOID = 2
 _LOG_FACTOR = 0.1
-"""What mscale_all_dim is multiplied by in yarn_log_multiplier."""
+"""Factor of mscale_all_dim in yarn_log_multiplier."""
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:

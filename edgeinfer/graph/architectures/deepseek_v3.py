@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..builder.latent import forward
 from ..config import ModelConfig
-from ..family import Family
-from ..gguf_metadata import GgufMetadata
-from ..latent_block import forward
-from ..reader import ConfigReader
+from ..families.family import Family
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.reader import ConfigReader
 from .deepseek_v2 import GGUF, SIGMOID, TENSORS
 from .glm4_moe_lite import read_sigmoid
 

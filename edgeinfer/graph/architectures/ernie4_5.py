@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..blocks import llama_like, neighbours_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import llama_like, neighbours_of
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
+from ..families.family import Family, Gguf
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 
 DEFAULTS = {"vocab_size": 103424, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..builder import GraphBuilder
-from ..common import read_decoder, read_sliding
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder, read_sliding
+from ..hf_config.reader import ConfigReader
 from .olmo2 import layer
 
 DEFAULTS = {"max_position_embeddings": 2048, "num_key_value_heads": 32, "bos_token_id": 0, "eos_token_id": 2,

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import Layer, heads_of, layer
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import Layer, heads_of, layer
+from ..builder.builder import GraphBuilder
 from ..config import AlibiConfig, ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
+from ..families.pre_tokenizer import GPT2, PreTokenizer
 from ..graph import Graph
-from ..pre_tokenizer import GPT2, PreTokenizer
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 11, "eos_token_id": 11, "rms_norm_eps": 1e-5,

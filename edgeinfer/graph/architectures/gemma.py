@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 from ..weights import Source
 from .llama import biases, weights
 
@@ -26,7 +26,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def read_gemma(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelConfig:
-    """What all generations read alike."""
+    """Read the fields that all generations share."""
     if c.has("hidden_activation"):
         c.get("hidden_act")  # which the newer name replaces
         c.called(hidden_act="hidden_activation")
@@ -42,7 +42,7 @@ def read_gemma(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelCo
 
 
 def norm(name: str, width: int) -> Source:
-    """The source of a norm's weight, 1 + what is stored."""
+    """Return the source of a norm's weight, 1 + the stored tensor."""
     return Source(name + ".weight", (width,)).plus(1.0)
 
 

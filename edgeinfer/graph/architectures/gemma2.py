@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..builder import GraphBuilder
-from ..common import read_sliding
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_sliding
+from ..hf_config.reader import ConfigReader
 from . import gemma
 
 DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import CheckpointError
-from ..builder import GraphBuilder
-from ..common import read_sliding
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig, RopeConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama, Seeing
-from ..gguf_metadata import GgufMetadata
+from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama, Seeing
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..rope import read_section
+from ..hf_config.common import read_sliding
+from ..hf_config.reader import ConfigReader
+from ..ops.rope import read_section
 from . import gemma
 
 LONGEST = 131072

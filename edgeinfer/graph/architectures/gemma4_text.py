@@ -8,17 +8,17 @@ from math import sqrt
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..builder import GraphBuilder
-from ..common import LAYER_TYPES
+from ..builder.builder import GraphBuilder
+from ..builder.moe import count_experts
 from ..config import ExpertsConfig, ModelConfig, RopeConfig
-from ..family import NORMS_ON_THE_WAY_OUT, ExpertModules, Family, Gguf, GgufExperts, Ollama, Seeing
-from ..gguf_metadata import GgufMetadata
+from ..families.family import NORMS_ON_THE_WAY_OUT, ExpertModules, Family, Gguf, GgufExperts, Ollama, Seeing
+from ..families.gguf_metadata import GgufMetadata
+from ..families.pre_tokenizer import PreTokenizer
 from ..graph import Graph
-from ..mixture import count_experts
-from ..pre_tokenizer import PreTokenizer
-from ..reader import ABSENT, ConfigReader
-from ..rope import read_section
-from ..types import Tensor
+from ..hf_config.common import LAYER_TYPES
+from ..hf_config.reader import ABSENT, ConfigReader
+from ..ops.rope import read_section
+from ..tensors import Tensor
 from ..weights import Source
 from . import gemma
 
@@ -66,12 +66,12 @@ def read(c: ConfigReader, window: int = 512, longest: int = LONGEST, inputs: int
 
 
 def _as_text(c: ConfigReader) -> ConfigReader:
-    """The config of a model whose text is causal whatever pictures are."""
+    """Read the config; text is causal even in models that see pictures bidirectionally."""
     return c.instead(use_bidirectional_attention=None) if c.get("use_bidirectional_attention") == "vision" else c
 
 
 def _experts(c: ConfigReader) -> ExpertsConfig | None:
-    """Those that every layer of a mixture has beside its FFN."""
+    """Those that every layer of an MoE model has beside its FFN."""
     if c.flag("enable_moe_block"):
         n, active = count_experts(c, "num_experts", ABSENT, ABSENT, "top_k_experts")
         return ExpertsConfig(n, active, c.integer("moe_intermediate_size", high=2**20))
@@ -81,7 +81,7 @@ def _experts(c: ConfigReader) -> ExpertsConfig | None:
 
 
 def _kinds(c: ConfigReader) -> list[str]:
-    """Which kind each layer is; the last one sees all whatever the config says."""
+    """Return the kind of each layer; the last one has full attention whatever the config says."""
     layers, types = c.integer("num_hidden_layers", high=2**12), c.get("layer_types")
     if types is None:
         types = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(layers)]
@@ -162,7 +162,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 
 
 def _layer_inputs(g: GraphBuilder, c: ModelConfig, x: Tensor) -> Tensor:
-    """What layers get of a token: its own row plus norm(x W^T), part by part.
+    """Return the per-layer inputs of a token: its own row plus norm(x W^T), part by part.
 
     The model multiplies the row by sqrt(width), x W^T by 1 / sqrt(hidden_size) and the sum by 1 / sqrt(2). Here the row
     is as it is stored: the norm's weight is divided by the first, its eps by the square of the second; what the layers
@@ -180,7 +180,7 @@ def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | 
     """One block: attention and FFN between norms, then what the token's own row adds; all of it times a number."""
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
     scalar, x = hf + "layer_scalar", _attended(g, c, x, i, hf, name)
-    h = _mixture(g, c, x, hf, name) if c.experts else _ffn(g, x, hf, name)
+    h = _moe(g, c, x, hf, name) if c.experts else _ffn(g, x, hf, name)
     x = g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight",
                      scalar="" if inputs else scalar)
     if not inputs:
@@ -199,7 +199,7 @@ def _ffn(g: GraphBuilder, x: Tensor, hf: str, name: str) -> Tensor:
     return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
 
 
-def _mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, hf: str, name: str) -> Tensor:
+def _moe(g: GraphBuilder, c: ModelConfig, x: Tensor, hf: str, name: str) -> Tensor:
     """norm(FFN) + norm(experts), each of x by a norm of its own; the router's is scaled by 1 / sqrt(hidden_size).
 
     The router comes first: the FFN is computed while experts are read. What the model multiplies each expert's weights

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
-from ..family import Family, Seeing
-from ..reader import ConfigReader
+from ..families.family import Family, Seeing
+from ..hf_config.reader import ConfigReader
 from . import gemma4_text
 from .gemma4_text import forward
 
@@ -12,7 +12,7 @@ __all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Windows and contexts are longer where the config does not say it."""
+    """Read the config; the defaults of windows and contexts are longer."""
     return gemma4_text.read(c, window=1024, longest=2 * gemma4_text.LONGEST, inputs=0)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..blocks import gate_up_of, llama_like, neighbours_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import gate_up_of, llama_like, neighbours_of
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
+from ..families.family import Family, Gguf
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 
 VOCABULARY = 151552
 DEFAULTS = {"vocab_size": VOCABULARY, "num_attention_heads": 32, "max_position_embeddings": 131072,

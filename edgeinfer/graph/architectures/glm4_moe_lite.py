@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..builder.latent import forward, read_latent, read_routed
 from ..config import ModelConfig
-from ..family import Family
-from ..latent_block import forward, read_latent, read_routed
-from ..reader import ConfigReader
+from ..families.family import Family
+from ..hf_config.reader import ConfigReader
 
 __all__ = ["FAMILY", "forward", "read"]
 
@@ -30,7 +30,7 @@ def read_sigmoid(c: ConfigReader, defaults: dict[str, Any]) -> ModelConfig:
     c.choice("topk_method", c.get("topk_method", "noaux_tc"), ("noaux_tc",))
     c.choice("scoring_func", c.get("scoring_func", "sigmoid"), ("sigmoid",))
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        c.get(name)  # they guess, and are left out
+        c.get(name)  # they draft, and are left out
     layers, types = c.integer("num_hidden_layers", high=2**12), c.get("mlp_layer_types")
     first = c.integer("first_k_dense_replace", defaults["first_k_dense_replace"], low=0)
     if types is None:

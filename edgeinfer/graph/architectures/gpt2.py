@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..blocks import GPT_NAMES, Layer, gpt_like, rows_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import GPT_NAMES, Layer, gpt_like, rows_of
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
+from ..families.family import Family, Gguf
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 1024, "bos_token_id": 50256, "eos_token_id": 50256, "rotary": False,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import GPT_NAMES, Layer, gpt_like, heads_of, rows_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import GPT_NAMES, Layer, gpt_like, heads_of, rows_of
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 from .gpt2 import TENSORS
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import CheckpointError
-from ..common import read_decoder, read_sliding
+from ..builder.moe import count_experts
 from ..config import ExpertsConfig, ModelConfig
-from ..family import ExpertModules, Family, Gguf, GgufExperts, Ollama
-from ..gguf_metadata import GgufMetadata
-from ..mixture import count_experts
-from ..reader import ConfigReader
+from ..families.family import ExpertModules, Family, Gguf, GgufExperts, Ollama
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import read_decoder, read_sliding
+from ..hf_config.reader import ConfigReader
 from .mixtral import forward
 
 __all__ = ["FAMILY", "forward", "read"]
@@ -25,7 +25,9 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """A window in every second layer, from the first on; the activation is its own, whatever `hidden_act` says."""
+    """Read the config: a window in every second layer, beginning with the first; the activation is gpt-oss's own, not
+    `hidden_act`.
+    """
     if not c.has("rope_scaling") and not c.has("rope_parameters"):
         c = c.instead(rope_parameters=YARN)
     c.get("initial_context_length")  # as the rotation has it

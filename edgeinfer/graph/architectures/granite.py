@@ -1,4 +1,4 @@
-"""Granite 3 (IBM): Llama with four multipliers, none of which costs a multiplication of matrices.
+"""Granite 3 (IBM): Llama with four multipliers, which are all folded.
 
 The stream runs 1 / residual_multiplier times as large, so that what is added to it needs no factor: norms do not see
 this but for their epsilon, and the embedding's multiplier grows by it.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import read_decoder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import forward
 
 __all__ = ["FAMILY", "forward", "read"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..builder.moe import read_experts
 from ..config import ModelConfig
-from ..family import ExpertModules, Family, Gguf, GgufExperts
-from ..mixture import read_experts
-from ..reader import ConfigReader
+from ..families.family import ExpertModules, Family, Gguf, GgufExperts
+from ..hf_config.reader import ConfigReader
 from . import granite
 from .mixtral import forward
 

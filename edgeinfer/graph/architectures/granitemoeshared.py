@@ -1,4 +1,4 @@
-"""Granite 3.1 MoE and 4 (IBM): Granite's mixture with an FFN beside it that all tokens go through."""
+"""Granite 3.1 MoE and 4 (IBM): Granite's MoE model with an FFN beside it that all tokens go through."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..family import Family
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
+from ..families.family import Family
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.reader import ConfigReader
 from . import granite, granitemoe
 from .mixtral import forward
 
@@ -16,7 +16,7 @@ __all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """As granitemoe's; `shared_intermediate_size` is 0 where there is no such FFN."""
+    """As granitemoe's; `shared_intermediate_size` is 0 if there is no such FFN."""
     config, size = granitemoe.read(c), c.integer("shared_intermediate_size", 0, low=0, high=2**20)
     assert config.experts
     return replace(config, experts=replace(config.experts, shared_size=size, shared_gate=False))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
+from ..families.family import Family, Gguf
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 

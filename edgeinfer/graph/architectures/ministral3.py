@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import CheckpointError
-from ..common import read_decoder
 from ..config import ModelConfig, RopeConfig
-from ..family import Family
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
+from ..families.family import Family
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import forward
 from .mistral import MISTRAL_3
 
@@ -22,7 +22,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_po
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 """The rotation of configs that say none."""
 _OWN = ("llama_4_scaling_beta", "max_position_embeddings")
-"""Keys of the rotation's section that are no part of YaRN."""
+"""Keys of the rotation's section that are not part of YaRN."""
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..common import read_decoder
 from ..config import ModelConfig
-from ..family import Family, Gguf, Seeing
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf, Seeing
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from . import llama
 from .llama import forward
 
@@ -27,7 +27,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def _has_window(m: GgufMetadata) -> bool:
-    """A window that some context does not fit in; a file with experts is no Mistral."""
+    """A window that some context does not fit in; a file with experts is not a Mistral."""
     window, longest = m.get("attention.sliding_window"), m.config.get("max_position_embeddings", math.inf)
     return (not m.get("expert_count") and type(window) is int and isinstance(longest, int | float)
             and 0 < window < min(longest, 2**31))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
+from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..family import ExpertModules, Family, GgufExperts
-from ..gguf_metadata import GgufMetadata
+from ..families.family import ExpertModules, Family, GgufExperts
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..mixture import mixture, read_experts
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from . import llama
 from .llama import attend
 
@@ -30,7 +30,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = mixture(g, c, attend(g, c, x, i), i)
+        x = moe(g, c, attend(g, c, x, i), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 

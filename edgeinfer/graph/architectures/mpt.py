@@ -1,17 +1,17 @@
-"""MPT (MosaicML, 2023): ALiBi, layer norms without biases, and q, k and v one behind the other in one tensor."""
+"""MPT (MosaicML, 2023): ALiBi, layer norms without biases, and q, k and v fused in one tensor."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import Layer, layer, rows_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import Layer, layer, rows_of
+from ..builder.builder import GraphBuilder
 from ..config import AlibiConfig, ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "rotary": False,
@@ -47,7 +47,7 @@ def read(c: ConfigReader) -> ModelConfig:
         attention.refuse_unread(ATTENTION_OFF)
     for name in ("init_device", "verbose", "resid_pdrop", "emb_pdrop", "learned_pos_emb", "init_config",
                  "tokenizer_name"):
-        c.get(name)  # of training; with ALiBi nobody reads a table of positions
+        c.get(name)  # of training; with ALiBi there is no table of positions
     for name, values in OFF.items():
         if (value := c.get(name)) is not None and value not in values:
             raise c.unsupported(name, value, f"only {values[0]!r} is supported")
@@ -71,7 +71,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:
-    """A file says 0 where the model has a table of positions instead of ALiBi."""
+    """A file says 0 if the model has a table of positions instead of ALiBi."""
     return {"alibi_bias_max": m.get("attention.max_alibi_bias")}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
+from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 from .llama import biases, weights
 
 DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 50279, "rms_norm_eps": 1e-5}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..common import LAYER_TYPES, read_decoder, read_sliding
 from ..config import ModelConfig, RopeConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family
-from ..gguf_metadata import GgufMetadata
-from ..reader import ConfigReader
-from ..rope import read_section
+from ..families.family import NORMS_ON_THE_WAY_OUT, Family
+from ..families.gguf_metadata import GgufMetadata
+from ..hf_config.common import LAYER_TYPES, read_decoder, read_sliding
+from ..hf_config.reader import ConfigReader
+from ..ops.rope import read_section
 from . import olmo2
 from .olmo2 import forward
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
+from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..family import Family, Gguf, GgufExperts
+from ..families.family import Family, Gguf, GgufExperts
 from ..graph import Graph
-from ..mixture import mixture, read_experts
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import attend
 
 DEFAULTS = {"max_position_embeddings": 4096, "eos_token_id": 50279, "rms_norm_eps": 1e-5}
@@ -26,7 +26,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = mixture(g, c, attend(g, c, x, i, wide_norm=True), i)
+        x = moe(g, c, attend(g, c, x, i, wide_norm=True), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..blocks import Layer, layer, normed_layer
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import Layer, layer, normed_layer
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family
+from ..families.family import Family
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 2, "eos_token_id": 2, "rotary": False,
             "rms_norm_eps": 1e-5, "hidden_act": "relu", "tie_word_embeddings": True}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import gate_up_of, llama_like, rows_of
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import gate_up_of, llama_like, rows_of
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
-from ..types import Tensor
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..tensors import Tensor
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000, "rms_norm_eps": 1e-5,

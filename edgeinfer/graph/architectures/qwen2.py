@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
-from ..family import Family, Gguf, Ollama, Seeing
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf, Ollama, Seeing
+from ..hf_config.common import read_decoder, read_layer_windows
+from ..hf_config.reader import ConfigReader
 from .llama import forward
 
 __all__ = ["FAMILY", "forward", "read"]

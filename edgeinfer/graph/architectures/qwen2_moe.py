@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..common import read_decoder, read_sliding
+from ..builder.moe import read_experts
 from ..config import ModelConfig
-from ..family import Family, Gguf, GgufExperts
-from ..mixture import read_experts
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf, GgufExperts
+from ..hf_config.common import read_decoder, read_sliding
+from ..hf_config.reader import ConfigReader
 from .mixtral import forward
 
 __all__ = ["FAMILY", "forward", "read"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder, read_layer_windows
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf, Ollama, Seeing
+from ..families.family import Family, Gguf, Ollama, Seeing
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder, read_layer_windows
+from ..hf_config.reader import ConfigReader
 from .llama import layer
 from .qwen2 import SECTIONS
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
+from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..family import Family, Gguf, GgufExperts, Ollama, Seeing
+from ..families.family import Family, Gguf, GgufExperts, Ollama, Seeing
 from ..graph import Graph
-from ..mixture import mixture, read_experts
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import attend
 from .qwen2 import SECTIONS
 from .qwen3 import SEEING
@@ -31,7 +31,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = mixture(g, c, attend(g, c, x, i, qk_norm=True), i)
+        x = moe(g, c, attend(g, c, x, i, qk_norm=True), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 

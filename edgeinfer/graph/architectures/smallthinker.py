@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import CheckpointError
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.builder import GraphBuilder
+from ..builder.moe import count_experts, moe
 from ..config import ExpertsConfig, ModelConfig
-from ..family import SOFTMAX, ExpertModules, Family, Gguf, GgufExperts
-from ..gguf_metadata import GgufMetadata
+from ..families.family import SOFTMAX, ExpertModules, Family, Gguf, GgufExperts
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..mixture import count_experts, mixture
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import attend
 
 DEFAULTS = {"vocab_size": 151936, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
@@ -59,7 +59,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         g.layer = i
         routes = g.route(x, f"layers.{i}.", f"model.layers.{i}.mlp.")
-        x = mixture(g, c, attend(g, c, x, i), i, routes)
+        x = moe(g, c, attend(g, c, x, i), i, routes)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 

@@ -1,12 +1,12 @@
-"""SmolLM3: Llama, every fourth layer of which has no rotation (NoPE, arXiv 2501.18795)."""
+"""SmolLM3: Llama without rotation in every fourth layer (NoPE, arXiv 2501.18795)."""
 
 from __future__ import annotations
 
 from ...errors import CheckpointError
-from ..common import read_decoder, read_sliding
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..reader import ConfigReader
+from ..families.family import Family, Gguf
+from ..hf_config.common import read_decoder, read_sliding
+from ..hf_config.reader import ConfigReader
 from .llama import forward
 
 __all__ = ["FAMILY", "forward", "read"]
@@ -16,7 +16,7 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "bos_tok
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """`no_rope_layers` has a 1 for each layer that has a rotation, whatever its name."""
+    """Read the config: despite its name, `no_rope_layers` has a 1 for each layer with a rotation."""
     layers, bias = c.integer("num_hidden_layers", high=2**12), c.flag("attention_bias")
     every, given = c.integer("no_rope_layer_interval", 4), c.get("no_rope_layers")
     if given is None:

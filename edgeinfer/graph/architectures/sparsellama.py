@@ -1,11 +1,11 @@
-"""ProSparse (SparseLLM, arXiv 2402.13516): Llama whose FFN leaves out what is not above a limit (FATReLU)."""
+"""ProSparse (SparseLLM, arXiv 2402.13516): Llama whose FFN zeroes activations up to a limit (FATReLU)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ..config import ModelConfig
-from ..reader import ConfigReader
+from ..hf_config.reader import ConfigReader
 from . import llama
 from .llama import forward
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import Layer, layer
-from ..builder import GraphBuilder
-from ..common import read_decoder
+from ..builder.blocks import Layer, layer
+from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
-from ..family import Family, Gguf
-from ..gguf_metadata import GgufMetadata
+from ..families.family import Family, Gguf
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
 from .llama import biases, weights
 
 DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 2, "bos_token_id": 50256, "eos_token_id": 50256,

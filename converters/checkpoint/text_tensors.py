@@ -1,0 +1,66 @@
+"""Tensors that a checkpoint calls otherwise than its architecture does: with a prefix more or less, or beside pictures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from edgeinfer.graph import ModelConfig, family_of
+
+PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|"
+                      r"embed_audio|vision_embedder)\..+")
+"""Tensors of vision and audio encoders."""
+_PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_HEADS = ("lm_head.", "embed_out.")
+_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
+                      r"(masked_)?bias")
+"""Tensors in old checkpoints that follow from the config: frequencies and attention masks."""
+
+
+_KEYS = re.compile(r"(?:.+\.)?layers\.(?P<hf>[0-9]+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.[^.]+"
+                   r"|blk\.(?P<gguf>[0-9]+)\.attn_(?:k|v|k_norm)\.[^.]+")
+
+
+class Names(NamedTuple):
+    """Difference between a checkpoint's names and the architecture's."""
+
+    aliases: dict[str, str]
+    """The stored tensor of each of the architecture's names that differs."""
+    pictures: frozenset[str]
+    """Tensors of the part that sees pictures."""
+
+
+def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names:
+    """Find the architecture's names; `sees`: the text model lies in one that sees pictures."""
+    pictures = frozenset(name for name in stored if sees and PICTURES.fullmatch(name))
+    aliases: dict[str, str] = {}
+    for name in stored if sees else ():
+        if (match := _PREFIXED.fullmatch(name)) and name not in pictures:
+            aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
+    family = family_of(model_type)
+    aliases |= {name: other for name, other in family.aliases.items() if other in stored}
+    base = family.prefix
+    if base and not any(name.startswith(base) for name in stored):
+        aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
+    return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
+
+
+def predicts_ahead(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of the layers behind the last, which predict further tokens (GLM, arXiv 2412.19437)."""
+    match = _LAYER.match(name) if family_of(config.model_type).further_tokens else None
+    return match is not None and int(match[1]) >= config.num_hidden_layers
+
+
+def unread_keys(stored: Collection[str], kv_layers: tuple[int, ...]) -> frozenset[str]:
+    """Tensors of K and V in layers that read those of another (ModelConfig.kv_layers), which some checkpoints have."""
+    found = ((name, int(match["hf"] or match["gguf"]))
+             for name in stored if kv_layers and (match := _KEYS.fullmatch(name)))
+    return frozenset(name for name, i in found if i < len(kv_layers) and kv_layers[i] != i)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is not a weight of the model but follows from its config."""
+    return _BUFFERS.fullmatch(name) is not None

@@ -1,0 +1,1 @@
+"""Quantised checkpoints of Hugging Face: codes are kept if a storage type holds them."""

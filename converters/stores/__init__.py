@@ -1,0 +1,1 @@
+"""Models of other programs on this machine, and in folders."""

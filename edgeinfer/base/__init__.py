@@ -1,0 +1,1 @@
+"""The ground that everything stands on: values, files, locks, this process."""

@@ -1,0 +1,83 @@
+"""The user's cache: converted checkpoints, compiled kernels, checks that passed; all of it can be made again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import DestinationError
+from .dataclass import dataclass
+
+KINDS = ("bundles", "kernels", "checks", "quality", "onnx")
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One thing in the cache."""
+
+    kind: str
+    """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (which bundles' files
+    were compared with their checksums), quality (what approximations of a bundle were measured to cost) or onnx (a
+    model lowered for onnxruntime)."""
+    name: str
+    path: Path
+    nbytes: int
+
+
+def cache_root() -> Path:
+    """Return the directory of this user's cache; EDGEINFER_CACHE moves it."""
+    root = os.environ.get("EDGEINFER_CACHE")
+    if root:
+        return Path(root)
+    from platformdirs import user_cache_path
+
+    return user_cache_path("edgeinfer")
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory of the cache and those above it that are absent, for this user alone: what is there is code."""
+    for step in (*reversed(path.parents), path):
+        if not step.is_dir():
+            step.mkdir(mode=0o700, exist_ok=True)
+
+
+def cache_entries(kinds: Iterable[str] = KINDS) -> list[CacheEntry]:
+    """Return what the cache holds, remains of interrupted work included, by kind and name."""
+    found = []
+    for kind in kinds:
+        directory = cache_root() / kind
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                found.append(CacheEntry(kind, path.name, path, _size(path)))
+    return found
+
+
+def clear_cache(entries: Iterable[CacheEntry]) -> int:
+    """Delete entries; return the bytes freed.
+
+    Raises
+    ------
+    DestinationError
+        An entry cannot be deleted.
+    """
+    freed = 0
+    for entry in entries:
+        try:
+            shutil.rmtree(entry.path)
+        except OSError as error:
+            raise DestinationError(f"{entry.path} cannot be deleted: {error.strerror or error}.") from error
+        freed += entry.nbytes
+    return freed
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # a process that builds here is moving its files
+                continue
+    return total

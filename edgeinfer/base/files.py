@@ -1,0 +1,131 @@
+"""Opening files that a user or a bundle names, plain ones only (reading a fifo may wait for ever); replacing files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+if sys.platform != "win32":  # where an open file cannot be removed
+    import fcntl
+
+PART = ".edgeinfer-part"
+"""End of the names of files that are being written: no name that anybody else gives."""
+_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+_KINDS = {stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def uncached(handle: int) -> bool:
+    """Switch the page cache off for an open file by macOS's own call; return whether that worked."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined, unused-ignore]
+    except (NameError, AttributeError, OSError):  # no fcntl, as on Windows, or none of its flag, as on Linux
+        return False
+    return True
+
+
+def open_plain(path: str | Path) -> io.BufferedReader:
+    """Open a plain file for reading bytes; links are followed.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened, or is a directory, fifo, socket or device; `strerror` says which.
+    """
+    refuse_special(path, os.stat(path))  # before opening, which makes some devices do things
+    handle = os.open(path, _FLAGS)  # and without waiting, should it have become a fifo meanwhile
+    try:
+        refuse_special(path, os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    return open(handle, "rb")
+
+
+def refuse_special(path: str | Path, status: os.stat_result) -> None:
+    """Raise an OSError for what is not a plain file."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+
+
+@contextmanager
+def replacement(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of another when the block ends: whole, or not at all if the block raises.
+
+    Its name is hidden, its own, and beside `path`. What a killed process has left there is removed by the next one that
+    writes `path`: a file belongs to somebody as long as its lock is held, and locks end with their process.
+
+    Raises
+    ------
+    OSError
+        It cannot be written, or `path` is not a plain file.
+    """
+    import tempfile
+
+    path = Path(path)
+    with suppress(FileNotFoundError):
+        refuse_special(path, os.stat(path))
+    prefix = f".{path.name}."
+    _remove_remains(path.parent, prefix)
+    handle, temporary = tempfile.mkstemp(PART, prefix, path.parent)
+    while not _ours(handle):  # another process tidied up between the making and the lock
+        os.close(handle)
+        handle, temporary = tempfile.mkstemp(PART, prefix, path.parent)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            if sys.platform != "win32":  # before the lock ends
+                os.replace(temporary, path)
+        if sys.platform == "win32":
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make a rename durable; systems that cannot open directories (Windows) do this on their own."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _ours(handle: int) -> bool:
+    """Lock a new file; return whether it is still there."""
+    if sys.platform == "win32":
+        return True
+    with suppress(OSError):  # a file system without locks: remains stay, as their owner is unknown
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return os.fstat(handle).st_nlink > 0
+
+
+def _remove_remains(directory: Path, prefix: str) -> None:
+    """Remove the temporary files of processes that are no more."""
+    for name in os.listdir(directory):
+        if not (name.startswith(prefix) and name.endswith(PART)):
+            continue
+        with suppress(OSError):  # in use, or gone already
+            if sys.platform == "win32":
+                os.unlink(directory / name)
+                continue
+            handle = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(directory / name)
+            finally:
+                os.close(handle)

@@ -1,0 +1,10 @@
+"""The signature of the callbacks that long work reports to; the command line samples it (edgeinfer/cli/progress.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+OnProgress = Callable[[str, int, int, str], None]
+"""Called with (stage, done, total, item). The total is 0 if it is not known, and may grow."""
+Counted = Callable[[int, int, str], None]
+"""A `OnProgress` of one stage, as `partial(progress, stage)` gives it: called with (done, total, item)."""

@@ -1,0 +1,218 @@
+"""A conversation in a chat: its turns, its settings, and the file that keeps both."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ...base.files import open_plain, replacement
+from ...base.strict_json import parse_json
+from ...base.validation import PATH, checked
+from ...config import GenerationConfig
+from ...errors import ContextError, EdgeInferError, UsageError
+
+if TYPE_CHECKING:
+    from ...engine import Completion, Stream
+    from ...llm import LLM
+    from ..progress import ProgressLine
+
+SETTINGS = {
+    "temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "seed": "seed",
+    "max-tokens": "max_tokens", "stop": "stop", "repeat-penalty": "repetition_penalty",
+    "presence-penalty": "presence_penalty", "frequency-penalty": "frequency_penalty",
+}
+"""Settings that `/set` changes, by the name of the flag, with the field of `GenerationConfig`."""
+OTHERS_WORDS = {"temperature": "temp", "num-predict": "max-tokens", "n": "max-tokens"}
+"""ollama's words for settings, and the short flag."""
+MOST_FILE_BYTES = 64 << 20
+KIND = "edgeinfer conversation"
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(GenerationConfig)}
+
+
+class Conversation:
+    """The turns so far: messages where the model has a chat template, else one growing text.
+
+    Parameters
+    ----------
+    llm : answers
+    system : first message of every conversation
+    raw : continue text even where there is a template
+    options : of each request
+
+    Attributes
+    ----------
+    turns : list of (str, str)
+        Each message with its answer.
+    last : Completion or None
+        The last answer.
+    """
+
+    def __init__(self, llm: LLM, system: str | None, raw: bool, options: dict[str, Any]):
+        self._llm = llm
+        self.options = {**options, "reuse": True}
+        self._begun_with = dict(self.options)
+        self.template = llm.chat_template is not None and not raw
+        self.turns: list[tuple[str, str]] = []
+        self.last: Completion | None = None
+        self.system: str | None = None
+        if system is not None:
+            self.set_system(system)
+
+    def set_system(self, text: str) -> None:
+        """Change the system message; an empty one removes it."""
+        if not self.template:
+            raise UsageError("--system cannot be used without a chat template; say it in your first message.")
+        self.system = text or None
+
+    def set(self, name: str, text: str) -> str:
+        """Change a setting, and return its name; ``default`` is what the chat began with.
+
+        Raises `UsageError` for an unknown setting or a value that it does not take.
+        """
+        name = name.removeprefix("--").replace("_", "-")
+        name = OTHERS_WORDS.get(name, name)
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, [*SETTINGS, "system"], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"settings are {', '.join(SETTINGS)} and system."
+            raise UsageError(f"There is no setting {name}; {hint}")
+        field = SETTINGS[name]
+        value = self._begun_with.get(field) if text == "default" else _plain(text) if field != "stop" else (text,)
+        asked: dict[str, Any] = {field: value}
+        config = GenerationConfig(**asked)  # which checks it
+        self.options[field] = value if value is None else getattr(config, field)
+        return name
+
+    def setting(self, name: str) -> Any:
+        """Return the value of a setting as `/show` prints it."""
+        value = self.options.get(SETTINGS[name])
+        value = DEFAULTS[SETTINGS[name]] if value is None else value
+        if name == "seed" and value is None:
+            return "drawn for each answer"
+        return ", ".join(map(repr, value)) or "none" if isinstance(value, tuple) else value
+
+    def clear(self) -> None:
+        """Start over, with the same settings."""
+        self.turns = []
+
+    def ids(self, text: str, skipped: int = 0) -> list[int]:
+        """Return the tokens of a prompt: the turns, but for the oldest ones that are skipped, and a message."""
+        turns = self.turns[skipped:]
+        if not self.template:
+            parts = [part for message, answer in turns for part in (f"\n{message}", answer)]
+            return self._llm.prompt_ids("".join([*parts, f"\n{text}"])[1:])
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        for message, answer in turns:
+            messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        return self._llm.chat_ids([*messages, {"role": "user", "content": text}])
+
+    def ask(self, text: str, progress: ProgressLine) -> Stream:
+        """Return the stream that answers a message; `keep` adds both to the conversation.
+
+        Raises `ContextError` if the context has no room for one token of an answer.
+        """
+        from ...engine import too_long
+        from ..generating import reading
+
+        ids = self.ids(text)
+        if len(ids) >= self.ctx:
+            raise too_long(f"has {len(ids)} tokens", len(ids) + 1, self._llm.runner)
+        return self._llm.stream(ids, **self.options, progress=reading(self._llm, ids, progress))
+
+    @property
+    def ctx(self) -> int:
+        """Tokens of the context."""
+        return int(self._llm.runner.config.ctx or 0)
+
+    def keep(self, text: str, completion: Completion) -> None:
+        """Add a message and its answer, a stopped one too; a message without any answer is forgotten."""
+        self.last = completion
+        if completion.text:
+            self.turns.append((text, completion.text))
+
+    def too_many(self, text: str) -> int | None:
+        """Return how many of the oldest turns have to go so that a message and an answer have room; None if the
+        message alone has none.
+
+        An answer has room where a quarter of the context is left, or as many tokens as it may have.
+        """
+        most = self.options.get("max_tokens")
+        room = max(min(DEFAULTS["max_tokens"] if most is None else most, self.ctx // 4), 1)
+        for least in (room, 1):
+            for skipped in range(len(self.turns) + 1):
+                try:
+                    if len(self.ids(text, skipped)) + least <= self.ctx:
+                        return skipped
+                except ContextError:
+                    continue
+        return None
+
+    def save(self, name: str) -> None:
+        """Write the conversation to a file, over an older conversation only.
+
+        Raises `EdgeInferError` if that cannot be done.
+        """
+        path = checked("file", name, PATH)
+        try:
+            _read(path)
+        except FileNotFoundError:
+            pass
+        except UsageError:
+            raise UsageError(f"{path} exists and is not a saved conversation; give another name.") from None
+        kept = {field: self.options[field] for field in SETTINGS.values() if self.options.get(field) is not None}
+        report = {"kind": KIND, "model": self._llm.name, "system": self.system, "options": kept, "turns": self.turns}
+        try:
+            with replacement(path) as file:
+                file.write(json.dumps(report, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise EdgeInferError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+    def load(self, name: str) -> str:
+        """Go on with a conversation in a file, and return the model that it was with.
+
+        Raises `EdgeInferError` if the file is not one; this conversation is then as before.
+        """
+        path = checked("file", name, PATH)
+        try:
+            report = _read(path)
+        except FileNotFoundError:
+            raise UsageError(f"There is no file {path}; /save makes one.") from None
+        config = GenerationConfig(**{field: report["options"].get(field) for field in SETTINGS.values()})
+        if report["system"] is not None:
+            self.set_system(report["system"])
+        else:
+            self.system = None
+        self.options |= {field: getattr(config, field) for field in report["options"] if field in SETTINGS.values()}
+        self.turns = [(message, answer) for message, answer in report["turns"]]
+        return str(report["model"])
+
+
+def _plain(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return a saved conversation; raises `UsageError` for a file that is none, and `FileNotFoundError`."""
+    try:
+        with open_plain(path) as file:
+            data = file.read(MOST_FILE_BYTES + 1)
+        report = parse_json(data) if len(data) <= MOST_FILE_BYTES else None
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError):
+        report = None
+    turns = report.get("turns") if isinstance(report, dict) else None
+    good = isinstance(report, dict) and report.get("kind") == KIND and isinstance(report.get("options"), dict) \
+        and isinstance(report.get("system"), str | None) and isinstance(report.get("model"), str) \
+        and isinstance(turns, list) and all(
+            isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn) for turn in turns)
+    if not good:
+        raise UsageError(f"{path} is not a conversation that /save has written; give one that is.")
+    assert isinstance(report, dict)
+    return report

@@ -1,0 +1,258 @@
+"""Chat on a terminal: a conversation with history, and commands that begin with a slash."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...base.process import peak_rss_bytes
+from ...base.units import format_size
+from ...errors import CancelledError, ContextError, EdgeInferError
+from ..generating import cancelling
+from ..output import figures, folded, say
+from ..progress import ProgressLine
+from .conversation import SETTINGS, Conversation
+from .line_editor import EDITOR_BYTES, draws, editing_reader, message, plain_reader
+
+if TYPE_CHECKING:
+    from ...llm import LLM
+
+HELP = (
+    ("/set NAME VALUE", "change a setting; /show lists them"),
+    ("/set system TEXT", "change the system message; so does /system TEXT"),
+    ("/show", "show model, settings and how full the context is"),
+    ("/stats", "show figures of the last answer, and memory"),
+    ("/clear", "forget the conversation"),
+    ("/drop [N]", "forget the N oldest turns, or as many as make room"),
+    ("/save FILE", "write the conversation to a file"),
+    ("/load FILE", "go on with the conversation in a file"),
+    ("/help", "list these commands, as /? does"),
+    ("/bye", "leave, as /exit and Ctrl-D do"),
+    ('"""', "begins and ends a message of several lines"),
+    ("Alt-Enter", "begins a line, where the terminal has an editor"),
+    ("Ctrl-C", "stops the answer"),
+)
+LEAVING = ("/bye", "/exit", "/quit")
+OLLAMAS = "parameter "
+"""ollama's `/set parameter NAME VALUE`."""
+
+
+def chat(llm: LLM, system: str | None, raw: bool, options: dict[str, Any]) -> int:
+    """Talk until the user leaves; returns the exit code."""
+    conversation = Conversation(llm, system, raw, options)
+    kind = "" if conversation.template else " continues your text (no chat template)"
+    print(f"{llm.name}{kind}; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
+    session, read = Chat(llm, conversation), reader(llm)
+    while True:
+        try:
+            text = message(read())
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /bye leaves)", file=sys.stderr)
+            continue
+        if text in LEAVING:
+            return 0
+        if text:
+            try:
+                session.take(text)
+            except EdgeInferError as error:
+                say(str(error))
+            except KeyboardInterrupt:
+                print("\n(stopped)", file=sys.stderr)
+
+
+def reader(llm: LLM) -> Callable[[], str]:
+    """Return what reads messages: the editor, which is then part of the plan, where terminal and budget allow it."""
+    if not draws():
+        return plain_reader()
+    plan, budget = llm.runner.plan, getattr(llm.runner, "budget_bytes", None)
+    if budget is not None and plan.total_bytes + EDITOR_BYTES > budget:
+        say(f"the editor of messages takes {format_size(EDITOR_BYTES)}, which the budget of {format_size(budget)} does "
+            "not leave; lines are read one by one.")
+        return plain_reader()
+    region = replace(plan.region("python"), name="editor", nbytes=EDITOR_BYTES, reason="editor of the chat's messages")
+    llm.runner.plan = replace(plan, regions=(*plan.regions, region))
+    return editing_reader()
+
+
+class Chat:
+    """The commands of a chat, and its turns."""
+
+    def __init__(self, llm: LLM, conversation: Conversation):
+        self._llm, self._conversation = llm, conversation
+        self._waiting = ""
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/set": self._set, "/system": self._system, "/show": self._show, "/stats": self._stats,
+            "/clear": self._clear, "/drop": self._drop, "/save": self._save, "/load": self._load,
+            "/help": self._help, "/?": self._help,
+        }
+
+    def take(self, text: str) -> None:
+        """Obey a command, or answer a message."""
+        if not text.startswith("/"):
+            self._answer(text)
+            return
+        name, _, rest = text.partition(" ")
+        if command := self._commands.get(name):
+            try:
+                command(rest.strip())
+            except EdgeInferError as error:
+                say(str(error))
+            return
+        near = difflib.get_close_matches(name, [*self._commands, *LEAVING], n=1)
+        hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
+        _tell(f"There is no command {name}; {hint}")
+
+    def _answer(self, text: str) -> None:
+        """Ask, and print the answer as it comes; errors end the turn, not the chat."""
+        conversation, llm = self._conversation, self._llm
+        self._waiting = ""
+        try:
+            with cancelling(llm) as cancelled, ProgressLine() as progress:
+                stream = conversation.ask(text, progress)
+                for piece in stream:
+                    print(piece, end="", flush=True)
+                    if cancelled.is_set():
+                        stream.close()
+            print(flush=True)
+        except CancelledError:  # before there was an answer
+            _tell("\n(stopped)")
+            return
+        except ContextError:
+            self._offer(text)
+            return
+        except EdgeInferError as error:
+            say(f"{error} /clear forgets the conversation.")
+            return
+        conversation.keep(text, done := stream.completion)
+        if done.finish_reason == "cancelled":
+            _tell("(stopped)")
+        elif done.finish_reason == "length" and done.prompt_tokens + done.completion_tokens >= conversation.ctx:
+            _tell(f"(The context of {conversation.ctx} tokens is full, so the answer ends here; /drop forgets the "
+                  "oldest turns, /clear all.)")
+
+    def _offer(self, text: str) -> None:
+        """Say what can be done where a conversation and a message do not fit the context."""
+        conversation = self._conversation
+        skipped = conversation.too_many(text)
+        alone = "" if skipped is None else f" and the {_turns(len(conversation.turns))} before it"
+        _tell(f"This message{alone} do not fit the context of {conversation.ctx} tokens with an answer. What helps:"
+              if alone else f"This message alone fills the context of {conversation.ctx} tokens. What helps:")
+        if skipped:
+            self._waiting = text
+            _tell(f"  /drop      forget the {_oldest(skipped)} of {len(conversation.turns)}, then answer")
+            _tell("  /clear     forget the conversation, then ask again")
+        else:
+            _tell("  ask with a shorter message")
+        if larger := self._larger():
+            ctx, nbytes = larger
+            _tell(f"  -c {ctx:<7} /save FILE, /bye, and edgeinfer run {self._llm.name} -c {ctx}, which fits in "
+                  f"{format_size(nbytes)}; then /load FILE")
+        elif conversation.ctx >= self._llm.runner.model.max_position_embeddings:
+            _tell("A larger context is not possible with this model.")
+        else:
+            _tell("A larger context does not fit the memory budget.")
+
+    def _larger(self) -> tuple[int, int] | None:
+        """Return a larger context that fits the budget, with the bytes of its plan; None if there is none."""
+        from edgeinfer.memory_planner import largest_ctx, to_request
+
+        from ...runtime import Session, planner_of
+
+        runner = self._llm.runner
+        if not isinstance(runner, Session):
+            return None
+        ctx, own = self._conversation.ctx, runner.model.max_position_embeddings
+        planner = planner_of(runner.bundle, runner.config.recipe)
+        most = largest_ctx(planner, runner.config, runner.budget_bytes - EDITOR_BYTES, min(2 * ctx, own))
+        return (most, planner.plan(to_request(runner.config, most)).total_bytes) if most > ctx else None
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.removeprefix(OLLAMAS).strip().partition(" ")
+        if name == "system":
+            self._system(value.strip())
+        elif not value:
+            self._show("")
+        else:
+            name = self._conversation.set(name, value.strip())
+            _tell(f"{name} is {self._conversation.setting(name)}.")
+
+    def _system(self, text: str) -> None:
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            text = text[1:-1]
+        self._conversation.set_system(text)
+        _tell("The system message is set." if text else "There is no system message.")
+
+    def _show(self, rest: str) -> None:
+        conversation = self._conversation
+        used = len(conversation.ids("")) if conversation.turns else 0
+        rows = [("model", self._llm.name), ("context", f"{used:,} of {conversation.ctx:,} tokens, "
+                                            f"{_turns(len(conversation.turns))}")]
+        if conversation.template:
+            rows.append(("system", conversation.system or "none"))
+        rows += [(name, str(conversation.setting(name))) for name in SETTINGS]
+        for name, value in rows:
+            print(f"{name:<18} {value}", file=sys.stderr)
+
+    def _stats(self, rest: str) -> None:
+        llm, last = self._llm, self._conversation.last
+        if last is None:
+            _tell("No answer yet.")
+            return
+        print(figures(last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
+        if llm.runner.prefill_strategy and (prompt := llm.runner.prefill_strategy.last):
+            _tell(str(prompt))
+
+    def _clear(self, rest: str) -> None:
+        self._conversation.clear()
+        self._waiting = ""
+        _tell("A new conversation starts.")
+
+    def _drop(self, rest: str) -> None:
+        conversation, waiting = self._conversation, self._waiting
+        if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 7 and int(rest)):
+            _tell("Give a number of turns: /drop, or /drop 2.")
+            return
+        wanted = int(rest) if rest else (conversation.too_many(waiting) if waiting else None) or 1
+        n = min(wanted, len(conversation.turns))
+        del conversation.turns[:n]
+        _tell(f"Forgot the {_oldest(n)}; {len(conversation.turns)} left." if n else "There is no turn to drop.")
+        if waiting and n:
+            self._answer(waiting)
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            _tell("Give a file: /save FILE.")
+            return
+        self._conversation.save(rest)
+        _tell(f"{_turns(len(self._conversation.turns))} written to {rest}; /load {rest} goes on with them.")
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            _tell("Give a file: /load FILE.")
+            return
+        model = self._conversation.load(rest)
+        other = "" if model == self._llm.name else f", which were with {model}"
+        _tell(f"{_turns(len(self._conversation.turns))} read from {rest}{other}.")
+
+    def _help(self, rest: str) -> None:
+        for name, meaning in HELP:
+            _tell(f"{name:<17} {meaning}")
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn{'s' * (n != 1)}"
+
+
+def _oldest(n: int) -> str:
+    return "oldest turn" if n == 1 else f"{n} oldest turns"
+
+
+def _tell(text: str) -> None:
+    for line in text.split("\n"):
+        print("\n".join(folded(line)), file=sys.stderr)

@@ -1,0 +1,187 @@
+"""`edgeinfer bench`: tokens per second beside what the machine could give."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from ... import registry, technique
+from ...config import CPU
+from ...errors import UsageError
+from ..options import NOTHING, Given, takes
+from ..output import print_json
+from ..progress import ProgressLine
+from ..reports.bench import bench_object, print_report
+from ..reports.decision import FIELD
+from ..reports.prediction import bench_estimate, learn_from_bench, make_predictor
+from .bench_run import find_bundle, first_token, run_tests, speculated
+
+JSON_FIELDS = {
+    "bench": {
+        "model": "model or shape, as given",
+        "rows": "per test `test` (pp512, tg128, tg128 @ d4096), `t_per_s`, `stddev`, `samples`, `bytes_per_token`, "
+        "`mbu` (share of the bandwidth), `mbu_paired` (of the readings beside the test), `bandwidth_gbs` (their "
+        "median), `operations_per_token`, `int8_share` (of the int8 peak)",
+        "bandwidth_gbs": "read bandwidth of all threads, GB = 1e9; with `bandwidth_low_gbs`, `bandwidth_high_gbs`, "
+        "`bandwidth_readings`",
+        "int8_peak_gops": "int8 operations from registers, 1e9 a second",
+        "load_ms": "opening the model",
+        "ttft_process_ms": "from the start of a process to its first token; null with --no-startup",
+        "planned_bytes": "the memory plan's total",
+        "peak_rss_bytes": "most memory that the process held, without the probe's; null where the system does not say",
+        "streamed_bytes": "weights that are read from storage for each token; 0 where all are in memory",
+        "cold_bytes": "neurons that are read from storage when a token wants them; 0 where all are in memory",
+        "expert_bytes": "experts that are read from storage when a token wants them; 0 where all are in memory",
+        "offload": "what the tests read from storage, as in `run`; null where all weights are in memory",
+        "decision": FIELD + "; bench measures that way",
+        "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
+        "probe_bytes": "memory read to measure the bandwidth",
+        "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
+        "device": "who ran the model, and `device_bytes` of its own memory that the plan has",
+        "isa": "instruction set, or the provider; with `threads`, `kv`, `ctx`",
+        "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
+        "`at_the_moment` (with the bandwidth or peak beside the test; null on a GPU); `basis`, `error`, "
+        "`error_source`; else null",
+        "speculation": "with --speculate: `walks`, milliseconds of a forward pass over 1, 2, ... tokens, and `ratios` "
+                       "to one; "
+        "`draft_ms` and `self_ms` of a draft token; `pays_from`, per drafter the least acceptance with which draft "
+        "tokens "
+        "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
+        "`tokens_per_walk`",
+        "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
+        **registry.fields("bench"),
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+@takes("bench")
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Model to measure, as for run; or use --shape.", show_default=False),
+    ] = None,
+    prompt: Annotated[str, typer.Option("-p", metavar="TOKENS,...", help="Prompt lengths; 0 for none.")] = "512",
+    generate: Annotated[
+        str, typer.Option("-n", metavar="TOKENS,...", help="Number of tokens to generate in each test; 0 for none.")
+    ] = "128",
+    depth: Annotated[
+        str, typer.Option("-d", metavar="TOKENS,...", help="Context depths: number of tokens before each test.")
+    ] = "0",
+    repetitions: Annotated[int, typer.Option("-r", metavar="N", help="Number of repetitions of each test.")] = 5,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Measure random weights of a built-in shape; they are cached."),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also profile every instruction: time, GB/s and utilisation.")
+    ] = False,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Also time forward passes over several tokens, as for speculation.")
+    ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="With --speculate: draft model; with --shape the name of a shape."),
+    ] = None,
+    accept: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="With --speculate: report the speed at this acceptance rate."),
+    ] = None,
+    no_startup: Annotated[
+        bool, typer.Option("--no-startup", help="Do not measure the time to first token of a new process.")
+    ] = False,
+    given: Given = NOTHING,
+) -> None:
+    """Measure tokens per second and compare them with the limits of this machine.
+
+    Tests are named as in llama-bench: pp512 processes a prompt of 512 tokens, tg128 generates 128 tokens, tg128 @ d4096
+    does so after 4096 tokens of context. Between repetitions bench measures the machine's read bandwidth (all threads
+    read 1 GiB) and, beside prompts, its peak of int8 operations; utilisation refers to these. bench runs the model as
+    run would with the same options, and reports which strategy a bundle with a predictor or a screen uses (--sparse,
+    --head, --max-kld).
+
+    \b
+    Examples:
+      edgeinfer bench demo -p 256 -n 64
+      edgeinfer bench ./my-bundle -d 0,4096 --profile
+      edgeinfer bench --shape llama-2-7b -r 3 --json
+    """
+    from ...bench import make_cases
+    from ...llm import open as opening
+
+    tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
+    check_request(model, shape, repetitions)
+    check_speculation(speculate, draft, accept)
+    device, (weights, group_size) = given.device or CPU, given.stored(model)
+    provider = opening.provider(device)
+    check_device(device, profile, speculate)
+    config = given.runtime()
+    with ProgressLine() as progress:
+        path = find_bundle(model, shape, weights, group_size, progress, given.budget)
+        provider, config = opening.taken(device, provider, path, config, given.kv_on(device))
+        no_startup = no_startup or provider is not None
+        config, report, measured = run_tests(path, config, given.max_kld, tests, repetitions, profile, progress,
+                                             provider)
+        report["model"] = model or shape
+        report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
+        if speculate:
+            drafter = None if draft is None else find_bundle(
+                None if shape else draft, draft if shape else None, None, None, progress)
+            report["speculation"] = speculated(path, drafter, replace(config, threads=report["threads"]),
+                                               max(case.depth for case in tests), repetitions, accept, progress)
+    stored = report["streamed_bytes"] + report["cold_bytes"] + report["expert_bytes"]
+    predictor = make_predictor(path, config, report["threads"], report["isa"], stored,
+                               provider.device if provider else CPU)
+    out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured),
+           **registry.reports(technique.Reported("bench", config))}
+    if given.json:
+        print_json(out)
+    else:
+        print_report(out, measured)
+    learn_from_bench(predictor, measured)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list like ``0,4096``."""
+    if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
+        raise UsageError(f"{option} {text!r} cannot be read; write a number of tokens, or several as in 128,512.")
+    return [int(number) for number in text.split(",")]
+
+
+def check_request(model: str | None, shape: str | None, repetitions: int) -> None:
+    """Refuse what is wrong before anything is loaded or written."""
+    if not 1 <= repetitions <= 1000:
+        raise UsageError(f"-r is {repetitions}; it must be from 1 to 1000 repetitions.")
+    if (model is None) == (shape is None):
+        raise UsageError("Give either MODEL or --shape, as in: edgeinfer bench --shape llama-2-7b.")
+    from edgeinfer.converters import SHAPES
+
+    from ...models import LISTING, SHOWN_NAMES
+
+    if shape is not None and shape not in SHAPES:
+        near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
+        names = " or ".join(repr(name) for name in near)
+        few = ", ".join(sorted(SHAPES)[:SHOWN_NAMES])
+        hint = f"did you mean {names}?" if near else f"shapes are {few} and others, which '{LISTING}' lists."
+        raise UsageError(f"There is no shape {shape!r}; {hint}")
+
+
+def check_speculation(speculate: bool, draft: str | None, accept: float | None) -> None:
+    """Refuse what means nothing, and an acceptance that is not a share."""
+    for option, value in (("--draft", draft), ("--accept", accept)):
+        if value is not None and not speculate:
+            raise UsageError(f"{option} belongs to --speculate; add it.")
+    if accept is not None and not 0 <= accept <= 1:
+        raise UsageError(f"--accept {accept} is out of range; it is a share, from 0 to 1.")
+
+
+def check_device(device: str, profile: bool, speculate: bool) -> None:
+    """Refuse what is measured of our own kernels alone."""
+    for option, asked in (("--profile", profile), ("--speculate", speculate)):
+        if asked and device != CPU:
+            raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; leave one of them "
+                             "out.")

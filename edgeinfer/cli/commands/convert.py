@@ -1,0 +1,129 @@
+"""`edgeinfer convert`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...base.units import format_size
+from ...config import FFN_LAYOUTS
+from ...errors import printable
+from ..options import GroupSize, Json, Weights
+from ..output import print_json, print_table, say
+from ..progress import ProgressLine
+
+if TYPE_CHECKING:
+    from edgeinfer.converters import ConversionReport
+
+JSON_FIELDS = {
+    "convert": {
+        "destination": "the bundle",
+        "source_bytes": "bytes of the tensors read",
+        "bundle_bytes": "bytes of the weights written",
+        "seconds": "duration",
+        "error_mean": "squared error of a tensor / its squared norm, mean over the tensors that were rounded",
+        "error_worst": "the largest of them",
+        "error_worst_tensor": "its tensor; null if nothing was rounded",
+        "gain": "share of the squared error of scales by the largest weight that searching removed",
+        "remarks": "sentences about what was left out or missing",
+        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
+        "checkpoint, those that it is made of), `exact` (whether every value is that of the source)",
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file, known name, or hub id.",
+                            show_default=False)
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="New directory for the bundle.", show_default=False)
+    ],
+    weights: Weights = None,
+    group_size: GroupSize = None,
+    embedding: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Type of the embedding.  [default: int8; f16 or f32 if the weights are]"),
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Type of the output head.  [default: as the embedding's]")
+    ] = None,
+    ffn_layout: Annotated[
+        str,
+        typer.Option(metavar="|".join(FFN_LAYOUTS),
+                     help="Layout of FFN weights: matrix tiles, or neuron by neuron to skip inactive neurons."),
+    ] = "tile16",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the quantisation error of every tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Convert a checkpoint to a bundle, the format that edgeinfer runs.
+
+    SRC is a directory with config.json, safetensors and tokenizer files, or a GGUF file (the first part of a split
+    one); ollama:NAME[:TAG] takes a file from ollama's store, hf:OWNER/REPO:TYPE one from the hub. Weights of GGUF files
+    and of quantised checkpoints (GPTQ, AWQ, compressed-tensors, FP8, MLX) keep their codes and scales; --weights
+    requantises those stored in other types and reports the error of both steps. A conversion that fails or is
+    interrupted leaves nothing at DST. A tensor's error is the squared error of its stored weights divided by their
+    squared norm.
+
+    \b
+    Examples:
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
+      edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
+      edgeinfer convert model-Q8_0.gguf ./model
+    """
+    from edgeinfer.converters import convert as convert_checkpoint
+
+    from ...models import Storage, checkpoint_path
+
+    with ProgressLine() as progress:
+        report = convert_checkpoint(
+            checkpoint_path(source, progress, Storage(weights, group_size)), destination, weights=weights,
+            group_size=group_size, embedding=embedding, head=head, ffn_layout=ffn_layout, overwrite=overwrite,
+            announce=say, progress=partial(progress, "convert"),
+        )
+    if json:
+        print_json(report_object(report))
+        return
+    if tensors:
+        _print_tensors(report)
+    for remark in filter(None, (*report.remarks, report.anew, report.nearly)):
+        say(remark)
+    print(printable(_summary(report)))
+
+
+def report_object(report: ConversionReport) -> dict[str, Any]:
+    """Return the JSON object of a conversion."""
+    worst = report.worst
+    return {
+        "destination": str(report.destination), "source_bytes": report.source_bytes,
+        "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
+        "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
+        "gain": report.gain, "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
+        "tensors": [
+            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
+             "file_types": t.file_types, "exact": t.exact}
+            for t in report.tensors
+        ],
+    }
+
+
+def _print_tensors(report: ConversionReport) -> None:
+    rows = [("tensor", "type", "size", "error", "gain")]
+    for t in report.tensors:
+        rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}"))
+    print_table(rows, right=[2, 3, 4])
+
+
+def _summary(report: ConversionReport) -> str:
+    sizes = f"{format_size(report.source_bytes)} to {format_size(report.bundle_bytes)} in {report.seconds:.1f} s"
+    worst = report.worst
+    if worst is None:
+        return f"{report.destination}: {sizes}; nothing was rounded."
+    errors = f"error {report.mean_relative_error:.2e} mean, {worst.relative_error:.2e} worst ({worst.name})"
+    return f"{report.destination}: {sizes}; {errors}; {report.gain:.1%} less than with scales by the largest weight."

@@ -1,0 +1,146 @@
+"""`edgeinfer plan`: what a run needs, whether it fits, and how fast it will be, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ... import registry
+from ...config import (
+    AUTO,
+    CPU,
+    CUDA,
+    Recipe,
+    RuntimeConfig,
+    check_own_layout,
+)
+from ...errors import BudgetError, UsageError
+from .. import options
+from ..output import print_json
+from ..reports.decision import described_as_run
+from ..reports.plan import JSON_FIELDS, print_names, print_report
+from ..reports.plan_object import PlanReport
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+
+    from ...llm.executors import Executor
+    from ...technique import Drafting
+
+__all__ = ["JSON_FIELDS", "plan"]
+LONGEST_CTX = 1 << 27
+"""No model has positions beyond; a larger context is a slip."""
+
+
+@options.takes("plan")
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", show_default=False,
+            help="Bundle, checkpoint directory, config.json, GGUF file, built-in shape such as llama-2-7b, or hub id "
+            "(only config.json is fetched).",
+        ),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the built-in model shapes and exit.")
+    ] = False,
+    given: options.Given = options.NOTHING,
+) -> int:
+    """Print the memory that a run needs, whether it fits and its predicted speed, without loading the model.
+
+    Each memory region is listed with its bytes and the reason for them; `run` allocates exactly these, up front. The
+    budget is --budget, else the memory of --machine, else what this system can give now. A plan that does not fit is
+    printed too, with alternatives that fit, and the exit code is 3. A context longer than the model's own is planned
+    with a remark: `run` refuses it. With --device cuda or onnx-cpu, or the --machine of an NVIDIA card, the plan is
+    that of a run on onnxruntime, and regions of the kind device are in GPU memory; for a model that this cannot run,
+    the speed is that of another program, which the report names.
+
+    \b
+    Examples:
+      edgeinfer plan llama-3.1-8b --machine rpi5 --ctx 8192
+      edgeinfer plan ./my-bundle --budget 2GiB --kv f16
+      edgeinfer plan owner/model --weights int8 --json
+    """
+    from edgeinfer.devices import load_profile
+
+    from ...models.describe import describe
+
+    if listed:
+        print_names(given.json)
+        return 0
+    if model is None:
+        raise UsageError("Missing argument 'MODEL': a bundle, a checkpoint, or one of 'edgeinfer plan --list'.")
+    beams = options.searching(given)
+    drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
+    config = given.runtime(max_sequences=max(given.n, beams), draft_tokens=drafting.rows,
+                           own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
+    if given.ctx is not None and given.ctx > LONGEST_CTX:
+        raise UsageError(f"--ctx is {given.ctx}; no model has a context above {LONGEST_CTX} tokens.")
+    if given.machine and given.device and not given.by_flag("device"):
+        given.device = None
+    elif given.machine and given.device and not given.by_flag("machine"):
+        given.machine = None
+    elif given.machine and given.device:
+        raise UsageError(f"--machine {given.machine} is a hardware profile and --device {given.device} an executor of "
+                         "this machine; leave one of them out.")
+    stored = given.stored(model)
+    profile = None if given.machine is None else load_profile(given.machine)
+    found = _executor(given.device, profile, model, stored, config, given.kv_on(given.device or given.machine or CPU))
+    if found and found.planner:
+        from ..reports.plan_device import planned_on
+
+        return _printed(planned_on(found, describe(model, *stored, Recipe(())), drafting), given.json)
+    check_own_layout(config)
+    refused = found.refused if found else ""
+    return _printed(_planned(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
+
+
+def _executor(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
+              config: RuntimeConfig, kv: str | None) -> Executor | None:
+    """Return the executor of the model if it may differ from our own kernels."""
+    from edgeinfer.devices import served
+
+    if (device in (None, CPU) and profile is None) or (profile and not served(profile)):
+        return None
+    from ...llm import executors
+    from ...llm import open as opening
+    from ...models.describe import describe
+
+    if profile is None and device == AUTO and opening.provider(AUTO) is None:
+        return None
+    graph = describe(name, *stored, Recipe(())).graph
+    if profile:
+        return executors.executor_of(profile, graph, config, kv)
+    from ...backends import PROVIDERS
+
+    return executors.executor_here(str(device), PROVIDERS[CUDA if device == AUTO else str(device)], graph, config, kv)
+
+
+def _printed(report: dict[str, Any], json: bool) -> int:
+    """Print a report and return the exit code."""
+    if json:
+        print_json(report)
+    else:
+        print_report(report)
+    return BudgetError.exit_code if report["fits"] is False else 0
+
+
+def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
+             device: DeviceProfile | None, drafting: Drafting, refused: str = "") -> dict[str, Any]:
+    """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine.
+
+    `refused` says why CUDA does not run the model, where a card was asked about.
+    """
+    from edgeinfer.devices import local_profile
+
+    from ...models.describe import describe
+
+    model, choice, decision = describe(name, *stored, config.recipe, device), None, None
+    beside = drafting.beside(model, stored, config)
+    if device is None:
+        model, choice, decision = described_as_run(model, config, max_kld, beside)
+    config = choice.strategy.config if choice else config
+    report = PlanReport(model, config, device, device or local_profile(), choice, beside, refused).report()
+    return {**report, "decision": decision}

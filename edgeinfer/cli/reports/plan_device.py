@@ -1,0 +1,108 @@
+"""`edgeinfer plan --device cuda`, or of an NVIDIA card: the regions of a run on onnxruntime, of process and device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...config import CUDA, RuntimeConfig
+from ...errors import BudgetError
+from ...registry import reports
+from ...technique import Reported
+from ..output import alternative_object, not_ours
+from .on_gpu import gpu_here, speed_object
+from .plan_object import DEVICE_MEMORY, plan_fields
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+    from edgeinfer.memory_planner import MemoryPlan
+
+    from ...backends import DevicePlanner
+    from ...llm.executors import Executor
+    from ...models.describe import ModelDescription
+    from ...technique import Drafting
+
+
+def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | None = None) -> dict[str, Any]:
+    """Return the JSON object of `plan` for a device of onnxruntime; nothing of it needs that package or a GPU.
+
+    Raises `UsageError` for what the device cannot do.
+    """
+    from edgeinfer.memory_planner import default_ctx, default_threads, to_request
+
+    from ...backends import device_fits, longest_ctx, memory_of, most_sequences
+
+    card, planner = found.profile, found.planner
+    assert planner
+    device = planner.provider.device
+    if drafting:
+        drafting.check_device(device)
+    own, config = model.config.max_position_embeddings, found.config
+    config = replace(config, ctx=config.ctx or default_ctx(model.config),
+                     threads=config.threads or (1 if card else default_threads()))
+    host, memory = (config.budget_bytes, card.memory_bytes) if card else memory_of(planner.provider, config)
+    beside = _drafted(drafting.model, planner, config) if drafting and drafting.model else None
+
+    def with_draft(plan: MemoryPlan) -> MemoryPlan:
+        return plan.beside(beside) if beside else plan
+
+    def fits(other: MemoryPlan) -> bool:
+        return device_fits(with_draft(other), host, memory)
+
+    alone = planner.plan(to_request(config))
+    plan, unknown = with_draft(alone), device == CUDA and memory is None
+    options = [] if fits(alone) else list(planner.smaller(config, fits))
+    gpu = card or (gpu_here() if device == CUDA else None)
+    speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
+    held = alone.region("kv").nbytes // (alone.kv_blocks * planner.positions(alone.request))
+    source = "--budget" if config.budget_bytes else None if card else "what this system can give now"
+    report = {
+        **plan_fields(model, config, plan, card.name if card else device, None if unknown and fits(alone)
+                      else fits(alone), host, source),
+        "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
+        "device_budget_source": f"{DEVICE_MEMORY} {card.title}" if card else None if unknown else "what is free of it",
+        "max_ctx": longest_ctx(planner, config, fits, own), "max_ctx_from_storage": None,
+        "max_sequences": None if unknown else most_sequences(planner, config, fits),
+        "filed_bytes": 0, "kv_bytes_per_position": held, "kv_bytes_unshared": held,
+        "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
+        "estimate": speed, "notes": [*_notes(device, card, memory, config, own),
+                                     *([not_ours(speed, gpu)] if speed and gpu else [])],
+        "neurons": None,
+        **reports(Reported("plan", found.config, model=model)),
+        "windows": None, "decision": None, "from_storage": None,
+    }
+    if report["fits"] is False:
+        report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}
+        report["mode"] = "refused"
+    return report
+
+
+def _drafted(draft: str, target: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
+    """Return the plan of a draft model on the same device, as a run has it beside the model."""
+    from edgeinfer.memory_planner import draft_config, to_request
+
+    from ...backends import device_planner
+    from ...config import Recipe
+    from ...engine.speculation.load import check_context
+    from ...models.describe import describe
+
+    model = describe(draft, recipe=Recipe(()))
+    check_context(draft, model.config, target.graph.config, config)
+    own = replace(draft_config(target.plan(to_request(config)), 1), threads=config.threads,
+                  kv_layout=config.kv_layout)
+    planner, own = device_planner(model.graph, own, target.provider, own.kv)
+    return planner.plan(to_request(own))
+
+
+def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig, own: int) -> list[str]:
+    notes = []
+    if device == CUDA:
+        notes.append("What CUDA takes for itself is an estimate from documents; it was not measured yet.")
+        if memory is None:
+            notes.append("No GPU was found here: only this process's side is compared with what there is, and run is "
+                         "refused. Give a card's name to plan for it, such as --machine rtx4090.")
+    if card and config.budget_bytes is None:
+        notes.append("What the machine around the card can give is not known: --budget says it.")
+    if (config.ctx or 0) > own:
+        notes.append(f"The context of {config.ctx} tokens is longer than the model's {own}: run refuses it.")
+    return notes

@@ -1,0 +1,236 @@
+"""A plan as `edgeinfer plan` reports it: its JSON object, what else would fit, how fast it will be, remarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...base.units import format_size
+from ...config import RuntimeConfig
+from ...errors import BudgetError
+from ...registry import in_use, prompt_share, reports, settled
+from ...technique import Reported
+from ..output import REFUSED, alternative_object, not_ours
+from .on_gpu import PROMPT, speed_object
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+    from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan
+
+    from ...llm.strategy import Choice, Strategy
+    from ...models.describe import ModelDescription
+
+MOST_THREADS = 256
+DEVICE_MEMORY = "memory of"
+
+
+def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None,
+                fits: bool | None, budget: int | None, budget_source: str | None) -> dict[str, Any]:
+    """Return what the JSON objects of all plans begin with: the model, the request, where memory goes, the budget."""
+    return {
+        "model": model.name, "source": model.source, "fits": fits, "mode": plan.mode,
+        "parameters": model.parameters, "weights": model.quantisation.weights,
+        "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
+        "device": device,
+        "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
+        "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes, "mapped_bytes": plan.mapped_bytes,
+        "reclaimable_bytes": plan.reclaimable_bytes, "budget_bytes": budget, "budget_source": budget_source,
+        "unstreamed_bytes": plan.unstreamed_bytes,
+        "remaining_bytes": None if budget is None else budget - plan.total_bytes,
+        "model_ctx": model.config.max_position_embeddings,
+        "pure_weight_bytes": round(model.pure_weight_bytes(4)),
+    }
+
+
+class PlanReport:
+    """One plan, what it was made for, and what else would fit."""
+
+    def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
+                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None,
+                 refused: str = ""):
+        from edgeinfer.memory_planner import Planner, default_ctx, default_threads
+
+        from ...llm.executors import Fitted, fitted
+
+        threads = config.threads or (_cores(device) if device else default_threads())
+        self.model, self.device, self.profile, self.choice, self.refused = model, device, profile, choice, refused
+        self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
+        self.budget, self.budget_source = self._limit()
+        self.planner = Planner(model.graph, model.weight_bytes, beside=beside)
+        self.within = replace(self.config, budget_bytes=self.budget)
+        self.fitted = Fitted(choice.strategy.plan) if choice else fitted(model, self.planner, self.within, device)
+
+    def _limit(self) -> tuple[int, str]:
+        from edgeinfer.memory_planner import process_budget
+
+        if self.config.budget_bytes is not None:
+            return self.config.budget_bytes, "--budget"
+        if self.device is not None:
+            return self.device.usable_bytes, f"{DEVICE_MEMORY} {self.device.titled}"
+        return process_budget(), "what this system can give now"
+
+    def report(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        from edgeinfer.memory_planner import RESIDENT, alternatives, largest_ctx
+
+        from .neurons import neurons_object
+        from .windows import windows_object
+
+        (plan, refused), config, model = self.fitted, self.config, self.model
+        own, mode = model.config.max_position_embeddings, self.fitted.mode
+        stored = None if mode in (RESIDENT, REFUSED) else self._from_storage(plan)
+        options: list[Alternative] = list(refused.alternatives) if refused else []  # type: ignore[arg-type]
+        if stored:
+            options = [*alternatives(self.planner, config, self.budget, model.rebuild), stored]
+        offers = [self._alternative(option) for option in options]
+        report = {
+            **plan_fields(model, config, plan, self.device.name if self.device else None, refused is None, self.budget,
+                          self.budget_source),
+            "mode": mode, "from_storage": offers[-1] if stored else None,
+            "max_ctx": largest_ctx(self.planner, config, self.budget, own),
+            "max_ctx_from_storage": self._longest_from_storage(options),
+            "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
+            "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
+            "alternatives": offers, "file_types": model.file_types or None,
+            "estimate": (found := self._estimate(stored is not None)), "notes": self._notes(found),
+            "neurons": neurons_object(model, self.profile),
+            **reports(Reported("plan", config, model=model, prompt=self._prompt)), "windows": windows_object(plan),
+        }
+        if refused:
+            report["error"] = {"code": BudgetError.code, "message": str(refused)}
+        return report
+
+    def _from_storage(self, plan: MemoryPlan) -> Alternative:
+        """Return what the run reads from storage by itself."""
+        from edgeinfer.memory_planner import cold, kept_experts, streamed
+        from edgeinfer.offload import from_flash
+
+        if plan.cold:
+            return cold(plan, next((strategy.read_bytes for strategy in self._flash()), 0.0))
+        return kept_experts(plan, from_flash(plan.experts).nbytes) if plan.experts else streamed(plan)
+
+    def _flash(self) -> list[Strategy]:
+        """The way with this recipe that reads cold neurons from storage, where `run` has one."""
+        strategies = (self.choice.strategy, *self.choice.others) if self.choice else ()
+        return [strategy for strategy in strategies if strategy.plan.cold
+                and strategy.config.recipe == self.config.recipe]
+
+    def _longest_from_storage(self, options: list[Alternative]) -> int | None:
+        """Return the largest context with weights read from storage, as the last alternative has them, if one does."""
+        from edgeinfer.memory_planner import largest_ctx, stream
+        from edgeinfer.offload import keep_experts
+
+        places = {"kept_experts": keep_experts, "streamed_layers": stream}
+        found = [place for name, place in places.items() if any(name in option.options for option in options)]
+        return largest_ctx(self.planner, self.config, self.budget, self.model.config.max_position_embeddings,
+                           place=found[0]) if found else None
+
+    def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
+        """Return what tokens read of experts, and how fast they come where storage was measured."""
+        from edgeinfer.devices import estimate
+        from edgeinfer.offload import ALIKE, SKEWED, from_flash
+
+        plan, found = self.fitted.plan, {}
+        assert plan.experts
+        for name, half in (("alike", ALIKE), ("skewed", SKEWED)):
+            expected, speed = from_flash(plan.experts, half), None
+            if self.profile is not None and self.profile.storage_sequential_gbs:
+                traffic = replace(self.model.traffic(self.config.kv), flash_bytes=expected.nbytes,
+                                  flash_chunk_bytes=expected.read_bytes if self.profile.storage_random else 0)
+                speed = estimate(self.profile, traffic, self.config.ctx or 0).decode_tok_per_s
+            found[name] = {"busier_half": half, "hit_rate": expected.hit_rate, "streamed_bytes": round(expected.nbytes),
+                           "decode_tok_per_s": speed}
+        return {"experts": plan.experts.total, "streamed_bytes": option.streamed_bytes, "routing": found,
+                "decode_tok_per_s": found["alike"]["decode_tok_per_s"]}
+
+    def _alternative(self, option: Alternative) -> dict[str, Any]:
+        """Return an alternative as a JSON object; how fast reading from storage is, where storage was measured."""
+        from edgeinfer.devices import estimate
+
+        out, speed = alternative_object(option), None
+        if "cold_neurons" in option.options:
+            speed = next((strategy.at_depth(self.config.ctx or 0) for strategy in self._flash()), None)
+            return {**out, "streamed_bytes": option.streamed_bytes,
+                    "decode_tok_per_s": speed if self.choice and self.choice.probed else None}
+        if "kept_experts" in option.options:
+            return {**out, **self._read_of_experts(option)}
+        if "streamed_layers" not in option.options:
+            return out
+        if self.profile is not None and self.profile.storage_sequential_gbs:
+            traffic = replace(self.model.traffic(self.config.kv), streamed_bytes=option.streamed_bytes)
+            depth = int(option.options.get("ctx", self.config.ctx or 0))
+            speed = estimate(self.profile, traffic, depth).decode_tok_per_s
+        return {**out, "streamed_bytes": option.streamed_bytes, "decode_tok_per_s": speed}
+
+    def _estimate(self, stored: bool) -> dict[str, Any] | None:
+        """Return the speed with a full context, and with an empty one; None if this machine was not probed.
+
+        Of weights that are read from storage it counts the reading, where storage was measured; else it is that with
+        all in memory.
+        """
+        from ...llm.executors import stored_traffic
+
+        if self.profile is None:
+            return None
+        kv = self.config.kv
+        used = settled(in_use(self.config), self.model.layers)
+        traffic = stored_traffic(self.model, self.fitted.plan, self.profile, kv)
+        found = speed_object(self.profile, traffic or self.model.traffic(kv), self.config.ctx or 0, 1,
+                             prompt_share(used, self._prompt, 0, self.model.layers))
+        return {**found, "reading": traffic is not None if stored else None}
+
+    @property
+    def _prompt(self) -> int:
+        """Tokens of the prompt that is predicted."""
+        return min(PROMPT, self.config.ctx or 0)
+
+    def _notes(self, found: dict[str, Any] | None) -> list[str]:
+        notes, own = [], self.model.config.max_position_embeddings
+        if self.model.file_note:
+            notes.append(self.model.file_note)
+        placed = next((strategy.sparse for strategy in self._flash()), self.model.sparse)
+        if placed and (said := placed.sentence()):
+            notes.append(said[0].upper() + said[1:])
+        if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
+            notes.append("With neurons that are read from storage no layer falls back to dense or exact: masks say "
+                         "what to read.")
+        if (self.config.ctx or 0) > own:
+            notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
+        if found and self.profile and (remark := not_ours(found, self.profile, self.refused)):
+            notes.append(remark)
+        if self.profile is None:
+            notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --machine.")
+        elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
+            notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
+                         f"{self.config.threads}.")
+        if self.budget_source.startswith(DEVICE_MEMORY) and self.device:
+            notes.append(self._which_version(self.device))
+        if not self.config.mlock:
+            notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
+                         "short, which --mlock forbids.")
+        return notes
+
+
+    def _which_version(self, device: DeviceProfile) -> str:
+        """Say what of the device's memory is the budget, and which smaller version would do."""
+        left = device.memory_bytes - device.usable_bytes
+        room = f", less {format_size(left)} for the system" if left else ""
+        smaller = [gib for gib in sorted(device.memory_gib) if self.fitted.mode == "resident"
+                   and self.fitted.plan.total_bytes <= replace(device, memory_bytes=gib << 30).usable_bytes]
+        enough = f"; the one with {smaller[0]} GB is enough" if smaller and smaller[0] << 30 < device.memory_bytes \
+            else ""
+        exist = f" It exists with {', '.join(map(str, sorted(device.memory_gib)))} GB{enough}." \
+            if len(device.memory_gib) > 1 else ""
+        return f"The budget is the memory of {device.titled}{room}: --budget says what yours can give.{exist}"
+
+
+def _cores(device: DeviceProfile) -> int:
+    """Return the threads on a device: its processor cores; a GPU's multiprocessors run none."""
+    return min(device.cores, MOST_THREADS) if device.isa in _our_isas() else 1
+
+
+def _our_isas() -> set[str]:
+    """Return the instruction sets of processors on which threads of ours run."""
+    from edgeinfer.kernels import ISA_LEVELS
+
+    return {isa.name for isa in ISA_LEVELS}

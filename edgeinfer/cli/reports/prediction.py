@@ -1,0 +1,257 @@
+"""Predicted beside measured, after each `run` and `bench`, on a machine that was probed; and what the profile learns.
+
+Nothing here may fail or slow down a run: without a profile of this machine, or with one of other threads, there is no
+prediction, and that is all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.dataclass import dataclass
+from ...config import CPU, CUDA
+from ...errors import EdgeInferError
+from ...registry import prompt_share, settled
+from ...technique import Settings
+from .on_gpu import gpu_here
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DecodeRun, DeviceProfile, PromptRun, Traffic
+
+    from ...bench import Measurement, Row
+    from ...config import RuntimeConfig
+    from ...engine import Completion
+
+LEAST_TOKENS = 16
+"""Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
+MOST_SWITCHES = 20.0
+"""Times a second that other programs may take a processor away from a thread before a run counts as disturbed."""
+MOST_SPREAD = 0.2
+"""Standard deviation of a test's repetitions over their mean, above which the test counts as disturbed."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model on this machine."""
+
+    profile: DeviceProfile
+    traffic: Traffic
+    techniques: Settings = ()
+    """Those of the run that are not passes, settled for the model."""
+
+    def decode(self, depth: int, bandwidth_gbs: float | None = None, sequences: int = 1) -> dict[str, Any]:
+        """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
+        from edgeinfer.devices import estimate
+
+        found = estimate(self._at(bandwidth_gbs, None), self.traffic, depth, sequences=sequences)
+        return {"t_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high}
+
+    def prompt(self, depth: int, tokens: int, peak_gops: float | None = None) -> dict[str, Any] | None:
+        """Return tokens per second of a prompt, pruned ones included; None if the profile has no peak."""
+        from edgeinfer.devices import estimate
+
+        found = estimate(self._at(None, peak_gops), self.traffic, depth, tokens, computed=self.computed(depth, tokens))
+        if found.prefill_tok_per_s is None:
+            return None
+        return {"t_per_s": found.prefill_tok_per_s, "low": found.prefill_low, "high": found.prefill_high}
+
+    def computed(self, depth: int, tokens: int) -> float:
+        """Return the share of a prompt's tokens times layers that is computed."""
+        return prompt_share(self.techniques, tokens, depth, self.traffic.layers)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the profile is that of a GPU, and readings of this machine's memory say nothing of it."""
+        from edgeinfer.devices import SERVED
+
+        return self.profile.device_class == SERVED
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the profile learns from runs: not if FFNs go by neuron, V is chosen, or prompts are pruned, for
+        what is then read and computed is an assumption; nor from those on a GPU."""
+        return not (self.on_gpu or self.techniques or self.traffic.neuron_layers or self.traffic.value_bytes)
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Basis of the figures."""
+        from edgeinfer.devices import estimate
+
+        found = estimate(self.profile, self.traffic)
+        return {"basis": found.basis, "error": found.error, "error_source": found.error_source}
+
+    def decode_run(self, depth: float, seconds: float, bandwidth_gbs: float | None = None) -> DecodeRun:
+        """Return a measurement as the profile learns it."""
+        from edgeinfer.devices import DecodeRun
+
+        asked = self.traffic
+        return DecodeRun(asked.layers, asked.weight_bytes, asked.kv_bytes_at(depth), seconds,
+                         bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
+
+    def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
+        """Return a measurement of a prompt as the profile learns it; None if there is no peak to compare with."""
+        from edgeinfer.devices import PromptRun
+
+        peak = peak_gops or self.profile.int8_peak_gops
+        if not peak:
+            return None
+        asked = self.traffic
+        operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
+        return PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak,
+                         asked.activation_values * tokens)
+
+    def _at(self, bandwidth_gbs: float | None, peak_gops: float | None) -> DeviceProfile:
+        return replace(self.profile, bandwidth_gbs=bandwidth_gbs or self.profile.bandwidth_gbs,
+                       int8_peak_gops=peak_gops or self.profile.int8_peak_gops)
+
+
+def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str,
+                   streamed_bytes: int = 0, device: str = CPU) -> Predictor | None:
+    """Return a predictor, or None: this machine was not probed, or with other threads or instructions, or there is no
+    profile of its GPU where that runs the model.
+
+    Nor is there one for a model whose layers are streamed, of which a profile is to learn nothing.
+    """
+    try:
+        profile = gpu_here() if device == CUDA else None if streamed_bytes else _probed(threads, isa)
+        if profile is None:
+            return None
+        from ...models.describe import describe
+
+        described = describe(bundle, recipe=config.recipe)
+        return Predictor(profile, described.traffic(config.kv), settled(config.techniques, described.layers))
+    except (EdgeInferError, OSError):
+        return None
+
+
+def _probed(threads: int | None, isa: str) -> DeviceProfile | None:
+    from edgeinfer.devices import local_path, local_profile
+
+    profile = local_profile() if local_path().is_file() else None
+    return profile if profile and profile.cores == threads and profile.isa == isa else None
+
+
+def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[str, Any] | None:
+    """Return predicted beside measured of a request; None without a prediction or a second token."""
+    if predictor is None:
+        return None
+    tokens, cached = completion.prompt_tokens - completion.cached_tokens, completion.cached_tokens
+    out: dict[str, Any] = {**predictor.basis, "decode": None, "prompt": None}
+    if completion.plain_tpot_ms and len(completion.choices) == 1 and completion.score is None:
+        depth = completion.prompt_tokens + completion.completion_tokens // 2
+        out["decode"] = _beside(predictor.decode(depth), 1000 / completion.plain_tpot_ms)
+    elif predictor.on_gpu and completion.score is None and completion.plain_tpot_ms and completion.tok_per_s:
+        depth, n = completion.prompt_tokens + len(completion.token_ids) // 2, len(completion.choices)
+        without_speculation = completion.tok_per_s * (completion.tpot_ms or 0) / completion.plain_tpot_ms
+        out["decode"] = _beside(predictor.decode(depth, sequences=n), without_speculation)
+    if completion.ttft_ms and tokens > 0:
+        out["prompt"] = _beside(predictor.prompt(cached, tokens), 1000 * tokens / completion.ttft_ms)
+    return out
+
+
+def learn_from_run(predictor: Predictor | None, completion: Completion, disturbed: bool) -> None:
+    """Let the local profile learn from a request that nothing disturbed."""
+    several = len(completion.choices) != 1 or completion.score is not None
+    if predictor is None or disturbed or several or not predictor.teaches:
+        return
+    from edgeinfer.devices import learn
+
+    decodes, prompts = [], []
+    tokens = completion.prompt_tokens - completion.cached_tokens
+    if completion.plain_tpot_ms and completion.completion_tokens >= LEAST_TOKENS:
+        depth = completion.prompt_tokens + completion.completion_tokens / 2
+        decodes.append(predictor.decode_run(depth, completion.plain_tpot_ms / 1000))
+    if completion.ttft_ms and tokens >= 4 * LEAST_TOKENS:
+        run = predictor.prompt_run(completion.cached_tokens, tokens, completion.ttft_ms / 1000)
+        prompts += [run] if run else []
+    learn(decodes, prompts)
+
+
+def bench_estimate(predictor: Predictor | None, measured: Measurement) -> dict[str, Any] | None:
+    """Return predicted beside measured of every test; None without a prediction.
+
+    `t_per_s` is what the profile said before; `at_the_moment` the same with the bandwidth, or the peak, of the test.
+    """
+    if predictor is None:
+        return None
+    return {**predictor.basis, "rows": [_bench_row(predictor, row) for row in measured.rows]}
+
+
+def _bench_row(predictor: Predictor, row: Row) -> dict[str, Any]:
+    case, speed = row.case, statistics.median(row.samples)
+    before: dict[str, Any] | None
+    now: dict[str, Any] | None
+    if case.kind == "tg":
+        depth = case.depth + case.tokens // 2
+        before = predictor.decode(depth)
+        now = None if predictor.on_gpu else predictor.decode(depth, statistics.median(row.bandwidth))
+    else:
+        peak = statistics.median(row.int8_peak) if row.int8_peak else None
+        before = predictor.prompt(case.depth, case.tokens)
+        now = None if predictor.on_gpu else predictor.prompt(case.depth, case.tokens, peak)
+    found = _beside(before, speed) or {"t_per_s": None}
+    return {"test": case.name, **found, "measured": speed, "at_the_moment": now and now["t_per_s"]}
+
+
+def learn_from_bench(predictor: Predictor | None, measured: Measurement) -> None:
+    """Let the local profile learn from the tests whose repetitions agree, with the readings beside them."""
+    if predictor is None or not predictor.teaches:
+        return
+    from edgeinfer.devices import learn
+
+    decodes, prompts = [], []
+    for row in measured.rows:
+        case, speed = row.case, statistics.median(row.samples)
+        if row.stddev > MOST_SPREAD * row.t_per_s or case.tokens < LEAST_TOKENS:
+            continue
+        if case.kind == "tg":
+            seen = case.depth + case.tokens / 2
+            decodes.append(predictor.decode_run(seen, 1 / speed, statistics.median(row.bandwidth)))
+        elif row.int8_peak:
+            peak = statistics.median(row.int8_peak)
+            run = predictor.prompt_run(case.depth, case.tokens, case.tokens / speed, peak)
+            prompts += [run] if run else []
+    learn(decodes, prompts)
+
+
+class Disturbances:
+    """Counts how often other programs took a processor away from this one since it was made."""
+
+    def __init__(self) -> None:
+        self._before = _switches()
+
+    def disturbed(self, seconds: float, threads: int) -> bool:
+        """Return whether that was often, for a run of so many seconds; not if the system does not say."""
+        return _switches() - self._before > MOST_SWITCHES * max(seconds, 0.5) * threads
+
+
+def _switches() -> int:
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def sentence(out: dict[str, Any] | None) -> str | None:
+    """Return a request's prediction in one line; None if there is nothing to compare."""
+    if out is None:
+        return None
+    parts = []
+    for name, key in (("decode", "decode"), ("prompt", "prompt")):
+        item = out[key]
+        if item is not None:
+            parts.append(f"{name} {item['t_per_s']:.1f} tok/s ({item['low']:.1f} to {item['high']:.1f}), measured "
+                         f"{item['measured']:.1f} ({item['miss']:+.0%})")
+    return f"estimated: {'; '.join(parts)}; {out['basis']}" if parts else None
+
+
+def _beside(predicted: dict[str, Any] | None, measured: float) -> dict[str, Any] | None:
+    """Return a prediction with what was measured; `miss` is predicted over measured, less one."""
+    if predicted is None:
+        return None
+    return {**predicted, "measured": measured, "miss": predicted["t_per_s"] / measured - 1}

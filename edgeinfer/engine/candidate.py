@@ -1,0 +1,103 @@
+"""One text of a request while it grows: its tokens, their sampling, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+from ..text import StopStrings, StreamDecoder, Tokenizer
+from .completion import Choice, TokenLogprob, TopLogprob
+from .sampler import Sampled, Sampler
+
+if TYPE_CHECKING:
+    from ..runner import Sequence
+
+
+class Sample:
+    """The state of one sample."""
+
+    def __init__(self, prompt_ids: Items[int], sampler: Sampler, stop: Items[str], tokenizer: Tokenizer | None,
+                 eos_ids: frozenset[int], index: int):
+        self.index = index
+        self.tokens = list(prompt_ids)
+        self.sequence: Sequence | None = None
+        self.finish_reason = ""
+        self.score: float | None = None
+        self.sampler = sampler
+        self._tokenizer = tokenizer
+        self._decoder: StreamDecoder | None = tokenizer.stream(prompt_ids) if tokenizer else None
+        self._stops = StopStrings(stop)
+        self._eos_ids = eos_ids
+        self._prompt_tokens = len(self.tokens)
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def last_id(self) -> int:
+        """The token to decode next."""
+        return self.tokens[-1]
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.tokens) - self._prompt_tokens
+
+    def take(self, logits: Any, room: int, chosen: Iterable[int] = ()) -> str:
+        """Take the tokens `chosen` already and one from the logits; return the text that they complete.
+
+        `room` is how many tokens this sample may have. What follows a stop string is left out.
+        """
+        text = ""
+        for token_id in chosen:
+            text += self._accept(Sampled(token_id), room, noted=True)
+            if self.finish_reason:
+                return text
+        return text + self._accept(self.sampler.sample(logits), room)
+
+    def verify(self, samplers: Items[Sampler], logits: Items[Any], proposal: list[int], room: int) -> tuple[str, int]:
+        """Sample the next token, and the one behind each draft token that is right; return their text and how many
+        are.
+        """
+        text = ""
+        for right, (sampler, row) in enumerate(zip(samplers, logits, strict=True)):
+            sampled = sampler.sample(row)
+            text += self._accept(sampled, room)
+            if self.finish_reason or proposal[right : right + 1] != [sampled.token_id]:
+                break
+        return text, right
+
+    def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
+        if sampled.token_id in self._eos_ids:
+            return self.finish("stop")
+        self.sampler.accept(sampled.token_id, noted)
+        self.tokens.append(sampled.token_id)
+        if sampled.logprob is not None:
+            self._logprobs.append(self._named(sampled, sampled.logprob))
+        piece, stopped = self._stops.push(self._decoder.push(sampled.token_id) if self._decoder else "")
+        self._text.append(piece)
+        if stopped:
+            self.finish_reason = "stop"
+        elif self.n_tokens >= room:
+            return piece + self.finish("length")
+        return piece
+
+    def finish(self, reason: str) -> str:
+        """Set the finish reason and return the text that was held back until now."""
+        rest, stopped = self._stops.push(self._decoder.flush() if self._decoder else "")
+        rest += "" if stopped else self._stops.flush()
+        self._text.append(rest)
+        self.finish_reason = "stop" if stopped else reason
+        return rest
+
+    def choice(self) -> Choice:
+        """Return what this sample gave."""
+        logprobs = tuple(self._logprobs) if self._logprobs else None
+        ids = tuple(self.tokens[self._prompt_tokens :])
+        return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score)
+
+    def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
+        """Return a token's log-probability with the texts of all tokens that it names."""
+        text = self._tokenizer.token_text if self._tokenizer else lambda token_id: ""
+        top = tuple(TopLogprob(token_id, text(token_id), value) for token_id, value in sampled.top)
+        return TokenLogprob(sampled.token_id, text(sampled.token_id), logprob, top)

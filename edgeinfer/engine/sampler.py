@@ -1,0 +1,285 @@
+"""The sampler of one sequence: its settings, its history, and the choice of the next token.
+
+What is kept and how it is sampled from stands in `kernels/sampling.py`. A runner whose program has the sample kernels
+chooses within its pass; otherwise, and where a row has nothing to choose from, the row of logits is looked at here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.kernels import abi, sampling
+
+from ..config import GenerationConfig
+from ..errors import KernelError, RequestError
+
+Floats = NDArray[np.floating[Any]]
+Ids = NDArray[np.intp]
+
+MAX_BIAS = 1e30
+"""Stays finite in float32; a token with more is certain anyway."""
+EDIT = np.dtype({"names": ["token", "count", "bias"], "formats": ["i4", "i4", "f4"], "itemsize": abi.EDIT_BYTES,
+                 "offsets": [abi.EDIT_TOKEN, abi.EDIT_COUNT, abi.EDIT_BIAS]})  # fmt: skip
+_N_EDITS = abi.SAMPLE_N_EDITS >> 3
+_NONE = -1
+
+
+class Sampled(NamedTuple):
+    """One chosen token."""
+
+    token_id: int
+    logprob: float | None = None
+    """Natural logarithm of the token's probability in the model's own distribution; None if not asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most likely tokens, best first, as many as asked for."""
+
+
+def softmax(logits: Floats, temperature: float = 1.0) -> Floats:
+    """Return probabilities (float64) of logits divided by a positive temperature; the largest may stand anywhere."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
+    with np.errstate(over="ignore"):
+        shifted /= temperature
+    weights = np.exp(shifted)
+    return weights / weights.sum()
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Return log-probabilities (float64) of float32 logits of shape (vocab_size,)."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+class Sampler:
+    """Samples the tokens of one sequence.
+
+    The same seed, index, tokens before and logits give the same token, whatever the number of threads or of sequences
+    and whoever chooses: random numbers depend on seed, index, position and token id alone.
+
+    Parameters
+    ----------
+    config : what to do; `config.seed` is not read, since a request without one has it sampled by the caller
+    vocab_size : length of the logits
+    seed : of the request, 0 or more
+    index : which of the request's parallel samples this is
+    room : most tokens that it will see, the prompt's included; by default as many different ones as there are
+    ends : tokens that end the text: a forward pass of several steps stops there
+
+    Attributes
+    ----------
+    address : int
+        Of the settings as kernels read them (abi.SAMPLE_*); they belong to this sampler and live as long as it does.
+    ends : frozenset of int
+        Tokens that end the text.
+
+    Raises
+    ------
+    RequestError
+        `logit_bias` names an id outside the vocabulary or a value that is not a number.
+    """
+
+    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None,
+                 ends: Iterable[int] = ()):
+        self._config, self._logprobs = config, config.logprobs
+        self._vocab_size = vocab_size
+        bias = _checked_bias(config.logit_bias, vocab_size)
+        self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
+        self._penalises = self._penalties != (1, 0, 0)
+        self._key = sampling.stream_key(seed, index)
+        self._position = 0
+        most = (vocab_size if room is None else room) if self._penalises else 0
+        edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
+        self._places = {token_id: place for place, token_id in enumerate(bias)}
+        """Index of each token in the edits."""
+        with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
+            edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
+        edits["count"] = _NONE
+        spec = np.zeros(abi.SAMPLE_BYTES >> 3, np.int64)
+        spec.view(np.uint64)[abi.SAMPLE_KEY >> 3] = self._key
+        spec[abi.SAMPLE_TOP_K >> 3] = config.top_k
+        for offset, value in (
+            (abi.SAMPLE_TEMPERATURE, config.temperature), (abi.SAMPLE_TOP_P, config.top_p),
+            (abi.SAMPLE_MIN_P, config.min_p),
+            (abi.SAMPLE_REPETITION, self._penalties[0]), (abi.SAMPLE_PRESENCE, self._penalties[1]),
+            (abi.SAMPLE_FREQUENCY, self._penalties[2]),
+        ):  # fmt: skip
+            spec.view(np.float64)[offset >> 3] = value
+        self.ends = frozenset(ends)
+        self._ends = np.array(sorted(self.ends), np.int64)
+        spec[abi.SAMPLE_ENDS >> 3], spec[abi.SAMPLE_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
+        spec[abi.SAMPLE_SCREEN >> 3] = spec[abi.SAMPLE_ALONE >> 3] = \
+            config.logprobs is None and not bias and not self._penalises
+        spec[abi.SAMPLE_TOKEN >> 3], spec[_N_EDITS] = _NONE, len(bias)
+        self._following: list[Sampler] = []
+        self._keep(spec, edits)
+
+    def _keep(self, spec: NDArray[np.int64], edits: NDArray[Any]) -> None:
+        """Take memory that kernels read: the settings, and the tokens that have biases or penalties."""
+        spec[abi.SAMPLE_EDITS >> 3] = edits.ctypes.data
+        self._edits, self._tokens, self._counts = edits, edits["token"], edits["count"]
+        self.address, self._spec = spec.ctypes.data, spec.data
+
+    def following(self, proposals: Items[int]) -> list[Sampler]:
+        """Return the samplers of the next token (this one) and of the token after each draft token, if the draft tokens
+        are right.
+
+        All but the first are valid until this is called again.
+        """
+        samplers = [self]
+        for place, proposal in enumerate(proposals):
+            if place == len(self._following):
+                self._following.append(self.fork())
+            samplers.append(self._following[place])
+            samplers[-1]._follow(samplers[-2], proposal)
+        return samplers
+
+    def fork(self) -> Sampler:
+        """Return a sampler that goes its own way from here, with the same random numbers."""
+        other = copy.copy(self)
+        other._keep(np.array(self._spec), self._edits.copy())
+        other._places, other._following = dict(self._places), []
+        return other
+
+    def for_draft(self, vocab_size: int, n: int) -> Sampler:
+        """Return a sampler that drafts up to n tokens which this one samples from here on, from logits of another
+        model.
+
+        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty.
+        """
+        other = copy.copy(self)
+        known = self._edits[: len(self._places)]
+        if vocab_size < self._vocab_size:
+            known = known[known["token"] < vocab_size]
+        edits = np.zeros(len(known) + n * self._penalises, EDIT)
+        edits[: len(known)], edits["count"][len(known) :] = known, _NONE
+        spec = np.array(self._spec)
+        spec[abi.SAMPLE_TOKEN >> 3], spec[_N_EDITS] = _NONE, len(known)
+        other._keep(spec, edits)
+        other._places = {token_id: place for place, token_id in enumerate(known["token"].tolist())}
+        other._vocab_size, other._logprobs, other._following = vocab_size, None, []
+        return other
+
+    def _follow(self, before: Sampler, token_id: int) -> None:
+        """Become a copy of another sampler after one more token."""
+        self._position, self._spec[0] = before._position, _NONE
+        if self._penalises:
+            n = len(before._places)
+            self._edits[:n], self._counts[n : n + 1] = before._edits[:n], _NONE
+            self._places = dict(before._places)
+        self._note(token_id, 1)
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether it must see each row of logits."""
+        return self._logprobs is not None
+
+    def prompt(self, ids: Iterable[int]) -> None:
+        """Take note of the prompt: its tokens count for the repetition penalty only."""
+        for token_id in ids:
+            self._note(token_id, 0)
+
+    def accept(self, token_id: int, noted: bool = False) -> None:
+        """Instruction a generated token; its penalty is already `noted` if the forward pass continued with it by
+        itself.
+        """
+        if not noted:
+            self._note(token_id, 1)
+            return
+        self._position += 1
+        if self._penalises:
+            self._places.setdefault(token_id, len(self._places))
+
+    def _note(self, token_id: int, times: int) -> None:
+        if not 0 <= token_id < self._vocab_size:
+            raise RequestError(f"Token id {token_id} is outside the vocabulary of {self._vocab_size} tokens.")
+        self._position += 1
+        if self._penalises:
+            place = self._places.setdefault(int(token_id), len(self._places))
+            self._tokens[place], self._counts[place] = token_id, max(int(self._counts[place]), 0) + times
+            self._spec[_N_EDITS] = len(self._places)
+
+    def sample(self, logits: Floats) -> Sampled:
+        """Choose a token; it counts for penalties once `accept` is called with it.
+
+        Parameters
+        ----------
+        logits : float32 array of shape (vocab_size,), read only; those of the pass that was given `address`, if any
+
+        Raises
+        ------
+        KernelError
+            The logits hold NaN or +inf, are all -inf, or have another shape.
+        RequestError
+            `logit_bias` forbids every token.
+        """
+        token_id = self._spec[0]
+        if token_id == _NONE:
+            token_id = self._sample(logits)
+        else:
+            self._spec[0] = _NONE  # chosen within the forward pass
+        return self.named(token_id, logits)
+
+    def named(self, token_id: int, logits: Floats) -> Sampled:
+        """Return a token with the log-probabilities that are asked for."""
+        if self._logprobs is None:
+            return Sampled(token_id)
+        logprobs = log_softmax(logits)
+        best = sampling.top_k_ids(logits, self._logprobs) if self._logprobs else ()
+        return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in best))
+
+    def _sample(self, logits: Floats) -> int:
+        edited = self.edited(logits)
+        if self._config.temperature == 0:
+            return int(np.argmax(edited))  # the first of equals: the lowest id
+        return sampling.sample(edited, self._candidates(edited), self._config.temperature, self._key, self._position)
+
+    def distribution(self, logits: Floats) -> tuple[Ids, Floats]:
+        """Return the tokens that may be sampled and their probabilities (float64, sum 1) after the whole chain.
+
+        At temperature 0 this is one token of probability 1. Raises as `sample`.
+        """
+        edited = self.edited(logits)
+        if self._config.temperature == 0:
+            return np.array([np.argmax(edited)]), np.ones(1)
+        ids = self._candidates(edited)
+        ids = np.arange(self._vocab_size) if ids is None else ids
+        return ids, softmax(edited[ids], self._config.temperature)
+
+    def _candidates(self, logits: Floats) -> Ids | None:
+        return sampling.candidates(logits, self._config.top_k, self._config.top_p, self._config.min_p)
+
+    def edited(self, logits: Floats) -> Floats:
+        """Return the logits, checked, with bias and penalties in a copy if there are any."""
+        if logits.shape != (self._vocab_size,):
+            size = self._vocab_size
+            raise KernelError(f"The logits have the shape {logits.shape}, but the vocabulary {size} tokens.")
+        best = logits.max()  # NaN counts as the largest
+        if not np.isfinite(best):
+            hint = "its weights are damaged or a kernel is wrong (EDGEINFER_CHECK=1 finds which)"
+            raise KernelError(f"The model computed {best} as its largest logit; {hint}.")
+        edits = self._edits[: len(self._places)]
+        if not len(edits):
+            return logits
+        logits = logits.astype(np.float32)
+        logits[edits["token"]] += edits["bias"]
+        seen = edits[edits["count"] >= 0]
+        sampling.apply_penalties(logits, seen["token"], seen["count"], *self._penalties)
+        if logits.max() == -np.inf:
+            raise RequestError("logit_bias forbids every token; leave at least one allowed.")
+        return logits
+
+
+def _checked_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
+    for token_id, value in bias.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"logit_bias names token {token_id!r}; ids are from 0 to {vocab_size - 1}.")
+        if not isinstance(value, (int, float)) or not value <= MAX_BIAS:
+            raise RequestError(f"logit_bias of token {token_id} is {value!r}; it must be a number up to {MAX_BIAS:g}.")
+    return {int(token_id): value for token_id, value in bias.items()}

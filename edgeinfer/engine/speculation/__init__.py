@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters, and the controller of how many tokens they draft."""

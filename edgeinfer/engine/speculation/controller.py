@@ -1,0 +1,314 @@
+"""Controller of speculation: chooses the number of draft tokens by measured pass times and acceptance.
+
+With a drafted tokens right on the average, verifying g of them gives E(g) tokens: 1, and for each drafted token the
+probability that it and all before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of
+them; here each place in a draft has its own). It pays where E(g) is above what drafting and verifying cost, in steps of
+the same run without speculation, which takes several steps in a pass where the model is small. All costs are measured:
+on processors they depend on the model, the depth and who else computes.
+
+What is not known has to be tried, and a try may fail. With prompt lookup a request may
+lose a hundredth of its time on that, and 20 tokens of it in advance; with a drafter that the user named 4 %, and a try.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+from ...config import DEFAULT_DRAFT_TOKENS
+from ..completion import SpeculationReport
+from .acceptance import LONGEST_WAIT, WAIT, Level, Shadow
+from .costs import Times
+from .drafter import Drafter, Text
+
+if TYPE_CHECKING:
+    from ...runner import Cancellation
+
+CHOICES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
+"""Drafted tokens that are tried: with the last token of the text they fill register blocks."""
+START, STAY = 1.08, 1.03
+"""Expected gain from which verifying begins, and from which it continues: the best of noisy estimates is too good."""
+LOSS, FIRST_LOSS = 0.01, 20
+"""Share of a request's time that tries may lose, and the tokens whose time counts as passed at the beginning."""
+ASKED_LOSS = 4
+"""Factor by which the allowed loss grows for a drafter that the user has chosen."""
+FIRST_TRY = 2
+"""Index of the first choice that is tried for such a drafter."""
+SAVED = 8
+"""Tokens whose time may be lost again from the gains of speculation."""
+REFRESH = 32
+"""Verifying passes before one without drafts: the cost of a token changes with the context and the machine."""
+INVESTED = 0.5
+"""Share of a draft model's expected gain that reading the prompt may cost."""
+HORIZON = 256
+"""Tokens over which it is to gain that, at most: how long a text becomes is not known."""
+LEAST_SECONDS = 1e-7
+"""Of anything: clocks may stand still for a while."""
+LONGEST_GAP = 3e-4
+"""Seconds between two steps that count; behind a longer gap somebody was busy with the text."""
+
+
+class Speculation:
+    """Speculation in one request: whether to draft, how many tokens, and the gain.
+
+    Parameters
+    ----------
+    drafter : drafts
+    times : of the model that verifies; they outlive the request
+    most : drafted tokens of a text that a pass verifies at most
+    rows : rows of logits of a pass
+    fixed : always verify `most` tokens, whatever it costs (for measurements and tests)
+    asked : the user has chosen this drafter, and it may lose more until it is known not to pay
+
+    Attributes
+    ----------
+    idle : nothing is drafted in this request any more
+    """
+
+    def __init__(self, drafter: Drafter, times: Times, most: int, rows: int, fixed: bool = False, asked: bool = False):
+        self.drafter, self._times, self._rows, self._fixed, self._asked = drafter, times, rows, fixed, asked
+        self._choices = (*(n for n in CHOICES if n < most), most)
+        self._loss = LOSS * (ASKED_LOSS if asked else 1)
+        self._levels: dict[int, Level] = {}
+        self._now: list[Level | None] = []
+        """Return the drafts of each text for the next pass; None if there is nothing to draft."""
+        self._shadows: dict[int, Shadow] = {}
+        self._costs, self._depth = times.of(1), 0
+        self._began = self._ended = self._reading = self._drafting = 0.0
+        self._rest, self._resting = 0, WAIT
+        self.idle = self._measuring = False
+        self._plain_passes = self._unrefreshed = self._passes = self._texts = self._tokens = self._drafted = 0
+        self._accepted: list[int] = []
+        self._seconds = self._instead = self._lost = 0.0
+
+    # -- before a pass -----------------------------------------------------------------------------------------------
+
+    def proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None = None,
+                room: Callable[[], int] | None = None, each: bool = False) -> list[list[int]]:
+        """Return the drafts that the next pass is to verify; none at all: it verifies nothing.
+
+        Parameters
+        ----------
+        texts : that go on
+        left : tokens that each may be given at most, besides one
+        cancel : ends drafting
+        room : returns how many of them the next pass can take
+        each : without drafts a pass takes one step, because every row is wanted
+        """
+        now = time.perf_counter()
+        self._began = max(self._ended, now - LONGEST_GAP) if self._ended else now
+        self._reading = self._drafting = 0.0  # what looking at the text took counts as drafting
+        self._measuring = self._rest <= 0
+        if not self._measuring:
+            return []
+        self._costs, self._depth = self._times.of(len(texts), each), len(texts[0].tokens)
+        if not (self._fixed or self._ready()):
+            self._now = []
+            return []
+        found = self._proposals(texts, left, cancel, room)
+        if not found:
+            self._drafting = max(0.0, time.perf_counter() - now)
+        return found
+
+    def _ready(self) -> bool:
+        """Whether costs are known to compare with, and a gain is possible."""
+        if not self._asked and self._costs.short(self._depth):
+            self.idle = True
+            return False
+        return bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
+
+    def _proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None,
+                 room: Callable[[], int] | None) -> list[list[int]]:
+        self._resolve(texts)
+        levels = [self.drafter.level(text) for text in texts]
+        for level in set(levels) - {0, *self._levels}:
+            learned = () if self.drafter.free else self._times.right.get(self.drafter.name, ())
+            self._levels[level] = Level(self.drafter.prior(level), learned)
+        self._now = [self._levels[level] if level else None for level in levels]
+        n = self._choose(texts, left, room) if any(levels) else 0
+        if not n:
+            if self.drafter.free:
+                self._watch(texts, min(left, DEFAULT_DRAFT_TOKENS))
+            return []
+        asked = [text for text, level in zip(texts, levels, strict=True) if level]
+        unread = self.drafter.unread(asked)
+        began = time.perf_counter()
+        self.drafter.catch_up(asked, cancel)  # reading a prompt is not part of what drafts cost from then on
+        ready = time.perf_counter()
+        found = iter(self.drafter.propose(asked, n, cancel))
+        ended = time.perf_counter()
+        proposals = [next(found) if level else [] for level in levels]
+        self._reading, self._drafting = max(0.0, ready - began), max(0.0, ended - ready)
+        step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
+        if step and unread > n:
+            self._costs.took(f"{self.drafter.name}, reading", 1, self._reading / unread / step)
+        if not any(proposals):
+            return []
+        if step and not self.drafter.free:
+            self._costs.took(self.drafter.name, n, self._drafting / step)
+        return proposals
+
+    def _choose(self, texts: Items[Text], left: int, room: Callable[[], int] | None) -> int:
+        """Return how many tokens to draft: the number that gives most for its cost, or is due to be tried."""
+        levels = [level for level in self._now if level]
+        most = min(left if room is None else min(left, room()), (self._rows - len(self._now)) // len(levels))
+        choices = [n for n in self._choices if n <= most]
+        if self._fixed or not choices:
+            return choices[-1] if choices else 0
+        if self._unrefreshed >= REFRESH:
+            return 0
+        if self._asked and not self._passes:  # what a drafter that was named costs is measured once in a request
+            return choices[min(FIRST_TRY, len(choices) - 1)]
+        gains = {n: self._gain(levels, n) for n in choices}
+        margin = STAY if any(level.on for level in levels) else START
+        pays = [n for n in choices if gains[n] > margin]
+        for level in levels:
+            level.judge(bool(pays))
+        if not pays:
+            pays = self._due(levels, choices)
+        allowed = [n for n in pays if self._risk(levels, n) <= self._allowed()]
+        if not allowed or not self._worth_reading(texts, max(gains[n] for n in allowed), left):
+            return 0
+        for level in levels:
+            if level.due:
+                level.retried()
+        return max(allowed, key=lambda n: gains[n])
+
+    def _due(self, levels: list[Level], choices: list[int]) -> list[int]:
+        """Return the numbers that are to be tried although they do not pay by what is known; or rest."""
+        if not any(level.due for level in levels):
+            if all(self._gain(levels, n, perfect=True) < START for n in choices):  # no text would make it pay
+                self._pause()
+            return []
+        found = [n for n in choices if not self.drafter.free or self._gain(levels, n, doubting=True) > START]
+        if not found:
+            for level in levels:
+                level.retried()
+        return found
+
+    def _pause(self) -> None:
+        """Do not look at the text for a while, and for longer the next time."""
+        self._rest, self._resting = self._resting, min(2 * self._resting, LONGEST_WAIT)
+        self._plain_passes = 0  # what was measured before a rest may be another depth's, or another minute's
+        self._shadows.clear()
+
+    def _gain(self, levels: list[Level], n: int, perfect: bool = False, doubting: bool = False) -> float:
+        """Return the tokens that are expected of verifying n drafted ones, over those in the same time without."""
+        texts = len(self._now)
+        tokens = texts - len(levels) + sum(1 + n if perfect else level.expected(n) for level in levels)
+        return tokens / texts / self._cost(levels, n, doubting)
+
+    def _cost(self, levels: list[Level], n: int, doubting: bool = False) -> float:
+        drafting = self._costs.draft(self.drafter.name, n, self._depth, self.drafter.free)
+        return drafting + self._costs.verify(len(self._now) + n * len(levels), self._depth, doubting)
+
+    def _risk(self, levels: list[Level], n: int) -> float:
+        """Return the steps without speculation that are lost where the first drafted token is wrong, times the
+        probability of that; and until costs are measured, what is lost where they are far above what is assumed."""
+        doubt = 1.0 if self._asked else self._costs.doubt(self.drafter.name, self.drafter.free)
+        wrong, cost = 1 - sum(level.first for level in levels) / len(levels), doubt * self._cost(levels, n)
+        tokens = sum(level.expected(n) for level in levels) / len(levels)
+        return wrong * (cost - 1) + (max(0.0, cost - tokens) if doubt > 1 else 0.0)
+
+    def _allowed(self) -> float:
+        """Return how many steps without speculation may be lost now."""
+        step = self._costs.token(self._depth)
+        return self._loss * (self._seconds / step + FIRST_LOSS) - self._lost / step
+
+    def _worth_reading(self, texts: Items[Text], gain: float, left: int) -> bool:
+        """Whether a drafter that has to read a prompt first is expected to save as much."""
+        unread = self.drafter.unread(texts)
+        if unread <= max(self._choices):
+            return True
+        cost = unread * self._costs.read(self.drafter.name)
+        return cost < INVESTED * (1 - 1 / max(gain, 1)) * min(left, HORIZON)
+
+    def _watch(self, texts: Items[Text], n: int) -> None:
+        """Draft without verifying, to learn whether the drafts would have been right."""
+        for text, level in zip(texts, self._now, strict=True):
+            if level and n > 0 and text.index not in self._shadows:
+                self._shadows[text.index] = Shadow(level, len(text.tokens), self.drafter.propose([text], n)[0])
+
+    def _resolve(self, texts: Items[Text]) -> None:
+        """Compare drafts that were not verified with the texts' actual tokens."""
+        for text in texts:
+            shadow = self._shadows.get(text.index)
+            if not shadow:
+                continue
+            became = text.tokens[shadow.start : shadow.start + len(shadow.proposal)]
+            right = next((i for i, (a, b) in enumerate(zip(became, shadow.proposal, strict=False)) if a != b),
+                         len(became))
+            if right < len(became) or len(became) == len(shadow.proposal):
+                shadow.level.learn(len(shadow.proposal), right)
+                del self._shadows[text.index]
+
+    # -- behind a pass -----------------------------------------------------------------------------------------------
+
+    def plain(self, n_tokens: int) -> None:
+        """Take note of a pass without drafts, which gave each text so many tokens."""
+        seconds = self._elapsed()
+        if not self._measuring:
+            self._passed(n_tokens, seconds, seconds)
+            return
+        alone = max(LEAST_SECONDS, seconds - self._drafting - self._reading)
+        if self._costs.plain(self._depth, n_tokens, alone):
+            self._plain_passes += 1
+            self._unrefreshed = 0
+        self._passed(n_tokens, seconds, alone)
+        if self._rest <= 0 and self._now and self._costs.plain_passes and self._allowed() < 0:
+            self._pause()  # looking at the text costs too much of such short steps
+
+    def verified(self, proposals: Items[list[int]], accepted: Items[int]) -> None:
+        """Instruction a pass that verified drafts, and how many tokens of each text were right."""
+        seconds, texts, drafted = self._elapsed(), len(proposals), sum(map(len, proposals))
+        step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
+        verifying = seconds - self._reading - (0.0 if self.drafter.free else self._drafting)
+        if step:
+            self._costs.took("verify", texts + drafted, max(LEAST_SECONDS, verifying) / step)
+        for level, proposal, right in zip(self._now, proposals, accepted, strict=True):
+            if level and proposal:
+                level.learn(len(proposal), right)
+        self._unrefreshed += 1
+        self._passes += 1
+        self._texts += texts
+        self._tokens += texts + sum(accepted)
+        self._drafted += drafted
+        most = max(accepted)
+        self._accepted += [0] * (most - len(self._accepted))
+        for place in range(most):
+            self._accepted[place] += sum(right > place for right in accepted)
+        self._passed(1 + sum(accepted) // texts, seconds, step * (1 + sum(accepted) / texts))
+
+    def _passed(self, n_tokens: int, seconds: float, instead: float) -> None:
+        """Take note of the seconds of a pass, and of how many the same tokens take without speculation."""
+        self._rest -= n_tokens
+        for level in self._levels.values():
+            level.left -= n_tokens
+        self._seconds += seconds
+        self._instead += instead
+        if instead:
+            step = instead / n_tokens
+            self._lost = max(-SAVED * step, self._lost + seconds - self._reading - instead)
+        self._ended = time.perf_counter()
+
+    def _elapsed(self) -> float:
+        return max(LEAST_SECONDS, time.perf_counter() - self._began)
+
+    def release(self) -> None:
+        """Release the drafter's state."""
+        self.drafter.release()
+        self._shadows.clear()
+        for level in self._levels.values():
+            if level.right and not self.drafter.free:
+                self._times.right[self.drafter.name] = list(level.right)
+
+    def report(self) -> SpeculationReport:
+        """Return what there was."""
+        levels = self._levels.values()
+        on = any(not level.off for level in levels) or self._fixed
+        return SpeculationReport(
+            self.drafter.name, "idle" if not levels else "on" if on else "off", self._passes, self._drafted,
+            sum(self._accepted), tuple(self._accepted), self._tokens / self._texts if self._passes else None,
+            self._instead / self._seconds if self._passes and self._instead else None)

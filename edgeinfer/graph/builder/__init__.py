@@ -1,0 +1,1 @@
+"""The vocabulary in which architectures write their forward pass."""

@@ -1,0 +1,1 @@
+"""The operations of graphs, a file per family."""

@@ -1,0 +1,361 @@
+"""Operations on rows of activations, and attention; matmul.py has those with matrices, base.py the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from edgeinfer.kernels import VALUE_FUNCTIONS, abi
+
+from ...base.dataclass import dataclass
+from ...base.units import round_up
+from ..config import AlibiConfig
+from ..tensors import Tensor, Types
+from ..weight_types import ORDER
+from ..weights import Weight
+from .base import KvAccess, OnDemand, Read, RowOp, Scratch, Sizes, layer_of, other_width
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(RowOp):
+    """Row of each token in a table."""
+
+    KERNELS = ("embed_{stored.suffix}",)
+    table: Weight
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """One row a token, which is left out beside the matrices."""
+        return ()
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The table's rows are the output's."""
+        yield from other_width("the table has rows of", self.table.shape[1], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(RowOp):
+    """Row of each token in a large table, each row of which is a tile by itself (Weight.combine ``folded16``)."""
+
+    KERNELS = ("embed_{stored.suffix}",)
+    table: Weight
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """One row a token, and of a forward pass."""
+        row = types[self.table.name].tile_bytes(self.table.shape[1])
+        return (Read(self.table, row, row),)
+
+    def memory(self, types: Types) -> OnDemand | None:
+        """Rows of the table, each a tile."""
+        row = types[self.table.name].tile_bytes(self.table.shape[1])
+        return OnDemand("rows", self.layer or 0, self.table, self.table.shape[0] // 16, row)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The table's rows are the output's."""
+        yield from other_width("the table has rows of", self.table.sources[0].shape[1], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNorm(RowOp):
+    """Root-mean-square norm (arXiv 1910.07467), quantised on the way out where its readers want that."""
+
+    KERNELS = ("rms_norm_{out.dtype}",)
+    quantises = True
+    x: Tensor
+    weight: Weight
+    eps: float
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A row of floats before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.out.dtype == "q8" else 0)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """All rows are as wide as the weight."""
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.x)
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(RowOp):
+    """Layer norm (arXiv 1607.06450): subtracts the mean, and adds a bias if there is one."""
+
+    KERNELS = ("norm_{out.dtype}",)
+    quantises = True
+    x: Tensor
+    weight: Weight
+    bias: Weight | None = None
+    eps: float
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A row of floats before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.out.dtype == "q8" else 0)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """All rows are as wide as weight and bias."""
+        for vector in (self.weight, self.bias or self.weight):
+            yield from other_width("the norm's weight or bias has", vector.shape[0], self.x)
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedSum(RowOp):
+    """x + norm(h): an RMS norm of the branch that is added to the residual stream (Gemma 2, arXiv 2408.00118)."""
+
+    KERNELS = ("norm_f32",)
+    OVER = "x"
+    h: Tensor
+    x: Tensor
+    weight: Weight
+    scalar: Weight | None = None
+    """A number by which the sum is multiplied (Gemma 4)."""
+    eps: float
+    parts: int = 1
+    """Parts of a row that are normed one by one, all with the same weight."""
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """All rows are as wide as the weight, once for each part."""
+        have = self.weight.shape[0] * self.parts
+        yield from other_width("the norm's weight has, for all parts,", have, self.h)
+        yield from other_width("the norm's weight has, for all parts,", have, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPart(RowOp):
+    """Norm of a part of each row, in place: all heads of q, or k, as one (OLMo 2, arXiv 2501.00656), or one by one."""
+
+    KERNELS = ("norm_f32",)
+    OVER = "x"
+    x: Tensor
+    weight: Weight
+    bias: Weight | None = None
+    start: int
+    """First element of the part."""
+    pieces: int = 1
+    """Pieces of the part that are normed one by one, each as wide as the weight."""
+    centred: bool = False
+    """Whether the mean is taken off first (layer norm)."""
+    eps: float
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The part lies within the row."""
+        if (end := self.start + self.pieces * self.weight.shape[0]) > self.x.width:
+            yield f"the part ends at {end}, but {self.x} is {self.x.width} wide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate(RowOp):
+    """A function of each value of rows, in place: an activation without a gate, a scale, a soft cap."""
+
+    KERNELS = ("activate",)
+    OVER = "x"
+    x: Tensor
+    function: str
+    """See kernels.VALUE_FUNCTIONS."""
+    factor: float = 0.0
+    """Factor, or the cap."""
+    in_ffn: bool = False
+    by: Tensor | None = None
+    """Tensor to multiply the values by afterwards: as many of each row, from `start` on."""
+    start: int = 0
+    columns: Weight | None = None
+    """Factors of the columns, instead of `by`."""
+
+    @property
+    def ffn(self) -> bool:
+        """As the builder said."""
+        return self.in_ffn
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The function is known."""
+        if self.function not in VALUE_FUNCTIONS:
+            yield f"there is no function {self.function!r} of values"
+        if self.columns:
+            yield from other_width("the factors of columns are", self.columns.shape[0], self.x)
+        if self.by and self.start + self.x.width > self.by.width:
+            yield f"the factors end at {self.start + self.x.width}, but {self.by} is {self.by.width} wide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddPositions(RowOp):
+    """Add to each token's row that of its position in a table (GPT-2)."""
+
+    KERNELS = ("add_positions",)
+    OVER = "x"
+    x: Tensor
+    table: Weight
+    offset: int = 0
+    """Row of the table that position 0 has."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """One row a token, which is left out beside the matrices."""
+        return ()
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The table's rows are the input's."""
+        yield from other_width("the table has rows of", self.table.shape[1], self.x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(RowOp):
+    """Rows, or their beginnings, to int8 with a scale for each group."""
+
+    KERNELS = ("quantize",)
+    x: Tensor
+    order: Weight | None = None
+    """Permutation of the elements, for a matrix whose columns are in another order (act-order of GPTQ)."""
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A row in its order before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.order else 0)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Rows get no longer, and were floats; an order is one of all of them."""
+        if self.out.dtype != "q8":
+            yield f"{self.out} is not quantised"
+        if self.order and types[self.order.name] != ORDER:
+            yield f"the order {self.order.name} is stored as {types[self.order.name]}"
+        for tensor in (self.x, self.out) if self.order else ():
+            yield from other_width("the order has", self.order.shape[0], tensor)  # type: ignore[union-attr]
+        if self.out.width > self.x.width:
+            yield from other_width("the input has rows of", self.x.width, self.out)
+        if self.x.dtype != "f32":
+            yield f"{self.x} is quantised already"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherOutputs(RowOp):
+    """The rows whose logits are wanted."""
+
+    KERNELS = ("gather_outputs",)
+    x: Tensor
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Rows keep their width."""
+        yield from other_width("the input has rows of", self.x.width, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(RowOp):
+    """The next token of each row of logits for which a sample is listed; the output is what the kernels work with."""
+
+    KERNELS = ("draw_edit", "draw_blocks", "draw_choose")
+    logits: Tensor
+
+    @property
+    def name(self) -> str:
+        """The name in programs and profiles."""
+        return "draw"
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """A row of work is as long as the vocabulary needs."""
+        yield from other_width("the work takes", abi.sample_row(self.logits.width)[0] // 4, self.out)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeStore(RowOp):
+    """Norms of q and k heads if there are any, rotary embedding (arXiv 2104.09864), and K and V to their blocks."""
+
+    KERNELS = ("rope_store_{kv}",)
+    OVER = "qkv"
+    qkv: Tensor
+    q_norm: Weight | None = None
+    k_norm: Weight | None = None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    """Of the head norms."""
+    rotary: int
+    """Dimensions of a head that turn, the first ones; 0 = none."""
+    apart: int = 0
+    """Dimensions from one of a pair to the other, where that is not half of `rotary`."""
+    table: int = 0
+    """Index of its rotation in ModelConfig.rotations."""
+    value_norm: bool = False
+    """v heads are normed, without a weight."""
+    keys_as_values: bool = False
+    """v is what k is before norm and rotation; its columns are made here."""
+
+    @property
+    def kv(self) -> KvAccess | None:
+        """The K and V of its tokens."""
+        return KvAccess(layer_of(self), self.kv_heads, self.head_dim, stores=True)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Queries, keys and values side by side."""
+        yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateQueries(RowOp):
+    """Do to queries what `RopeStore` does: in layers that read the K and V of another one, or to scale them as well."""
+
+    KERNELS = ("rope_store_{kv}",)
+    OVER = "q"
+    q: Tensor
+    q_norm: Weight | None = None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rotary: int
+    apart: int = 0
+    table: int = 0
+    beside: int = 0
+    """Columns behind the queries, which stay as they are."""
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Queries, and what is beside them."""
+        yield from other_width("the query heads have", self.heads * self.head_dim + self.beside, self.q)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(RowOp):
+    """Causal attention of the rotated queries over the stored blocks of their sequences."""
+
+    KERNELS: ClassVar[tuple[str, ...] | None] = ("attention_{kv}", "attention_merge")
+    qkv: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor of the scores."""
+    window: int = 0
+    """Positions a query sees, itself included; 0 = all."""
+    cap: float = 0.0
+    """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
+    sinks: Weight | None = None
+    """A logit for each query head that takes part in its softmax and has no value."""
+    kv_layer: int | None = None
+    """Layer whose K and V are read, if it is another one; the input then has queries alone."""
+    alibi: AlibiConfig | None = None
+    """ALiBi slopes, if scores fall with the distance of the key."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """The sinks."""
+        return (Read.whole(self.sinks, types),) if self.sinks else ()
+
+    @property
+    def kv(self) -> KvAccess | None:
+        """K and V of what its tokens see, and what a position costs."""
+        width = self.heads * self.head_dim
+        layer = layer_of(self) if self.kv_layer is None else self.kv_layer
+        return KvAccess(layer, self.kv_heads, self.head_dim, self.window, operations=4 * width)
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A tile of rows; partial results of all splits, shared."""
+        partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
+        own = abi.attention_scratch_bytes(self.head_dim, self.heads // self.kv_heads)
+        return Scratch(own, sizes.split_tokens * partial)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Queries, keys and values come in, a row for each query head goes out."""
+        heads = self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
+        yield from other_width("q, k and v have together", heads * self.head_dim, self.qkv)
+        yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
+        if self.sinks and self.sinks.shape != (self.heads,):
+            yield f"there are {self.heads} query heads, but sinks of shape {list(self.sinks.shape)}"

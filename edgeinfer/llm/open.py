@@ -1,0 +1,87 @@
+"""Opening of a model: its executor, its drafter, and the strategy of a bundle that leaves a choice."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import CPU, RuntimeConfig
+
+if TYPE_CHECKING:
+    from edgeinfer.memory_planner import Beside
+
+    from ..backends import Provider
+    from ..base.progress import OnProgress
+    from ..bundle import Bundle
+    from ..engine.speculation.load import Draft
+    from ..runner import Runner
+    from ..runtime import SelfDraftPlan, Session
+    from .strategy import Choice
+
+
+def provider(device: str | None) -> Provider | None:
+    """Return the executor that replaces our own kernels; most runs have none and import nothing for it."""
+    if device in (None, CPU):
+        return None
+    from ..backends import provider_of
+
+    return provider_of(device)
+
+
+def settled(device: str | None, provider: Provider | None, bundle: Bundle, config: RuntimeConfig,
+            kv: str | None) -> tuple[Provider | None, RuntimeConfig]:
+    """Return the executor of a bundle, and the settings of the run that it accepts; see `executors.settled`."""
+    if provider is None:  # as nearly always: nothing is imported for it
+        return None, config
+    from . import executors
+
+    return executors.settled(device, provider, bundle, config, kv)
+
+
+def taken(device: str, provider: Provider | None, path: Path, config: RuntimeConfig,
+          kv: str | None) -> tuple[Provider | None, RuntimeConfig]:
+    """As `settled`, of a bundle that is not open."""
+    if provider is None:
+        return None, config
+    from ..bundle import Bundle
+
+    with Bundle.open(path) as bundle:
+        return settled(device, provider, bundle, config, kv)
+
+
+def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, beside: Beside | None) -> Session:
+    """Open a model for our own kernels."""
+    from ..registry import placer
+    from ..runtime import Session
+
+    return Session(bundle, config, progress=progress and partial(progress, "compile"),
+                   loading=progress and partial(progress, "load"), place=placer(bundle.config, bundle), beside=beside)
+
+
+def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, companion: Draft | SelfDraftPlan | None,
+              progress: OnProgress | None, opened: ExitStack) -> tuple[Runner, Runner | None]:
+    """Open a model on a device, and behind it its draft model, which gets what it leaves."""
+    from ..backends import OnnxRunner
+
+    say = progress and partial(progress, "lower")
+    runner = OnnxRunner(bundle, config, provider, say)
+    opened.callback(runner.close)
+    if companion is None:
+        return runner, None
+    from ..engine.speculation.load import Draft
+
+    assert isinstance(companion, Draft)  # a part of the model was refused for this device
+    draft = OnnxRunner(companion.bundle, companion.config_on(runner), provider, say, runner.plan)
+    runner.plan = runner.plan.beside(draft.plan)
+    return runner, draft
+
+
+def choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None, beside: Beside | None) -> Choice | None:
+    """Choose how to run a bundle that has parts to choose from."""
+    if not bundle.approximates:  # as nearly always: nothing is imported for it
+        return None
+    from .strategy import choose
+
+    return choose(bundle, config, max_kld, beside)

@@ -1,0 +1,341 @@
+"""Description of a model and its demands on a machine, without its weights: sizes, bytes per token, operations."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.dataclass import dataclass
+from ..base.units import format_size
+from ..bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
+from ..config import KV_TYPES, Recipe, RuntimeConfig
+from ..errors import CheckpointError, ModelNotFoundError
+from ..graph import (
+    Graph,
+    KvAccess,
+    ModelConfig,
+    Read,
+    TypeOf,
+    build_graph,
+    builtin_shapes,
+    expected_types,
+    is_quantised,
+    parameters,
+    read_config,
+    requested_types,
+)
+from ..quant import KV_TYPES as STORED_KV
+from ..quant import TYPES, embedding_type
+from ..registry import with_techniques
+from .names import DEMO, KNOWN_NAMES, demo_path, is_hub_id, unknown_model
+from .resolve import gguf_path
+from .storage import GROUP_SIZE, WEIGHTS, Storage
+
+if TYPE_CHECKING:
+    from edgeinfer.converters import FileDescription, GgufHeader
+    from edgeinfer.devices import DeviceProfile, Traffic
+
+    from ..runtime import SparseFfn
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as far as plans and estimates need it. All sizes are exact, as converting would write them."""
+
+    name: str
+    """As it was asked for."""
+    source: str
+    """Origin of the description, for people."""
+    config: ModelConfig
+    quantisation: Quantisation
+    """Storage that was asked for, or that the bundle has."""
+    graph: Graph
+    """Its forward pass."""
+    weight_bytes: int
+    """Length of weights.bin."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The passes that made the graph."""
+    sparse: SparseFfn | None = None
+    """Modes of a bundle's sparse FFNs; None for other models."""
+    bundle: Path | None = None
+    """Path of a bundle that is described as stored."""
+    file_types: dict[str, int] = field(default_factory=dict)
+    """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
+    file_says: str = ""
+    """Treatment of the quantised weights, as the end of a sentence."""
+    file_refused: str = ""
+    """Why converting refuses the checkpoint as it is; empty if it does not."""
+
+    @property
+    def file_note(self) -> str:
+        """Explain the contents of a GGUF file or a quantised checkpoint and what the figures mean; empty for others."""
+        if not self.file_types:
+            return f"The weights are quantised; {self.file_says}." if self.file_says else ""
+        types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
+        return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); {self.file_says}: "
+                f"a bundle of {format_size(self.weight_bytes)}.")
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, without padding; tied matrices count once."""
+        return self.graph.weight_count
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token uses: all, but of a mixture of experts only the active ones."""
+        return self.parameters - sum(parameters(read.weight) * (1 - read.token / read.batch) for read in self._reads())
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers, of which a recipe may leave out the last."""
+        return len({op.layer for op in self.graph.ops} - {None})
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of weights with their scales that one token reads: all but the table of embeddings."""
+        return sum(read.token for read in self._reads())
+
+    @property
+    def all_bytes_per_pass(self) -> int:
+        """As `bytes_per_token` for a forward pass over many tokens, which reads all experts."""
+        return sum(read.batch for read in self._reads())
+
+    @property
+    def ffn_bytes(self) -> float:
+        """Part of `bytes_per_token` that belongs to feed-forward networks."""
+        ffn = (read for op in self.graph.ops if op.ffn for read in op.reads(self.graph.types))
+        return sum(read.token for read in ffn if read.weight.kind != "vector")
+
+    @property
+    def operations_per_token(self) -> float:
+        """Multiplications and additions of all matrices for one token, head included."""
+        return sum(op.operations() for op in self.graph.ops)
+
+    @property
+    def head_operations(self) -> int:
+        """Part of `operations_per_token` that belongs to the head."""
+        return int(sum(op.operations() for op in self.graph.ops if op.out.rows == "outputs"))
+
+    @property
+    def kv_bytes_per_position(self) -> dict[str, int]:
+        """Bytes of K and V with their scales that a position takes in all layers, by KV type."""
+        return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=True)) for kv in KV_TYPES}
+
+    @property
+    def kv_bytes_unshared(self) -> dict[str, int]:
+        """Return what `kv_bytes_per_position` would be if each layer had K and V of its own."""
+        return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=False)) for kv in KV_TYPES}
+
+    @property
+    def kv_values_per_position(self) -> int:
+        """Elements of K and V of a position: 2 x layers x width; the pure figure with one byte each."""
+        return sum(access.values for access in self._kv(stores=True))
+
+    def pure_weight_bytes(self, bits: float = 4) -> float:
+        """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
+        return self.parameters * bits / 8
+
+    def rebuild(self, type_of: TypeOf) -> Graph:
+        """Give the graph with weights stored in another way."""
+        return build_graph(self.config, type_of, self.recipe)
+
+    def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
+        """Return the input of the estimator."""
+        from edgeinfer.devices import Traffic
+
+        reads = list(self._kv(stores=False))
+        chosen = [access for access in reads if access.choosing]
+        full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
+        found = Traffic(
+            weight_bytes=self.bytes_per_token,
+            layers=self.layers,
+            operations=self.operations_per_token,
+            head_operations=self.head_operations,
+            kv_bytes=sum(access.position_bytes(kv) for access in full),
+            window_kv_bytes=sum(access.position_bytes(kv) for access in windowed),
+            window=max((access.window for access in windowed), default=0),
+            attention_operations=sum(access.operations for access in full),
+            window_attention_operations=sum(access.operations for access in windowed),
+            prefill_weight_bytes=self.all_bytes_per_pass,
+            value_bytes=sum(access.position_bytes(kv) for access in chosen) / 2,
+            choosing=chosen[0].choosing if chosen else None,
+            score_bytes=sum(2 * access.operations / access.head_dim for access in chosen),
+            activation_values=self.graph.activation_values,
+            parameters=self.active_parameters,
+            pure_bits=TYPES[self.quantisation.weights].bits,
+            kv_values=self.kv_values_per_position,
+            pure_kv_bits=STORED_KV[kv].bits,
+            ffn_bytes=self.ffn_bytes,
+        )
+        return with_techniques(found, self, self.recipe)
+
+    def _kv(self, stores: bool) -> Iterator[KvAccess]:
+        return (op.kv for op in self.graph.ops if op.kv and op.kv.stores == stores)
+
+    def _reads(self) -> Iterator[Read]:
+        return (read for op in self.graph.ops for read in op.reads(self.graph.types))
+
+
+def describe(
+    model: str | Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None,
+    profile: DeviceProfile | None = None,
+) -> ModelDescription:
+    """Describe a model from whatever says what it is; no weights are read or downloaded.
+
+    Parameters
+    ----------
+    model : str or Path
+        A bundle; a checkpoint directory or its config.json alone; a GGUF file, also ``ollama:NAME``; ``demo``; the name
+        of a built-in shape (see `builtin_shapes`) in any case; or an id on the hub, of which only config.json is
+        fetched.
+    weights : str, optional
+        Storage of the matrices, with the defaults of converting for embedding and head. By default a bundle's own, else
+        that of checkpoints which are converted on the way.
+    group_size : int, optional
+    recipe : Recipe, optional
+        The passes of the run that is described.
+    profile : DeviceProfile, optional
+        Of the device that it runs on, by default this machine's: it decides which layers leave out neurons.
+
+    Raises
+    ------
+    ModelNotFoundError
+        There is no such model; the message has the nearest names.
+    BundleError, CheckpointError
+        What is there cannot be read, or contradicts itself.
+    UnsupportedModelError
+        It is of a family that edgeinfer does not know.
+    UsageError
+        For an unknown type or group size.
+    """
+    name = os.fspath(model)
+    if not name:
+        raise ModelNotFoundError("The name of the model is empty.")
+    path = gguf_path(name, download=False, storage=Storage(weights, group_size)) or Path(name).expanduser()
+    if name == DEMO and not path.exists():
+        path = demo_path()
+    if path.is_dir() and is_bundle(path):
+        return _from_bundle(name, path, weights, group_size, recipe, profile)
+    try:
+        if path.is_file() and path.stat().st_size:
+            from edgeinfer.converters import is_gguf
+
+            if is_gguf(path):
+                return describe_gguf_file(name, path, weights, group_size, recipe)
+        config, source = _config(name, path)
+        if is_quantised(config):
+            return _from_packed(name, path, config, weights, group_size, recipe)
+        return describe_config(config, name, source, weights, group_size, recipe)
+    except CheckpointError as error:
+        if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
+            raise type(error)(f"{path}, as a {error}") from None
+        raise
+
+
+def describe_gguf_file(
+    name: str, path: Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None,
+    headers: list[GgufHeader] | None = None,
+) -> ModelDescription:
+    """Describe the model of a GGUF file, whose headers may have been read before; raises as `describe`."""
+    from edgeinfer.converters import describe_gguf
+
+    found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
+    if found.model is None:
+        described = describe_config(found.fields, name, source, weights, group_size, recipe)
+        return replace(described, file_types=found.file_types, file_says=found.note)
+    return _as_stored(name, source, found, recipe)
+
+
+def _from_packed(
+    name: str, path: Path, config: dict[str, Any], weights: str | None, group_size: int | None, recipe: Recipe | None
+) -> ModelDescription:
+    """A model whose weights are quantised; without a directory of them, what its config says."""
+    from edgeinfer.converters import describe_packed
+
+    found = describe_packed(config, path if path.is_dir() else None, weights, group_size)
+    return _as_stored(name, f"quantised checkpoint {name}", found, recipe)
+
+
+def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | None) -> ModelDescription:
+    """A model of which is known how each weight will be stored."""
+    assert found.model and found.type_of and found.quantisation
+    graph = build_graph(found.model, found.type_of, recipe or Recipe())
+    nbytes = weights_file_bytes(graph)
+    return ModelDescription(name, source, found.model, found.quantisation, graph, nbytes, recipe=recipe or Recipe(),
+                            file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+
+
+def describe_config(
+    config: dict[str, Any], name: str, source: str, weights: str | None = None, group_size: int | None = None,
+    recipe: Recipe | None = None,
+) -> ModelDescription:
+    """Describe the model of a parsed config.json; raises as `describe`."""
+    asked = weights or WEIGHTS, group_size or GROUP_SIZE
+    return _described(name, source, read_config(config), *asked, recipe or Recipe())
+
+
+def _described(
+    name: str, source: str, model: ModelConfig, weights: str, group_size: int, recipe: Recipe
+) -> ModelDescription:
+    graph = build_graph(model, requested_types(weights, group_size), recipe)
+    quantisation = Quantisation(weights, group_size, embedding_type(weights), embedding_type(weights))
+    nbytes = weights_file_bytes(graph)
+    return ModelDescription(name, source, model, quantisation, graph, nbytes, recipe=recipe)
+
+
+def _from_bundle(
+    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None,
+    profile: DeviceProfile | None,
+) -> ModelDescription:
+    from ..runtime import decide  # imports NumPy
+
+    recipe = recipe or Recipe()
+    with Bundle.open(path) as bundle:
+        own, config = bundle.quantisation, bundle.config
+        wanted = (weights or own.weights, group_size or own.group_size)
+        if wanted != (own.weights, own.group_size):
+            return _described(name, f"bundle {path}, as if converted again", config, *wanted, recipe)
+        recipe, sparse = decide(recipe, bundle, profile, contents=False)  # a run that asks has no memory for it
+        graph = build_graph(config, expected_types(bundle.types), recipe)
+        bundle.check_graph(graph)
+        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe,
+                                sparse=sparse, bundle=path)
+
+
+def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
+    """The fields of config.json that the name stands for, and where they come from."""
+    from edgeinfer.converters import fetch_config, read_json
+
+    if path.is_file():
+        if not path.stat().st_size:
+            raise CheckpointError(f"{path} is empty; download it again.")
+        return read_json(path), f"file {path}"
+    if path.is_dir():
+        if (path / CONFIG_FILE).is_file():
+            return read_json(path / CONFIG_FILE), f"checkpoint {path}"
+        if name.lower() not in builtin_shapes():
+            raise ModelNotFoundError(f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no "
+                                     f"{CONFIG_FILE}).")
+    if shape := builtin_shapes().get(name.lower()):
+        return dict(shape.config), f"built-in shape, as {shape.source}"
+    if name in KNOWN_NAMES or is_hub_id(name):
+        repo_id = KNOWN_NAMES.get(name, name)
+        return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
+    raise ModelNotFoundError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    if os.path.lexists(Path(name).expanduser()):
+        return f"{name} is neither a file nor a directory, or a link that leads nowhere."
+    if Path(name).suffix in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
+        return f"There is no file or directory {name!r}."
+    known = [DEMO, *builtin_shapes(), *KNOWN_NAMES]
+    near = difflib.get_close_matches(Path(name).name.lower(), known, n=3, cutoff=0.5)
+    return unknown_model(name, "file", near, known, "a bundle, a checkpoint, a config.json, a GGUF file, or an id on "
+                         "the hub such as owner/name")

@@ -1,0 +1,143 @@
+"""Sequences over a pool of KV blocks: block tables, common beginnings, copy on write, whatever the memory is."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Sequence as Items
+
+from edgeinfer.memory_planner import BlockPool
+
+from ..base.validation import shown
+from ..errors import RequestError
+from .sequences import Sequence
+
+
+class Sequences(abc.ABC):
+    """The sequences of one runner, and what each of them holds of its KV cache."""
+
+    def __init__(self) -> None:
+        self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
+
+    def new(self) -> Sequence:
+        """Return an empty sequence."""
+        sequence = Sequence()
+        self._living.add(sequence)
+        return sequence
+
+    def check_own(self, sequence: Sequence) -> None:
+        """Refuse a sequence of another runner: what it holds means nothing here."""
+        if sequence not in self._living:
+            raise RequestError("The sequence belongs to another model that is open; a sequence is used where it was "
+                               "made (new_sequence, fork, load).")
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n."""
+        self.check_own(sequence)
+        if not 0 <= n_tokens <= len(sequence.tokens):
+            raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {shown(n_tokens)}.")
+        sequence.reserved = 0
+        sequence.cut = sequence.cut or n_tokens < len(sequence.tokens)
+        del sequence.tokens[n_tokens:]
+        if sequence.decoded is not None and sequence.decoded >= n_tokens:
+            sequence.decoded = None
+        self.trim(sequence)
+
+    @abc.abstractmethod
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return a sequence with the same tokens that goes its own way from here."""
+
+    @abc.abstractmethod
+    def extend(self, sequence: Sequence, n_tokens: int) -> None:
+        """Make room for n more tokens; raises `RequestError` if there is none."""
+
+    @abc.abstractmethod
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Return whether `extend` finds room for n more tokens of each of several sequences."""
+
+    @abc.abstractmethod
+    def trim(self, sequence: Sequence) -> None:
+        """Give back what is held behind the last token (after a cancelled forward pass, too)."""
+
+
+class BlockTables(Sequences):
+    """Sequences that hold blocks of one pool, and share those of their common beginnings until one of them writes.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    """
+
+    def __init__(self, pool: BlockPool):
+        super().__init__()
+        self.pool, self.block_tokens = pool, pool.block_tokens
+
+    # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
+    # free while a block table names it; what was lost comes back when the pool is empty.
+
+    def extend(self, sequence: Sequence, n_tokens: int) -> None:
+        """Make room for n more tokens: a shared last block is copied, new blocks are taken.
+
+        Raises `RequestError` if all blocks are held.
+        """
+        sequence.reserved = 0
+        self.trim(sequence)
+        blocks, used = sequence.blocks, len(sequence.tokens)
+        if rows := used % self.block_tokens:
+            self.own(sequence, len(blocks) - 1)
+            if sequence.cut:
+                self.clear(blocks[-1], rows)
+        sequence.cut = True  # until all of these rows are written and appended
+        for _ in range(len(blocks), -(-(used + n_tokens) // self.block_tokens)):
+            blocks.append(self.take())
+
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
+        needed = sum(-(-(len(sequence) + n_tokens) // self.block_tokens) - len(sequence.blocks)
+                     + bool(sequence.blocks and self.pool.is_shared(sequence.blocks[-1])) for sequence in sequences)
+        return needed <= self.pool.n_free
+
+    def own(self, sequence: Sequence, number: int) -> None:
+        """Copy a block of the sequence that others share."""
+        shared = sequence.blocks[number]
+        if self.pool.is_shared(shared):
+            copy = self.take()
+            self.copy(shared, copy)
+            sequence.listed = min(sequence.listed, number)
+            sequence.blocks[number] = copy
+            self.pool.drop(shared)
+
+    def take(self) -> int:
+        """A block of one's own; if none is free, those that no living sequence names are."""
+        if not self.pool.n_free:
+            self.pool.recount(sequence.blocks for sequence in self._living)
+        return self.pool.take()
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
+        self.check_own(sequence)
+        self.trim(sequence)
+        copy = self.new()
+        for block in sequence.blocks:
+            self.pool.share(block)
+        copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
+        copy.decoded, copy.cut = sequence.decoded, sequence.cut
+        return copy
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past the last token that is there or reserved (after a cancelled forward pass, too)."""
+        keep = -(-(len(sequence.tokens) + sequence.reserved) // self.block_tokens)
+        if keep < len(sequence.blocks):
+            sequence.listed = min(sequence.listed, keep)
+            gone = sequence.blocks[keep:]
+            del sequence.blocks[keep:]
+            for block in gone:
+                self.pool.drop(block)
+
+    @abc.abstractmethod
+    def copy(self, source: int, target: int) -> None:
+        """Copy K and V of a block to another, in all layers."""
+
+    @abc.abstractmethod
+    def clear(self, block: int, first: int) -> None:
+        """Make sure that what a block holds from row `first` on does no harm: its sequence was cut there."""

@@ -1,0 +1,178 @@
+"""Blocks of layers with a window: those that it sees, in a pool of their own, beside a sequence's other blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from edgeinfer.memory_planner import BlockPool, Windowed
+
+from ..errors import RequestError
+from .sequences import GONE, Sequence, WindowTable
+
+
+class BlockMemory(Protocol):
+    """K and V of the blocks of a pool, in all layers that have it."""
+
+    def take(self, block: int) -> None:
+        """Make sure that a block that is used from now on holds nothing that does harm."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block to another."""
+
+    def clear(self, block: int, first: int) -> None:
+        """Make sure that what a block holds from row `first` on does no harm: its sequence was cut there."""
+
+
+class WindowBlocks:
+    """Ownership of the blocks of layers with a window (`Sequence.recent`).
+
+    A sequence keeps as many blocks as its limit (`Windowed.sequence_blocks`), so that it can be truncated by the tokens
+    of a pass and more. When the pool is empty, all sequences give back the blocks that they do not need: they then keep
+    only `MARGIN_TOKENS` for truncation.
+
+    Parameters
+    ----------
+    windowed : Windowed
+    memory : BlockMemory
+    living : of Sequence
+        All open sequences.
+    """
+
+    def __init__(self, windowed: Windowed, memory: BlockMemory, living: Iterable[Sequence]):
+        self.windowed, self.pool = windowed, BlockPool(windowed.blocks)
+        self._memory, self._living, self._block_tokens = memory, living, self.pool.block_tokens
+
+    # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table names it. `gone` is
+    # raised before blocks go: a sequence may say that it lacks what it has, never that it has what it lacks.
+
+    def extend(self, sequence: Sequence, n_tokens: int, cut: bool) -> None:
+        """Make room for n more tokens, and give back what they leave behind.
+
+        Raises `RequestError` for more than a forward pass has, and if all blocks are held.
+        """
+        if n_tokens > self.windowed.pass_tokens:
+            raise RequestError(f"{n_tokens} tokens at once are more than the {self.windowed.pass_tokens} that layers "
+                               "with a "
+                               "window have room for; run them in chunks, or open the model with a larger "
+                               "prefill_chunk.")
+        recent, used = _of(sequence), len(sequence.tokens)
+        end = -(-(used + n_tokens) // self._block_tokens)
+        self._give_back(recent, end - self.windowed.sequence_blocks)
+        if rows := used % self._block_tokens:
+            self.own(sequence, len(recent.blocks) - 1)
+            if cut:
+                self._memory.clear(recent.blocks[-1], rows)
+        for _ in range(len(recent.blocks), end):
+            recent.blocks.append(self._take())
+
+    def place(self, sequence: Sequence, first: int, end: int) -> None:
+        """Give an empty sequence the blocks `first` to end - 1, as if those before had been given back."""
+        recent = _of(sequence)
+        recent.gone = first
+        recent.blocks += [GONE] * first
+        for _ in range(first, end):
+            recent.blocks.append(self._take())
+
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
+        if n_tokens > self.windowed.pass_tokens:
+            return False
+        needed = 0
+        for sequence in sequences:
+            blocks = _of(sequence).blocks
+            needed += -(-(len(sequence) + n_tokens) // self._block_tokens) - len(blocks)
+            needed += bool(blocks and self.pool.is_shared(blocks[-1]))
+        if needed > self.pool.n_free:
+            self._shrink()
+        return needed <= self.pool.n_free
+
+    def own(self, sequence: Sequence, number: int) -> None:
+        """Copy a block of the sequence that others share."""
+        recent = _of(sequence)
+        shared = recent.blocks[number]
+        if self.pool.is_shared(shared):
+            copy = self._take()
+            self._memory.copy(shared, copy)
+            recent.listed = min(recent.listed, number)
+            recent.blocks[number] = copy
+            self.pool.drop(shared)
+
+    def share(self, sequence: Sequence, copy: Sequence) -> None:
+        """Let a fork hold the same blocks."""
+        recent, other = _of(sequence), _of(copy)
+        for block in recent.blocks:
+            if block != GONE:
+                self.pool.share(block)
+        other.gone, other.blocks = recent.gone, list(recent.blocks)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past the last token that is there or reserved."""
+        recent = _of(sequence)
+        keep = -(-(len(sequence.tokens) + sequence.reserved) // self._block_tokens)
+        if keep < len(recent.blocks):
+            recent.listed = min(recent.listed, keep)
+            past = recent.blocks[keep:]
+            del recent.blocks[keep:]
+            self._drop(past)
+        if not recent.blocks:
+            recent.gone = 0
+
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return n where the sequence can be cut to n tokens, else 0."""
+        if n_tokens == len(sequence):
+            return n_tokens
+        lowest = max(0, n_tokens - self.windowed.window + 1)
+        return n_tokens if _of(sequence).gone * self._block_tokens <= lowest else 0
+
+    def check(self, sequence: Sequence, n_tokens: int) -> None:
+        """Raise `RequestError` if a sequence cannot be cut to n tokens."""
+        if 0 < n_tokens < len(sequence) and not self.can_truncate(sequence, n_tokens):
+            lowest = _of(sequence).gone * self._block_tokens + self.windowed.window - 1
+            raise RequestError(
+                f"A sequence of {len(sequence)} tokens cannot be cut to {n_tokens}: layers with a window of "
+                f"{self.windowed.window} have given back what a token there would see. Cut it to {lowest} tokens at "
+                "least, or run its beginning again (rollback).")
+
+    def _give_back(self, recent: WindowTable, first: int) -> None:
+        """Give back the blocks before block `first`."""
+        begin, first = recent.gone, min(first, len(recent.blocks))
+        if first <= begin:
+            return
+        recent.gone = first
+        for number in range(begin, first):
+            block, recent.blocks[number] = recent.blocks[number], GONE
+            self._drop((block,))
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block != GONE:
+                self.pool.drop(block)
+
+    def _take(self) -> int:
+        """A block of one's own; if none is free, what others need not keep, then what no living sequence names."""
+        if not self.pool.n_free:
+            self._shrink()
+        if not self.pool.n_free:
+            self.pool.recount(self._named(_of(sequence)) for sequence in self._living)
+        block = self.pool.take()
+        self._memory.take(block)
+        return block
+
+    @staticmethod
+    def _named(recent: WindowTable) -> list[int]:
+        """Blocks that a sequence holds, but for those that an interruption kept from being given back."""
+        recent.blocks[: recent.gone] = [GONE] * min(recent.gone, len(recent.blocks))
+        return [block for block in recent.blocks if block != GONE]
+
+    def _shrink(self) -> None:
+        """Give back all that sequences need not keep."""
+        for sequence in self._living:
+            first = self.windowed.first_needed(len(sequence.tokens))
+            self._give_back(_of(sequence), first // self._block_tokens)
+
+
+def _of(sequence: Sequence) -> WindowTable:
+    assert sequence.recent is not None
+    return sequence.recent

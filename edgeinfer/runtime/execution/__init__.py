@@ -1,0 +1,1 @@
+"""The execution of a program: threads, tables, forward passes."""

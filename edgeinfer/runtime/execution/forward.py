@@ -1,0 +1,109 @@
+"""One forward pass of a linked program: validation, description for the threads, and its number of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.errors import RequestError
+from edgeinfer.graph import Graph
+from edgeinfer.kernels import Kernels, abi
+from edgeinfer.memory_planner import MemoryPlan
+from edgeinfer.runner import DECODE, Cancellation, Runner, Segment
+
+from ..kv.sequence import KVCache
+from ..program.program import Program
+from .executor import Executor
+from .tables import Tables
+from .thread_tuner import ThreadTuner
+from .threads import Pool
+
+Logits = NDArray[np.float32]
+SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
+"""Rows of a context from which on the attention of few tokens is split."""
+
+
+class ModelRunner(Runner):
+    """A program over planned memory, and its forward passes; whose sequences they are is known to `kv`."""
+
+    graph: Graph
+    plan: MemoryPlan
+    config: RuntimeConfig
+    """Without open fields."""
+    kv: KVCache
+    executor: Executor
+
+    def _link(self, program: Program, kernels: Kernels, regions: dict[str, NDArray[np.uint8]], pool: Pool | None,
+              tuner: ThreadTuner) -> None:
+        """Make a program ready to run over these regions."""
+        n, self.program = self.config.outputs, program
+        self.selects = self.graph.chooses_values
+        self._logits: Logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
+        self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
+        self._counts: tuple[tuple[int, int], ...] = ()
+        self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
+        self.executor = Executor(program, kernels, self.plan.request.threads, regions, pool, tuner)
+        for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
+                            (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_SAMPLES, self._tables.sample_specs),
+                            (abi.CTX_CHOSEN, self._tables.steps)):
+            self.executor.set(word, table.ctypes.data)
+
+    def _admit(self, segments: Items[Segment]) -> None:
+        """Refuse a forward pass that does not fit the plan or makes no sense."""
+        most = self.plan.request
+        self.check_pass(segments, most.tokens)
+        decoded = sum(len(segment.ids) for segment in segments if segment.role == DECODE)
+        if decoded > most.decoded_tokens and self.selects:
+            raise RequestError(f"{decoded} tokens in decode role are more than the {most.decoded_tokens} for whose "
+                               "scores the plan has room; raise outputs.")
+        for segment in segments:
+            self.kv.check_own(segment.sequence)
+            self.check(segment.sequence, segment.ids)
+            segment.check()
+
+    def _steps(self, segments: Items[Segment], further: int, offset: int = 0) -> int:
+        """Return the number of further steps that a forward pass over one token of each sequence takes without Python.
+
+        Limited by their time, by the blocks of the sequences, and by lengths at which attention is split differently.
+        """
+        executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + offset + 1
+        if executor.check or executor.stream or not all(all(segment.sample_specs) for segment in segments):
+            return 0
+        most = executor.tuner.further(len(segments), len(self.program.instructions))
+        further = min(further, most, self.plan.request.ctx - longest)
+        if longest <= SPLIT_ROWS:
+            further = min(further, SPLIT_ROWS - longest)
+        return further if self.kv.fits([segment.sequence for segment in segments], offset + 1 + further) else 0
+
+    def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
+             cancel: Cancellation | None, further: int = 0, rows: NDArray[np.int64] | None = None) -> Logits:
+        """Describe a forward pass and run it."""
+        with self.executor.pool.turn:
+            n, outputs, highest, sampled = self._tables.write(segments, offset, rows)
+            decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
+            split = highest >= SPLIT_ROWS * self._splits_from(n)
+            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
+                      (abi.COUNT_SAMPLES, outputs if sampled else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
+                      (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
+            if counts != self._counts:  # from token to token they seldom change
+                self._counts = ()  # an interruption may come between any two of these lines
+                for index, value in counts:
+                    self.executor.set_count(index, value)
+                self._counts = counts
+            logits = self._logits[:outputs]
+            self.executor.run(first, stop, cancel, further)
+        return logits
+
+    def _splits_from(self, n: int) -> float:
+        """From how many splits of context on attention of n tokens goes split by split: there are more units of work
+        then, whose last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a
+        tenth and a fifth is lost below 512 rows, nothing from 1024 on (docs/explanation/attention.md).
+        """
+        if n > abi.ATTENTION_TOKENS:
+            return math.inf
+        units = n * self.model.num_attention_heads // 32  # of forward passes that are not split
+        return 1 if n <= 4 else 4 if units >= 4 * self.plan.request.threads else 2

@@ -1,0 +1,1 @@
+"""The program: instructions, and their lowering from a graph."""

@@ -1,0 +1,1 @@
+"""Lowering: from the operations of a graph to the instructions of a program."""

@@ -1,0 +1,173 @@
+"""A cheaper program over a session's own weights, KV and threads: it draft tokens what the session then checks.
+
+Early exit: the first layers, then the final norm and the head; or the model with masks where the session computes all
+neurons (arXiv 2309.08168 and 2411.12692). What it writes into the KV cache lies behind the ends of the sequences: a
+forward pass that verifies draft tokens computes K and V of all of them again, in each layer, before any row of them is
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, Step
+from edgeinfer.errors import RequestError
+from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
+from edgeinfer.registry import recipe_with, techniques
+from edgeinfer.runner import Cancellation, Sequence, decoding
+
+from .execution.forward import Logits
+from .execution.thread_tuner import SMALL_BYTES, ThreadTuner
+from .memory import allocate
+from .planning import planner_of
+from .program.lowering.lower import Lowering
+from .session import Session
+from .weights.loading import load_parts
+
+OWN = ("activations", "logits", "scratch", "tables")
+"""Regions that the program has for itself."""
+SHARE = 3
+"""An early exit leaves the model after one layer of so many."""
+
+
+class Planned(NamedTuple):
+    """A cheaper program beside a session's."""
+
+    graph: Graph
+    plan: MemoryPlan
+    """Of its own regions; weights and KV are where the session has them."""
+
+
+class SelfDraftPlan(NamedTuple):
+    """Ways for a model to draft for itself, the best first, as far as they are known before a run is planned."""
+
+    planners: tuple[Planner, ...]
+
+    @classmethod
+    def of(cls, model: ModelConfig, plain: Recipe, parts: Collection[str],
+           make: Callable[[Recipe], Planner]) -> SelfDraftPlan:
+        """Return the ways of a model that runs with the recipe `plain`: what its `parts` let it approximate, such as a
+        predictor, and an early exit. `make` gives the planner of a recipe.
+
+        Raises
+        ------
+        RequestError
+            The model has nothing to leave out.
+        """
+        recipes = list(_recipes(model, plain, parts))
+        if not recipes:
+            raise RequestError("The model has one layer and no predictor, so no part of it can draft for it; leave "
+                               "--speculate self out.")
+        return cls(tuple(map(make, recipes)))
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, plain: Recipe, own: Recipe | None = None) -> SelfDraftPlan:
+        """Return those of a bundle, or the one by its `own` recipe."""
+        if own:
+            return cls((planner_of(bundle, own),))
+        return cls.of(bundle.config, plain, bundle.parts, partial(planner_of, bundle))
+
+    @property
+    def beside(self) -> Beside:
+        """Let plans have room for it."""
+        def both(plan: MemoryPlan) -> MemoryPlan:
+            found = self.planned(plan)
+            return plan.beside(found.plan) if found else plan
+
+        return Beside(both, {"speculate": "off"})
+
+    def planned(self, host: MemoryPlan) -> Planned | None:
+        """Plan the first way that goes together with a session's plan; None if weights are read from storage."""
+        if host.parts or host.cold or host.experts:
+            return None
+        for planner in self.planners:
+            own = [weight.name for weight in planner.graph.weights if weight.name not in host.places]
+            cheaper = own or _layers(planner.graph) < planner.graph.config.num_hidden_layers
+            if cheaper and not (own and any(region.name == "resident" for region in host.regions)):
+                return Planned(planner.graph, _plan(planner, host, bool(own)))
+        return None
+
+    def open(self, host: Session) -> SelfDraftSession:
+        """Take its memory, beside an open session whose plan has room for it."""
+        if not (found := self.planned(host.plan)):
+            raise RequestError("Weights of the model are read from storage, so it cannot draft for itself; leave "
+                               "--speculate self out.")
+        return SelfDraftSession(host, *found)
+
+
+class SelfDraftSession(Session):
+    """Runs ahead of a session with its sequences, which it leaves as they are.
+
+    Parameters
+    ----------
+    host : Session
+        Whose sequences it goes on with; closed after this one.
+    graph, plan : see `Planned`
+    """
+
+    def __init__(self, host: Session, graph: Graph, plan: MemoryPlan):
+        self.bundle, self.model, self.isa, self.kv, self.graph, self.plan = \
+            host.bundle, host.model, host.isa, host.kv, graph, plan
+        self.config = replace(host.config, outputs=plan.request.outputs, draft_tokens=0)
+        regions = {name: memory for name, memory in host.executor.regions.items() if name not in OWN}
+        regions |= {region.name: allocate(region.nbytes) for region in plan.regions if region.name != "tables"}
+        own = [weight for weight in graph.weights if weight.name not in host.plan.places]
+        load_parts(self.bundle, own, plan, regions)
+        kernels, tuner = host.executor.kernels, host.executor.tuner
+        program = Lowering(graph, plan, kernels.isa.token_tiles).program()
+        self._link(program, kernels, regions, host.executor.pool,
+                   ThreadTuner(tuner.threads, tuner.choose, self.bundle.weights_bytes <= SMALL_BYTES))
+
+    def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
+              cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
+        """Run over a token of each sequence without appending it; see `runner.DraftRunner`."""
+        segments = decoding(sequences, ids, sample_specs)
+        self._admit(segments)
+        if not offset:
+            for sequence in sequences:
+                self.reserve(sequence, 1 + further)
+        elif (short := min(sequence.reserved for sequence in sequences)) < offset + 1 + further:
+            raise RequestError(f"{offset + 1 + further} tokens ahead are more than the {short} that there is room for.")
+        further = self._steps(segments, further, offset)
+        rows = self._run(segments, 0, None, offset, cancel, further)
+        return rows, self._tables.chosen(len(segments), further, self.executor.steps_left)
+
+    def settle(self) -> None:
+        """All memory is there from the start."""
+
+    def close(self) -> None:
+        """End a forward pass that runs and let go of its own memory."""
+        self.executor.close()
+        self.executor.regions.clear()
+
+
+def _recipes(model: ModelConfig, plain: Recipe, parts: Collection[str]) -> Iterator[Recipe]:
+    for one in techniques() if parts else ():
+        if one.drafts and one.part and one.part.name in parts:
+            yield recipe_with(plain, **{one.options[0].name: one.by_itself})
+    if (layers := model.num_hidden_layers) > 1:
+        yield Recipe((*plain.steps, Step("early_exit", (("layers", max(1, layers // SHARE)),))))
+
+
+def _layers(graph: Graph) -> int:
+    return len({op.layer for op in graph.ops} - {None})
+
+
+def _plan(planner: Planner, host: MemoryPlan, resident: bool) -> MemoryPlan:
+    """Plan the program's own regions, for forward passes over one token of each sequence."""
+    request = replace(host.request, tokens=host.request.sequences, outputs=host.request.sequences, residency=(), hot=(),
+                      slots=0)
+    plan, names = planner.plan(request), (*OWN, "resident") if resident else OWN
+    shared = {weight.name: host.places[weight.name] for weight in planner.graph.weights if weight.name in host.places}
+    layers, masks = planner.graph.config.num_hidden_layers, " with masks" if resident else ""
+    how = f"draft tokens of {_layers(planner.graph)} of {layers} layers{masks}"
+    regions = tuple(replace(region, reason=f"{how}: {region.reason}") for region in plan.regions
+                    if region.name in names)
+    return replace(plan, regions=regions, places={**plan.places, **shared}, kv_blocks=host.kv_blocks,
+                   kv_layers=host.kv_layers, pruned=host.pruned, windowed=host.windowed)

@@ -1,0 +1,1 @@
+"""Kernels of FFNs in layout neuron."""

@@ -1,0 +1,288 @@
+"""Choosing a token from each row of logits for which a sample is listed: bias and penalties, top-k, top-p, min-p, a
+sample.
+
+Three instructions. `draw_edit` changes the logits of the tokens that a sample spec's list names. `draw_blocks` notes
+the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole vocabulary
+the sum of the exponentials of each chunk. `draw_choose` sorts the best candidates of a row, cuts and samples, and puts
+the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
+maxima.
+
+Operands: 0 logits, 1 work. Parameters: parameters.DRAW. Reference: reference/sampling/draw.py; all in NumPy:
+sampling.py. Floats of 64 bits go through the same single operations as there, so that tokens are the same.
+"""
+
+from __future__ import annotations
+
+from ...abi import (
+    COUNT_SAMPLES,
+    CTX_OUTPUTS,
+    CTX_SAMPLES,
+    EDIT_BIAS,
+    EDIT_BYTES,
+    EDIT_COUNT,
+    EDIT_KEPT,
+    EDIT_TOKEN,
+    SAMPLE_BLOCK,
+    SAMPLE_CANDIDATES,
+    SAMPLE_CHUNK,
+    SAMPLE_EDITS,
+    SAMPLE_FREQUENCY,
+    SAMPLE_KEY,
+    SAMPLE_MIN_P,
+    SAMPLE_N_EDITS,
+    SAMPLE_PRESENCE,
+    SAMPLE_REPETITION,
+    SAMPLE_TEMPERATURE,
+    SAMPLE_TOKEN,
+    SAMPLE_TOP_K,
+    SAMPLE_TOP_P,
+    TOKEN_POSITION,
+)
+from ...parameters import SAMPLE
+from ...registry import kernel
+from ...vector.lanes import first_lane, lanes_at_least, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
+from ...vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64, store_f32, store_i64
+from ...vector.record import claim, count, inline, operand, parameter, token
+from ...vector.scalars import div_f64, div_i64, f32_from_bits, f64_of, max_f32, narrow, trailing_zeros, widen
+from ...vector.vecmath import exp as exp_lanes
+from .draw_cut import choose_of_many
+from .draw_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
+
+_LOWEST = -3.4028234663852886e38
+_INFINITY = float("inf")
+_NO_CANDIDATE = -(2**63)
+_BLOCKS = SAMPLE_CHUNK // SAMPLE_BLOCK
+
+
+@inline
+def sample_spec_of(ctx, r):
+    """Address of the sample of row r, or 0."""
+    return load_i64(load_i64(ctx + CTX_SAMPLES) + 8 * r)
+
+
+# -- bias and penalties ------------------------------------------------------------------------------------------------
+
+
+@inline
+def penalised(spec, logit, seen):
+    """A logit after the penalties of a token that was generated `seen` times."""
+    value, repetition = widen(logit), load_f64(spec + SAMPLE_REPETITION)
+    value = div_f64(value, repetition) if value > 0.0 else value * repetition
+    if seen > 0:
+        value = value - load_f64(spec + SAMPLE_PRESENCE)
+    value = value - load_f64(spec + SAMPLE_FREQUENCY) * f64_of(seen)
+    return narrow(min(value, -_LOWEST))
+
+
+@kernel("draw_edit")
+def draw_edit(rec, ctx, tid, n_threads):
+    """Change the logits of the tokens in each sample spec's list, and keep what stood there."""
+    r = claim(ctx)
+    while r < count(ctx, COUNT_SAMPLES):
+        spec, logits = sample_spec_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
+        if spec:
+            edit = load_i64(spec + SAMPLE_EDITS)
+            for _ in range(load_i64(spec + SAMPLE_N_EDITS)):
+                place, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
+                logit = load_f32(place)
+                store_f32(edit + EDIT_KEPT, logit)
+                logit = logit + load_f32(edit + EDIT_BIAS)
+                store_f32(place, penalised(spec, logit, seen) if seen >= 0 else logit)
+                edit += EDIT_BYTES
+        r = claim(ctx)
+    return 0
+
+
+@inline
+def put_back(spec, logits):
+    """Undo the edits."""
+    edit = load_i64(spec + SAMPLE_EDITS)
+    for _ in range(load_i64(spec + SAMPLE_N_EDITS)):
+        store_f32(logits + 4 * load_i32(edit + EDIT_TOKEN), load_f32(edit + EDIT_KEPT))
+        edit += EDIT_BYTES
+
+
+# -- maxima and sums ---------------------------------------------------------------------------------------------------
+
+
+@inline
+def sums_wanted(spec, vocab_size):
+    """Whether top-p is about the whole vocabulary: top-k is off, or as large."""
+    return (not 0 < load_i64(spec + SAMPLE_TOP_K) < vocab_size and load_f64(spec + SAMPLE_TOP_P) < 1.0
+            and load_f64(spec + SAMPLE_TEMPERATURE) > 0.0)
+
+
+@inline
+def largest_of(maxima, n):
+    """The largest of n vectors of maxima."""
+    v = load_f32x16(maxima)
+    for c in range(1, n):
+        v = vmax(v, load_f32x16(maxima + 64 * c))
+    return max_lanes(v)
+
+
+@kernel("draw_blocks")
+def draw_blocks(rec, ctx, tid, n_threads):
+    """The largest of each block of 64 logits (+inf where one is NaN), and the sums of e^(logit - its chunk's largest).
+    """
+    vocab_size, rows = parameter(rec, SAMPLE.vocab_size), count(ctx, COUNT_SAMPLES)
+    chunks = div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)
+    unit = claim(ctx)
+    while unit < rows * chunks:
+        r = div_i64(unit, chunks)
+        chunk, spec = unit - r * chunks, sample_spec_of(ctx, r)
+        if spec:
+            logits = operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
+            work = operand(rec, ctx, 1) + r * parameter(rec, SAMPLE.work_stride)
+            first, maxima = chunk * SAMPLE_CHUNK, work + 64 * chunk
+            for k in range(_BLOCKS):
+                top = splat_f32(-_INFINITY)
+                start = first + k * SAMPLE_BLOCK
+                for i in range(start, min(start + SAMPLE_BLOCK, vocab_size), 16):
+                    top = vmax_or_inf(top, logits_at(logits, i, vocab_size))
+                store_f32(maxima + 4 * k, max_lanes(top))
+            if sums_wanted(spec, vocab_size):
+                base = splat_f32(max_f32(largest_of(maxima, 1), first_lane(splat_f32(_LOWEST))))
+                total = splat_f32(0.0)
+                for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
+                    total = total + exp_lanes(logits_at(logits, i, vocab_size) - base)
+                store_f32(work + parameter(rec, SAMPLE.sums) + 4 * chunk, sum_lanes(total))
+        unit = claim(ctx)
+    return 0
+
+
+# -- candidates: in a heap whose root is the worst ---------------------------------------------------------------------
+
+
+@inline
+def replace_root(heap, n, key):
+    """Put a candidate in the place of the worst of n."""
+    i, child = 0, 1
+    while child < n:
+        other = load_i64(heap + 8 * child)
+        if child + 1 < n and load_i64(heap + 8 * child + 8) < other:
+            child += 1
+            other = load_i64(heap + 8 * child)
+        if other >= key:
+            break
+        store_i64(heap + 8 * i, other)
+        i, child = child, 2 * child + 1
+    store_i64(heap + 8 * i, key)
+
+
+@inline
+def collect_block(logits, first, vocab_size, heap, n, threshold):
+    """Put what is better than the worst of n candidates among them, from one block; returns the worst one's logit."""
+    for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
+        mask = lanes_at_least(logits_at(logits, i, vocab_size), threshold)
+        while mask:
+            at = i + trailing_zeros(mask)
+            mask = mask & (mask - 1)
+            key = candidate(logits, at)
+            if at < vocab_size and key > load_i64(heap):
+                replace_root(heap, n, key)
+                if load_i64(heap) != _NO_CANDIDATE:
+                    threshold = logit_of(load_i64(heap))
+    return threshold
+
+
+@inline
+def collect(logits, maxima, vocab_size, heap, n):
+    """Leave the n best candidates at `heap`, best first."""
+    for j in range(n):
+        store_i64(heap + 8 * j, _NO_CANDIDATE)
+    threshold = f32_from_bits(0xFF800000)
+    for chunk in range(div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)):
+        mask = lanes_at_least(load_f32x16(maxima + 64 * chunk), threshold)
+        while mask:
+            first = chunk * SAMPLE_CHUNK + trailing_zeros(mask) * SAMPLE_BLOCK
+            mask = mask & (mask - 1)
+            threshold = collect_block(logits, first, vocab_size, heap, n, threshold)
+    for end in range(n - 1, 0, -1):
+        worst, last = load_i64(heap), load_i64(heap + 8 * end)
+        replace_root(heap, end, last)
+        store_i64(heap + 8 * end, worst)
+
+
+# -- the chain ---------------------------------------------------------------------------------------------------------
+
+
+@inline
+def total_weight(spec, work, maxima, heap, n, top, vocab_size):
+    """Sum of the weights that top-p is a share of: those of n candidates, or of the whole vocabulary."""
+    total = 0.0
+    if sums_wanted(spec, vocab_size):
+        for c in range(div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)):
+            total = total + widen(load_f32(work + 4 * c)) * exp(widen(largest_of(maxima + 64 * c, 1)) - top)
+    else:
+        for j in range(n):
+            total = total + exp(widen(logit_of(load_i64(heap + 8 * j))) - top)
+    return total
+
+
+@inline
+def n_kept(spec, heap, n, top, total, all_known):
+    """Return how many of n sorted candidates top-p and min-p keep; 0 if more candidates are needed to tell."""
+    top_p, min_p = load_f64(spec + SAMPLE_TOP_P), load_f64(spec + SAMPLE_MIN_P)
+    reached = 0.0
+    for j in range(n):
+        weight = exp(widen(logit_of(load_i64(heap + 8 * j))) - top)
+        if weight < min_p:
+            return j
+        reached = reached + weight
+        if top_p < 1.0 and reached >= top_p * total:
+            return j + 1
+    return n if all_known else 0
+
+
+@inline
+def sampled(spec, heap, n, top, position):
+    """The one of n candidates with the largest logit / temperature + Gumbel number; the lowest id among equals."""
+    state = absorb(load_i64(spec + SAMPLE_KEY), position)
+    best, chosen = -_INFINITY, id_of(load_i64(heap))
+    for j in range(n):
+        key = load_i64(heap + 8 * j)
+        score = div_f64(widen(logit_of(key)) - top, load_f64(spec + SAMPLE_TEMPERATURE))
+        score = score + gumbel(absorb(state, id_of(key)))
+        if score > best or (score == best and id_of(key) < chosen):
+            best, chosen = score, id_of(key)
+    return chosen
+
+
+@inline
+def choose(spec, logits, work, sums, heap, vocab_size, position):
+    """The token's id; -1 if a logit is NaN or infinite."""
+    largest = largest_of(work, div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK))
+    if not (largest < _INFINITY and largest > -_INFINITY):
+        return -1
+    temperature, top_k = load_f64(spec + SAMPLE_TEMPERATURE), load_i64(spec + SAMPLE_TOP_K)
+    wanted = top_k if 0 < top_k < vocab_size else vocab_size
+    n = 1 if temperature == 0.0 else min(wanted, SAMPLE_CANDIDATES)
+    collect(logits, work, vocab_size, heap, n)
+    if temperature == 0.0:
+        return id_of(load_i64(heap))
+    top = widen(logit_of(load_i64(heap)))
+    total = total_weight(spec, sums, work, heap, n, top, vocab_size) if load_f64(spec + SAMPLE_TOP_P) < 1.0 else 0.0
+    if wanted in (n, vocab_size):
+        kept = n_kept(spec, heap, n, top, total, n == wanted)
+        if kept:
+            return sampled(spec, heap, kept, top, position)
+    bins = heap + 8 * SAMPLE_CANDIDATES
+    return choose_of_many(spec, logits, work, bins, vocab_size, top, total, position)
+
+
+@kernel("draw_choose")
+def draw_choose(rec, ctx, tid, n_threads):
+    """Sort, cut and sample; the id of the token goes to the sample, and the logits are the model's own again."""
+    r = claim(ctx)
+    while r < count(ctx, COUNT_SAMPLES):
+        spec, logits = sample_spec_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
+        if spec:
+            work = operand(rec, ctx, 1) + r * parameter(rec, SAMPLE.work_stride)
+            last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
+            store_i64(spec + SAMPLE_TOKEN, choose(
+                spec, logits, work, work + parameter(rec, SAMPLE.sums), work + parameter(rec, SAMPLE.candidates),
+                parameter(rec, SAMPLE.vocab_size), token(ctx, last, TOKEN_POSITION) + 1))
+            put_back(spec, logits)
+        r = claim(ctx)
+    return 0

@@ -1,0 +1,1 @@
+"""References of mixtures of experts."""

@@ -1,0 +1,1 @@
+"""References of FFNs in layout neuron."""

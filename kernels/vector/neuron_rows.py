@@ -1,0 +1,266 @@
+"""Steps on 64-byte lines of the layout neuron: one row of weights at a time, as it lies.
+
+A line of q4 has 128 columns, a line of int8 64; 16 bytes of it (a quarter) belong to one group. Two uses:
+
+* rows (gate, up) meet activations that were laid out as lines before (`as_lines` in `ops/neuron_ffn/neuron_parts.py`):
+  for each line the activations of its codes (q4: 64 of the low nibbles, 64 of the high ones), 16 int32 that the sums
+  start at, 16 float scales. A sum has 16 lanes of 4 (8) columns each, all exact integers, scaled lane by lane.
+* columns (down) are added to floats: acc + code * (scale * activation), output by output.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from . import neon
+from .int8_dot import dot_s8_line, dot_u8_line, is_vnni, nibbles
+from .simd import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    VB,
+    VF,
+    VI,
+    F32x16,
+    Tile,
+    call,
+    constant,
+    define,
+    half,
+    join,
+    literal,
+    pointer,
+    row,
+    splat,
+)
+from .targets import emit_fma, emit_widen_f16, has
+
+_FOUR = ir.VectorType(F32, 4)
+_QUARTER = ir.VectorType(I8, 16)
+
+
+def _scales(each):
+    """Intrinsic ``(address)``: fp16 scales of the next 16 quarters as floats, `each` quarters to a scale."""
+
+    def emit(b, address):
+        stored = b.load(pointer(b, address), typ=ir.VectorType(I16, 16 // each), align=2)
+        lanes = ir.Constant(ir.VectorType(I32, 16), [lane // each for lane in range(16)])
+        return emit_widen_f16(b, b.shuffle_vector(stored, ir.Constant(stored.type, ir.Undefined), lanes))
+
+    emit.__name__ = f"scales_of_{each}"
+    return define(F32x16, types.int64)(emit)
+
+
+scales_1, scales_2, scales_4, scales_8 = (_scales(each) for each in (1, 2, 4, 8))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _in_quarters(b, acc, operands, product):
+    """NEON: quarter by quarter."""
+    parts = []
+    for i in range(4):
+        fours = [(half(b, w, 16 * i, 16), half(b, x, 16 * i, 16)) for w, x in operands]
+        parts.append(product(b, half(b, acc, 4 * i, 4), fours))
+    return join(b, join(b, *parts[:2]), join(b, *parts[2:]))
+
+
+def _sum_products(b, acc, operands, dot, small):
+    """acc + the products of lines of weights with lines of activations, four neighbours to a lane."""
+    if has("neon"):
+        return _in_quarters(b, acc, operands, neon.by_sdot if has("dotprod") else small)
+    for w, x in operands:
+        acc = dot(b, acc, w, x)
+    return acc
+
+
+def _line(b, address, offset=0):
+    return b.load(pointer(b, address, offset), typ=VB, align=64)
+
+
+def _row_step(codes, dot, small):
+    """Intrinsic ``(acc, count, w, scales, x)``: acc[t] + `count` lines from w on times token t's lines at x, scaled.
+
+    `scales` are those of the next 16 quarters, those of the lines first; `count` is a constant, at most 4.
+    `codes(builder, line)` gives the vectors of codes, as many as an activation line has vectors of values.
+    """
+
+    @intrinsic(prefer_literal=True)
+    def step(context, acc, count, w, scales, x):
+        n_lines = literal(count)
+        if not isinstance(acc, Tile) or n_lines is None:
+            return None
+
+        def lower(context, b, sig, args):
+            sums = [b.extract_value(args[0], t) for t in range(acc.n)]
+            for i in range(n_lines):
+                lines = codes(b, _line(b, args[2], 64 * i))
+                spread = ir.Constant(ir.VectorType(I32, 16), [4 * i + lane // 4 for lane in range(16)])
+                wide = b.shuffle_vector(args[3], ir.Constant(VF, ir.Undefined), spread)
+                values = 64 * len(lines)
+                for t in range(acc.n):
+                    at = (i * acc.n + t) * (values + 128)
+                    operands = [(line, _line(b, args[4], at + 64 * k)) for k, line in enumerate(lines)]
+                    start = b.load(pointer(b, args[4], at + values), typ=VI, align=64)
+                    ints = _sum_products(b, start, operands, dot, small)
+                    factor = b.fmul(wide, b.load(pointer(b, args[4], at + values + 64), typ=VF, align=64))
+                    sums[t] = emit_fma(b, b.sitofp(ints, VF), factor, sums[t])
+            out = args[0]
+            for t, total in enumerate(sums):
+                out = b.insert_value(out, total, t)
+            return out
+
+        return acc(acc, count, w, scales, x), lower
+
+    return step
+
+
+row_q4 = _row_step(nibbles, dot_u8_line, neon.by_smlal)
+row_int8 = _row_step(lambda b, line: [line], dot_s8_line, neon.by_smull)
+
+
+@define(types.none, types.int64)
+def start_q4(b, x):
+    """Store behind the two vectors at x where sums start: codes are 8 too large."""
+    eights = constant(VB, 8)
+    operands = [(eights, _line(b, x)), (eights, _line(b, x, 64))]
+    total = _sum_products(b, constant(VI, 0), operands, dot_u8_line, neon.by_smlal)
+    b.store(b.neg(total), pointer(b, x, 128), align=64)
+
+
+@define(types.none, types.int64)
+def start_int8(b, x):
+    """Store behind the vector at x where sums start: VNNI takes unsigned weights, 128 too large."""
+    start = constant(VI, 0)
+    if is_vnni():
+        start = b.neg(dot_u8_line(b, start, constant(VB, -128), _line(b, x)))
+    b.store(start, pointer(b, x, 64), align=64)
+
+
+@define(F32x16, F32x16)
+def next_quarters(b, scales):
+    """Scales of the line that follows first: those of 4 quarters on."""
+    lanes = ir.Constant(ir.VectorType(I32, 16), [(lane + 4) % 16 for lane in range(16)])
+    return b.shuffle_vector(scales, ir.Constant(VF, ir.Undefined), lanes)
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _places(b, q, sides, first, half_group, address, stride, tokens):
+    """Pointers to a part's sums: per token, quarter and side (low nibbles, high nibbles) a vector of 16 outputs.
+
+    Low nibbles of byte p of a line are output 2 p - p % half_group, high ones half_group further; bytes of int8 (one
+    side) are their output.
+    """
+    for t in range(tokens):
+        base = row(b, address, stride, t)
+        for i in range(q):
+            at = b.add(first, ir.Constant(I64, 16 * i))
+            if sides == 2:
+                inner = b.and_(at, b.sub(half_group, ir.Constant(I64, 1)))
+                at = b.sub(b.shl(at, ir.Constant(I64, 1)), inner)
+            for side in range(sides):
+                there = b.add(at, half_group) if side else at
+                yield pointer(b, b.add(base, b.shl(there, ir.Constant(I64, 2))))
+
+
+@intrinsic(prefer_literal=True)
+def load_columns(context, tokens, q, sides, first, half_group, address, stride):
+    """Sums of q quarters from byte `first` of a line on, for some tokens, as a tile; see `_places`."""
+    n, quarters, both = literal(tokens), literal(q), literal(sides)
+    if n is None or quarters is None or both is None:
+        return None
+    tile = Tile(F32x16, n * quarters * both)
+
+    def lower(context, b, sig, args):
+        out = ir.Constant(tile.llvm, ir.Undefined)
+        places = _places(b, quarters, both, args[3], args[4], args[5], args[6], n)
+        for k, place in enumerate(places):
+            out = b.insert_value(out, b.load(place, typ=VF, align=4), k)
+        return out
+
+    return tile(tokens, q, sides, first, half_group, address, stride), lower
+
+
+@intrinsic(prefer_literal=True)
+def store_columns(context, tile, tokens, q, sides, first, half_group, address, stride):
+    """The inverse of `load_columns`."""
+    n, quarters, both = literal(tokens), literal(q), literal(sides)
+    if n is None or quarters is None or both is None or not isinstance(tile, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        places = _places(b, quarters, both, args[4], args[5], args[6], args[7], n)
+        for k, place in enumerate(places):
+            b.store(b.extract_value(args[0], k), place, align=4)
+        return context.get_dummy_value()
+
+    return types.none(tile, tokens, q, sides, first, half_group, address, stride), lower
+
+
+def _codes_q4(b, address):
+    """Low and high nibbles of 16 bytes as floats, less 8."""
+    wide = b.zext(b.load(pointer(b, address), typ=_QUARTER, align=16), VI)
+    sides = [wide, b.lshr(wide, constant(VI, 4))]
+    if has("avx512f"):  # a table of 16 floats by the low 4 bits of each lane
+        table = ir.Constant(VF, [float(code - 8) for code in range(16)])
+        return [call(b, "llvm.x86.avx512.permvar.sf.512", VF, table, side) for side in sides]
+    sides[0] = b.and_(sides[0], constant(VI, 15))
+    return [b.sitofp(b.sub(side, constant(VI, 8)), VF) for side in sides]
+
+
+def _codes_int8(b, address):
+    """16 bytes as floats."""
+    return [b.sitofp(b.sext(b.load(pointer(b, address), typ=_QUARTER, align=16), VI), VF)]
+
+
+def _column_step(codes, sides):
+    """Intrinsic ``(acc, tokens, part, w, factors, stride)``: acc + part `part` of the line at w, times its factors.
+
+    The floats at `factors` belong to the line's quarters, those of the next token lie `stride` bytes on; acc is a tile
+    of `load_columns`.
+    """
+
+    @intrinsic(prefer_literal=True)
+    def step(context, acc, tokens, part, w, factors, stride):
+        n, number = literal(tokens), literal(part)
+        if not isinstance(acc, Tile) or n is None or number is None:
+            return None
+        quarters = acc.n // (n * sides)
+
+        def lower(context, b, sig, args):
+            out, first = args[0], quarters * number
+            floats = [codes(b, b.add(args[3], ir.Constant(I64, 16 * (first + i)))) for i in range(quarters)]
+            for t in range(n):
+                for i in range(quarters):
+                    place = pointer(b, row(b, args[4], args[5], t), 4 * (first + i))
+                    factor = splat(b, b.load(place, typ=F32, align=4), VF)
+                    for side in range(sides):
+                        k = (t * quarters + i) * sides + side
+                        out = b.insert_value(out, emit_fma(b, floats[i][side], factor, b.extract_value(out, k)), k)
+            return out
+
+        return acc(acc, tokens, part, w, factors, stride), lower
+
+    return step
+
+
+column_q4 = _column_step(_codes_q4, 2)
+column_int8 = _column_step(_codes_int8, 1)
+
+
+def column_shape() -> tuple[int, int, int]:
+    """(tokens of a block, parts of a line for one token, parts for a block): registers hold the sums of a part."""
+    return (4, 1, 2) if has("avx512f") else (2, 2, 4)
+
+
+@define(types.none, types.int64, types.float32)
+def store_quarter(b, address, x):
+    """Four equal floats."""
+    b.store(splat(b, x, _FOUR), pointer(b, address), align=4)

@@ -1,0 +1,118 @@
+"""Origin of an estimate's speed: program and unit beside the figure, two programs apart, bands that hold the notes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.published.prompts import read_prompts
+from edgeinfer.devices import Traffic, estimate, load_profile, profiles
+from edgeinfer.kernels import ISA_LEVELS
+from edgeinfer.models.describe import describe
+from tests.helpers.command_line import edgeinfer
+
+LLAMA = Traffic(3.8e9, 32, kv_bytes=2.6e5, parameters=6.7e9, kv_values=2.6e5)
+OURS = {isa.name for isa in ISA_LEVELS}
+FIELDS = ("effective_gbs", "bandwidth_gbs")
+NOTES = [(name, field, float(figure)) for name, profile in profiles().items() for field in FIELDS
+         for found in re.finditer(r"([\d.]+)(?: to ([\d.]+))? GB/s", profile.sources.get(field, ""))
+         for figure in found.groups() if figure and "were measured with" not in profile.sources[field]]
+"""Figures of the notes: what other programs sample, the ends of a range, the memory of other versions."""
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("name", sorted(profiles()))
+def test_every_figure_says_whose_it_is(name: str) -> None:
+    out = edgeinfer("estimate", "llama-2-7b", "--machine", name, "--json").json
+    planned = edgeinfer("plan", "llama-2-7b", "--machine", name, "--budget", "64GiB", "--json").json
+    assert out["program"] and out["program"] != "edgeinfer" and planned["estimate"]["program"] == out["program"]
+    assert (out["unit"] == "cpu") == (load_profile(name).isa in OURS)
+    assert out["remark"] in ("", *planned["notes"])
+
+
+def test_the_line_of_the_figure_names_program_and_unit() -> None:
+    shown = " ".join(edgeinfer("estimate", "llama-2-7b", "--machine", "m4").out.split())
+    figure = r"decode [\d.]+ tokens/s at 4096 tokens of context \([\d. to]+\), llama.cpp on the GPU \(Metal\)"
+    assert re.search(figure, shown)
+    assert "not of edgeinfer, which cannot use the GPU (Metal): its run works on the CPU, whose speed is not" in shown
+    lines = edgeinfer("plan", "llama-2-7b", "--machine", "m4 mini 16GB").out.splitlines()
+    first = r"It fits: 5.1\d GB of 16.11 GB; [\d.]+ tok/s, first word after [\d.]+ s \(llama.cpp, GPU\)"
+    assert re.fullmatch(first, lines[0])
+    assert "at none; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
+    shown = " ".join(edgeinfer("plan", "demo", "--machine", "m2-pro").out.split())
+    assert "which --machine m2-pro-cpu estimates" in shown
+    here = edgeinfer("plan", "llama-2-7b", "--machine", "rpi5", "--budget", "2.3GB")
+    assert here.out.startswith("It fits, with 28 layers read from storage: ") and "not of edgeinfer" not in here.out
+    assert "speed of llama.cpp; edgeinfer's own was not measured on this device" in " ".join(here.out.split())
+    probed = replace(load_profile("rpi5"), device_class="local", effective_gbs=None, programs={})
+    assert estimate(probed, LLAMA).program == "edgeinfer" and estimate(probed, LLAMA).unit_words == "the CPU"
+
+
+def test_without_a_profile_the_first_line_says_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
+    first = edgeinfer("plan", "demo", "--budget", "1GiB").out.splitlines()[0]
+    assert re.fullmatch(r"It fits: \d+ MB of 1.07 GB; its speed was not measured here", first)
+
+
+def test_two_programs_are_two_speeds() -> None:
+    for name, other, less in (("orin-nano", "llama.cpp", True), ("agx-orin", "llama.cpp", True),
+                              ("lnl-258v-igpu", "IPEX-LLM", False)):
+        found = estimate(load_profile(name), LLAMA)
+        assert other in found.others and found.program not in found.others
+        assert found.low <= found.others[other] <= found.high
+        assert (found.others[other] < found.decode_tok_per_s * (1 - found.error)) == less
+        assert f"it reaches to the speed with {other}" in found.error_source
+        out = edgeinfer("estimate", "llama-2-7b", "--machine", name)
+        assert f"tokens/s with {other}" in out.out and f"tok/s with {other}" in edgeinfer(
+            "plan", "llama-2-7b", "--machine", name).out
+
+
+@pytest.mark.parametrize(("name", "field", "gbs"), NOTES)
+def test_the_band_holds_what_the_notes_say(name: str, field: str, gbs: float) -> None:
+    profile = load_profile(name)
+    scale = gbs / profile.bandwidth_gbs if field == "bandwidth_gbs" else 1.0
+    sampled = gbs if field == "effective_gbs" else profile.effective_gbs and profile.effective_gbs * scale
+    noted = replace(profile, programs={}, versions={}, bandwidth_gbs=profile.bandwidth_gbs * scale,
+                    effective_gbs=sampled)
+    found, said = estimate(profile, LLAMA, 1024), estimate(noted, LLAMA, 1024).decode_tok_per_s
+    assert found.low * 0.999 <= said <= found.high * 1.001
+
+
+def test_notes_were_found() -> None:
+    assert len(NOTES) >= 25
+
+
+@pytest.mark.parametrize(("weights", "kv", "bits", "kv_bits"), [
+    ("q4", "int8", 4, 8), ("int8", "int8", 8, 8), ("f16", "f16", 16, 16), ("f32", "f32", 32, 32),
+])
+def test_the_ceiling_follows_the_types(weights: str, kv: str, bits: int, kv_bits: int) -> None:
+    asked = ("estimate", "llama-2-7b", "--machine", "m4", "--weights", weights, "--kv", kv)
+    out = edgeinfer(*asked, "--json").json
+    nbytes = min(out["pure"]["parameters"] * bits / 8, out["weight_bytes_read"]) + out["pure"]["kv_bytes"] * kv_bits / 8
+    assert out["decode_tok_per_s"] < out["ceiling_tok_per_s"] == pytest.approx(120e9 / nbytes)
+    shown = " ".join(edgeinfer(*asked).out.split())
+    assert f"of a token, pure {bits} bits and {kv} KV" in shown
+    assert describe("llama-2-7b", weights).traffic(kv).pure_bits == bits
+
+
+def test_rows_that_were_wrong() -> None:
+    rows = {row.device: row for row in read_prompts()}
+    assert rows["m4"].model == rows["m1-max"].model == "Llama-3.1-8B Q4_K_M"
+    assert load_profile("orin-nx").int8_peak_gops == 30000
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("weights", ["q4", "f32"])
+@pytest.mark.parametrize("ctx", [1, 4096])
+def test_nothing_is_faster_than_its_ceiling(weights: str, ctx: int) -> None:
+    asked = ("estimate", "llama-2-7b", "--all-devices", "--weights", weights, "-c", ctx)
+    report = edgeinfer(*asked, "--json").json
+    found = [item for item in report["devices"] if item["decode_tok_per_s"] and item["ceiling_tok_per_s"]]
+    assert len(found) > 20
+    assert [item["device"] for item in found if max(item["high"], item["decode_empty_tok_per_s"])
+            > 1.000001 * item["ceiling_tok_per_s"]] == []
+    for line in edgeinfer(*asked).out.splitlines()[4:]:
+        empty, full, _, _, high, top = (word if word == "to" else float(word) for word in line.split()[1:7])
+        assert max(empty, full, high) <= top, line

@@ -1,0 +1,117 @@
+"""ONNX models run by onnxruntime's CPU provider or by ONNX's own evaluator, and the tensors that a bundle means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from edgeinfer.backends import Flavour, import_onnxruntime
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe
+from edgeinfer.graph import Graph, build_graph, expected_types
+from edgeinfer.quant import layouts
+from tests.helpers import reference
+from tests.helpers.bundles import tensor_bytes
+
+FLOATS = {"f16": np.float16, "f32": np.float32}
+
+
+def graph_of(bundle: Bundle) -> Graph:
+    """The graph that is exported."""
+    return build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
+
+
+def stored_tensors(bundle: Bundle) -> dict[str, np.ndarray]:
+    """The checkpoint whose weights are those that the bundle's codes and scales stand for, by Hugging Face's names."""
+    tensors: dict[str, np.ndarray] = {}
+    for weight in graph_of(bundle).weights:
+        stored, data = bundle.types[weight.name], tensor_bytes(bundle, weight.name)
+        shapes = [source.shape for source in weight.sources]
+        if stored.layout == "neuron":
+            values = layouts.unpack_neuron(data, stored.dtype, stored.group_size, weight.shape)  # type: ignore[arg-type]
+            parts = [values[:, 0], values[:, 1], values[:, 2].T]
+        else:
+            whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
+                data, stored.dtype, stored.group_size, weight.shape)  # type: ignore[arg-type]
+            if weight.combine == "interleave16":
+                tiles = whole.reshape(-1, 2, 16, *whole.shape[1:])
+                parts = [tiles[:, i].reshape(-1, *whole.shape[1:])[: shapes[i][0]] for i in range(2)]
+            else:
+                parts = np.split(whole, np.cumsum([shape[0] for shape in shapes])[:-1])
+        tensors |= {source.name: part for source, part in zip(weight.sources, parts, strict=True)}
+    return tensors
+
+
+def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
+    """The oracle's logits after every token, with the weights that the bundle's codes stand for."""
+    return reference.forward(graph_of(bundle), stored_tensors(bundle), ids)
+
+
+def expected_in_f16(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
+    """As `expected`, but what each operation leaves is rounded to f16, and everything within it is exact."""
+
+    def rounded(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def run(state: Any, op: Any, *inputs: np.ndarray) -> np.ndarray:
+            result = operation(state, op, *inputs).astype(np.float16).astype(state.dtype)
+            if op.layer in state.stored:
+                state.stored[op.layer] = tuple(x.astype(np.float16).astype(x.dtype) for x in state.stored[op.layer])
+            return result
+        return run
+
+    with mock.patch.dict(reference.OPS, {name: rounded(operation) for name, operation in reference.OPS.items()}):
+        return expected(bundle, ids)
+
+
+def data_of(model: Path) -> Path:
+    """The one file of data beside a model."""
+    (data,) = model.parent.glob(f"{model.stem}.*.data")
+    return data
+
+
+def difference(logits: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference over the largest logit."""
+    assert logits.shape == want.shape
+    return float(np.abs(logits - want).max() / np.abs(want).max())
+
+
+def cpu_session(model: Path) -> Any:
+    """Open a model on onnxruntime's CPU provider."""
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+
+class Slots:
+    """A model of attention gqa with KV of some sequences; `feed` runs it over new tokens of some of them."""
+
+    def __init__(self, model: Path, flavour: Flavour, slots: int = 1):
+        self._session, self.lengths = cpu_session(model), [0] * slots
+        self._past = {value.name: np.zeros((slots, *value.shape[1:2], flavour.ctx, *value.shape[3:]),
+                                           FLOATS[flavour.dtype])
+                      for value in self._session.get_inputs() if value.name.startswith("past_")}
+
+    def feed(self, tokens: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> list[np.ndarray]:
+        """All outputs for every new token: several of one slot, or one each of several."""
+        chosen = list(slots if slots is not None else range(len(tokens)))
+        ids = np.array(tokens, np.int64)
+        ends = np.array([self.lengths[slot] for slot in chosen]) + ids.shape[1]
+        given = {"input_ids": ids, "seqlens_k": (ends - 1).astype(np.int32),
+                 "total_sequence_length": np.array([ends.max()], np.int32), "output_rows": np.arange(ids.size)}
+        names = [value.name for value in self._session.get_outputs()]
+        past = {name: values[chosen] for name, values in self._past.items()}
+        found = dict(zip(names, self._session.run(names, given | past), strict=True))
+        for name, values in self._past.items():
+            values[chosen] = found[name.replace("past_key_values", "present")]
+        for slot, end in zip(chosen, ends, strict=True):
+            self.lengths[slot] = int(end)
+        return [found[name] for name in names if not name.startswith("present")]
+
+    def chunks(self, ids: Sequence[int], size: int, slot: int = 0) -> np.ndarray:
+        """Logits after every token of a prompt that goes through in chunks, from the slot's beginning."""
+        self.lengths[slot] = 0
+        return np.concatenate([self.feed([ids[i : i + size]], [slot])[0] for i in range(0, len(ids), size)])

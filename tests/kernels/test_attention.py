@@ -1,0 +1,442 @@
+"""Rotary embedding, KV storage and attention on every instruction set, chained as a layer chains them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from edgeinfer.graph import RopeConfig, rope_tables
+from edgeinfer.kernels import abi
+from edgeinfer.kernels.parameters import ATTENTION, ROPE, fill
+from edgeinfer.quant import KV_TYPES
+from edgeinfer.quant import kv as kv_layout
+from tests.helpers.kernel_bench import ISAS, Bench
+
+KV = ("int8", "f16", "f32")
+HEADS = [(1, 1, 6), (4, 2, 8), (6, 2, 10), (8, 1, 64), (3, 3, 128), (16, 2, 16), (2, 1, 40)]
+"""(heads, kv_heads, head_dim): MHA, GQA of 2, 3 and 8, MQA."""
+
+
+@dataclass
+class Sequence:
+    """Tokens of one sequence in a forward pass: `new` of them after `past`."""
+
+    past: int
+    new: int
+    parents: list[int] = field(default_factory=list)
+    """Parent of each new token in a tree, -1 for none; an empty list is a chain."""
+    blocks: list[int] = field(default_factory=list)
+
+    def nodes(self) -> list[tuple[int, int]]:
+        """(depth, mask) of each new token."""
+        if not self.parents:
+            return [(i, -1) for i in range(self.new)]
+        nodes: list[tuple[int, int]] = []
+        for i, parent in enumerate(self.parents):
+            depth, mask = nodes[parent] if parent >= 0 else (-1, 0)
+            nodes.append((depth + 1, mask | 1 << i))
+        return nodes
+
+
+class Layer:
+    """One layer's KV blocks and a forward pass over some sequences."""
+
+    def __init__(self, kv: str, heads: tuple[int, int, int], sequences: list[Sequence], window: int = 0,
+                 norm: bool = False, tile: int = 4, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.kv, self.bench, self.window, self.sequences = kv, Bench(), window, sequences
+        self.heads, self.kv_heads, self.head_dim = heads
+        n_blocks = sum(-(-(s.past + s.new) // abi.BLOCK_TOKENS) for s in sequences)
+        free = list(rng.permutation(n_blocks + 3))  # scrambled, with blocks that nobody owns
+        for s in sequences:
+            s.blocks = [int(free.pop()) for _ in range(-(-(s.past + s.new) // abi.BLOCK_TOKENS))]
+        self.blocks, self.block_bytes = n_blocks + 3, abi.kv_block_bytes(kv, self.head_dim)
+        nodes = [(i, s.past, s.past + row, *node) for i, s in enumerate(sequences)
+                 for row, node in enumerate(s.nodes())]
+        self.batch = {
+            "positions": [past + depth for _, past, _, depth, _ in nodes],
+            "sequences": [i for i, *_ in nodes],
+            "slots": [sequences[i].blocks[row // 16] * 16 + row % 16 for i, _, row, *_ in nodes],
+            "rows": [row for _, _, row, *_ in nodes],
+            "bases": [past for _, past, *_ in nodes],
+            "masks": np.array([mask % 2**64 for *_, mask in nodes], np.uint64).view(np.int64),
+        }
+        self.positions = self.batch["positions"]
+        self.recent = len(self.positions) % 2
+        self.bench.tables([s.blocks for s in sequences], self.recent)
+        self.bench.tokens(**self.batch)
+        tokens, width = len(self.positions), (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.q_stride, self.out_stride = 4 * width + 64, 4 * self.heads * self.head_dim + 64
+        qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
+        qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
+        self.splits = max(self.batch["rows"]) // 256 + 1
+        group = self.heads // self.kv_heads  # no more: what is written behind it shows
+        self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim, group)
+        partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
+        self.places = [
+            self.bench.put("activations", qkv),
+            self.bench.reserve("activations", tokens * self.out_stride),
+            self.bench.put("kv", self._stale_blocks(rng)),
+            self.bench.scratch(self.scratch_bytes, 3),
+            self.bench.scratch(partials),
+        ]
+        self.norms = [self.bench.put("constants", rng.standard_normal(self.head_dim).astype(np.float32)) for _ in "qk"]
+        self.table, self.table_stride = self._table()
+        self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
+        self.attention_flags = 0
+        self.rotary: int | None = None
+        self.apart = 0
+        self.cap = 0.0
+
+    def part(self, plane: int, h: int, block: int) -> int:
+        """Return the offset of the K (plane 0), V (1) or scales (2) of a KV head in a block."""
+        size = 64 if plane == 2 else self.block_bytes
+        start = self.places[2] + plane * self.kv_heads * self.blocks * self.block_bytes
+        return start + (h * self.blocks + block) * size
+
+    def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
+        """Finite K and V in every slot: what earlier owners left, and the past of the sequences."""
+        n, padded, kind = self.blocks * self.kv_heads, abi.padded_head_dim(self.head_dim), KV_TYPES[self.kv]
+        shape, most = (2, n, 16, padded), kind.highest
+        k, v = rng.integers(-most, most + 1, shape) if kind.scaled else rng.standard_normal(shape)
+        k[..., self.head_dim :] = v[..., self.head_dim :] = 0
+        scales = (rng.random((n, 32)) / 60).astype(np.float16) if kind.scaled else np.zeros(0, np.float16)
+        parts = kv_layout.pack_keys(k, kind), kv_layout.pack_values(v, kind), scales.view(np.uint8)
+        return np.concatenate([part.ravel() for part in parts])
+
+    def _table(self) -> tuple[int, int]:
+        half = self.head_dim // 2
+        padded = -(-half // 16) * 16
+        rows = np.full((max(self.positions) + 1, 2, padded), np.nan, np.float32)
+        rows[:, 0, :half], rows[:, 1, :half] = rope_tables(RopeConfig(theta=1e4), self.head_dim, len(rows))
+        return self.bench.put("constants", rows), 8 * padded
+
+    def store(self, isa: str, keep: bool = True, threads: int = 1) -> dict[str, np.ndarray]:
+        """Run rope_store."""
+        parameters = fill(
+            ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            table_stride=self.table_stride, block_bytes=self.block_bytes, blocks=self.blocks, eps=1e-6,
+            rotary=self.head_dim if self.rotary is None else self.rotary,
+            apart=self.apart or (self.head_dim if self.rotary is None else self.rotary) // 2, recent=self.recent,
+        )
+        places = [self.places[0], self.table, self.places[2], *self.norms]
+        return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
+
+    def parameters(self, tile: int | None = None) -> list[int]:
+        return fill(
+            ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
+            head_dim=self.head_dim, block_bytes=self.block_bytes, blocks=self.blocks, window=self.window,
+            scale=1 / math.sqrt(self.head_dim), cap=self.cap,
+            edits=int(bool(self.cap or self.attention_flags & abi.FLAG_ALIBI)), scratch=self.scratch_bytes,
+            splits=self.splits, tokens=tile or self.tile, recent=self.recent,
+        )
+
+    def attend(self, isa: str, threads: int = 1, tile: int | None = None) -> np.ndarray:
+        """Attention in one instruction."""
+        self.bench.counts[abi.COUNT_MERGE] = 0
+        name = f"attention_{self.kv}"
+        return self._run(isa, name, threads, tile)
+
+    def attend_in_splits(self, isa: str, threads: int = 1) -> np.ndarray:
+        """Attention in two instructions: splits, then their merge."""
+        self.bench.counts[abi.COUNT_MERGE] = len(self.positions)
+        self._run(isa, f"attention_{self.kv}", threads, keep=True)
+        return self._run(isa, "attention_merge", threads)
+
+    def _run(self, isa: str, name: str, threads: int, tile: int | None = None, keep: bool = False) -> np.ndarray | None:
+        found = self.bench.run(isa, name, self.places, self.parameters(tile), self.attention_flags, threads, keep)
+        return found.get("out")
+
+    def only(self, t: int) -> None:
+        """Make the forward pass token t alone."""
+        self.batch = {name: [values[t]] for name, values in self.batch.items()}
+        self.positions = self.batch["positions"]
+        self.bench.tokens(**self.batch)
+        self.places[0] += t * self.q_stride
+        self.places[1] += t * self.out_stride
+
+
+def chain_of(new: int, past: int = 0) -> list[Sequence]:
+    return [Sequence(past, new)]
+
+
+@pytest.mark.slow(keep=9)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_rope_store_agrees_with_its_reference(kv: str, heads: tuple[int, int, int], norm: bool) -> None:
+    for tokens in (1, 2, 3, 7, 9, 33):
+        layer = Layer(kv, heads, chain_of(tokens, past=13), norm=norm)
+        for isa in ISAS:
+            whole = layer.store(isa, keep=False)
+            shared = layer.store(isa, keep=False, threads=2)
+            for name, values in whole.items():
+                np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [abi.FLAG_VALUE_NORM, abi.FLAG_KEYS_AS_VALUES,
+                                   abi.FLAG_VALUE_NORM | abi.FLAG_KEYS_AS_VALUES])
+@pytest.mark.parametrize("kv", KV)
+def test_values_are_normed_or_made_of_keys(kv: str, flags: int) -> None:
+    """v is what k is before norm and rotation; pairs lie half of the head apart, of which some turn."""
+    layer = Layer(kv, (4, 2, 22), chain_of(9, past=13), norm=True)
+    layer.flags, layer.rotary, layer.apart = layer.flags | flags, 10, 11
+    for isa in ISAS:
+        whole, shared = layer.store(isa, keep=False), layer.store(isa, keep=False, threads=3)
+        for name, values in whole.items():
+            np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+def test_queries_alone_store_nothing() -> None:
+    layer = Layer("int8", (4, 2, 22), chain_of(9, past=13), norm=True)
+    layer.flags |= abi.FLAG_QUERIES
+    for isa in ISAS:
+        assert list(layer.store(isa)) == ["q and k"]
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_heads_of_512(kv: str) -> None:
+    """Gemma 4's, in layers without a window."""
+    for tokens, past in ((1, 300), (5, 250)):
+        layer = Layer(kv, (4, 1, 512), chain_of(tokens, past))
+        for isa in ISAS:
+            layer.attend_in_splits(isa, threads=2)
+            layer.attend(isa)
+
+
+@pytest.mark.slow(keep=9)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_attention_agrees_with_its_reference(kv: str, heads: tuple[int, int, int]) -> None:
+    for tokens, past in ((1, 0), (2, 14), (3, 30), (7, 250), (9, 0), (33, 245)):
+        layer = Layer(kv, heads, chain_of(tokens, past))
+        for isa in ISAS:
+            layer.attend(isa)
+
+
+@pytest.mark.slow(keep=7)
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 256, 300])
+@pytest.mark.parametrize("kv", KV)
+def test_sliding_windows(kv: str, window: int) -> None:
+    layer = Layer(kv, (4, 2, 10), chain_of(40, past=505), window=window)
+    alone = Layer(kv, (4, 2, 10), chain_of(1, past=530), window=window)
+    for isa in ISAS:
+        layer.attend(isa, tile=8 if window % 2 else 3)
+        alone.attend(isa)
+        layer.attend_in_splits(isa)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", [(4, 2, 10), (8, 1, 64), (3, 3, 128)])
+@pytest.mark.parametrize("kv", KV)
+def test_a_row_has_the_same_bits_however_it_is_computed(kv: str, heads: tuple[int, int, int], isa: str) -> None:
+    """One token or many, any tile, splits or none, any number of threads, with a window or without."""
+    for window in (0, 37):
+        layer = Layer(kv, heads, chain_of(33, past=507), window=window, tile=4)  # the last split begins in the pass
+        layer.store(isa)
+        whole = layer.attend(isa)
+        np.testing.assert_array_equal(layer.attend(isa, tile=1), whole)
+        np.testing.assert_array_equal(layer.attend(isa, tile=3, threads=3), whole)
+        np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        layer.only(20)
+        np.testing.assert_array_equal(layer.attend(isa), whole[20:21])
+        np.testing.assert_array_equal(layer.attend_in_splits(isa), whole[20:21])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
+def test_storing_has_the_same_bits_for_any_number_of_tokens(kv: str, isa: str) -> None:
+    layer = Layer(kv, (6, 2, 10), chain_of(33, past=5), norm=True)
+    whole = layer.store(isa, keep=False)
+    layer.only(17)
+    alone = layer.store(isa, keep=False)
+    np.testing.assert_array_equal(alone["q and k"], whole["q and k"][17:18])
+    for part in ("K", "V"):
+        np.testing.assert_array_equal(alone[f"{part} of token 0"], whole[f"{part} of token 17"])
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_no_tokens_write_nothing(kv: str) -> None:
+    layer = Layer(kv, (4, 2, 10), chain_of(3))
+    layer.bench.tokens([])
+    layer.positions = []
+    for isa in ISAS:
+        assert not layer.store(isa)["q and k"].size
+        assert not layer.attend(isa).size
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_several_sequences_in_one_pass(kv: str) -> None:
+    sequences = [Sequence(0, 5), Sequence(270, 1), Sequence(31, 1), Sequence(7, 9), Sequence(600, 3)]
+    layer = Layer(kv, (4, 2, 10), sequences, tile=6)
+    for isa in ISAS:
+        layer.store(isa)
+        whole = layer.attend(isa)
+        np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        np.testing.assert_array_equal(layer.attend(isa, threads=2, tile=1), whole)
+
+
+GROUPS = [(3, 3, 6), (6, 2, 10), (8, 2, 16), (8, 1, 64)]
+"""Heads with 1, 3, 4 and 8 heads a KV head."""
+
+
+@pytest.mark.slow(keep=5)
+@pytest.mark.parametrize("past", [0, 14, 15, 16, 17, 254, 255, 256, 257, 2040])
+@pytest.mark.parametrize("kv", KV)
+def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
+    """2 to 16 tokens of one sequence or of several: in splits on one to three threads, whole, and one by one."""
+    number = KV.index(kv) + past
+    heads, window = GROUPS[number % 4], (0, 5, 40, 300)[number // 4 % 4]
+    n = (2, 3, 5, 6, 8, 11, 16)[number % 7]
+    several = [Sequence(past, 1), Sequence(33, n // 2), Sequence(past // 2, 1), Sequence(300, 3)]
+    for sequences in (chain_of(n, past), several):
+        layer = Layer(kv, heads, sequences, window)
+        for isa in ISAS:
+            layer.store(isa)
+            whole = layer.attend_in_splits(isa)
+            for threads in (2, 3):
+                np.testing.assert_array_equal(layer.attend_in_splits(isa, threads), whole)
+            np.testing.assert_array_equal(layer.attend(isa), whole)
+        layer.only(len(layer.positions) - 2)
+        np.testing.assert_array_equal(layer.attend_in_splits(ISAS[-1]), whole[-2:-1])
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("heads", [(40, 1, 6), (130, 1, 6), (24, 2, 40)])
+def test_large_groups_are_parted(heads: tuple[int, int, int]) -> None:
+    """More rows of a KV head than a thread keeps queries for: of few tokens, or even of one."""
+    layer = Layer("int8", heads, chain_of(5, past=254))
+    for isa in ISAS:
+        layer.store(isa)
+        whole = layer.attend(isa)
+        for threads in (1, 3):
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads), whole)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_instruction_sets_agree(kv: str) -> None:
+    """int8 scores are exact integers, so only the rounding of floats is left to differ."""
+    layer = Layer(kv, (8, 1, 64), chain_of(7, past=300))
+    first = layer.attend(ISAS[0])
+    for isa in ISAS[1:]:
+        np.testing.assert_allclose(layer.attend(isa), first, rtol=0, atol=2e-5 * np.abs(first).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_dominant_key_is_attended_alone(isa: str) -> None:
+    """Scores far apart: all but the largest get weight 0, wherever it stands."""
+    for winner in (0, 17, 255, 256, 299):
+        sequence = Sequence(299, 1)
+        layer = Layer("f32", (1, 1, 16), [sequence])
+        for i, block in enumerate(sequence.blocks):
+            k = layer.bench.array(layer.part(0, 0, block), np.float32, (16, 16))  # (dimension, token)
+            k[:] = 0
+            k[0, :] = [400.0 if 16 * i + j == winner else -400.0 for j in range(16)]
+        layer.bench.array(layer.places[0], np.float32, (16,))[:] = [4.0] + [0.0] * 15
+        v = layer.part(1, 0, sequence.blocks[winner // 16])
+        row = layer.bench.array(v, np.float32, (16, 16))[winner % 16]
+        np.testing.assert_array_equal(layer.attend(isa)[0], row)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_narrowing_to_fp16_rounds_to_nearest_even(isa: str) -> None:
+    """Every finite fp16, the middle to its neighbour, and a float to each side of it; V is stored as it comes."""
+    f16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64)
+    f16 = np.sort(f16[np.isfinite(f16)])
+    middles = ((f16[1:] + f16[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(side)) for side in (np.inf, -np.inf)]
+    extremes = np.array([65519.99, 65520, 1e6, -1e6, 2.0**-25, 2.0**-25 * 1.001, 1e-30, -1e-30], np.float32)
+    points = np.concatenate([f16.astype(np.float32), middles, *beside, extremes])
+    tokens, n = 64, 1024
+    points = np.resize(points, (-(-len(points) // (tokens * n)), tokens, n))
+    layer = Layer("f16", (1, 1, n), chain_of(tokens))
+    rows = layer.bench.array(layer.places[0], np.float32, (tokens, 3, n), (layer.q_stride, 4 * n, 4))
+    rows[:, :2] = 1
+    for v in points:
+        rows[:, 2] = v
+        stored = layer.store(isa, keep=False)
+        got = np.stack([stored[f"V of token {t}"][0] for t in range(tokens)])
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(got.view(np.uint16), v.astype(np.float16).view(np.uint16))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_head_of_zeros_is_stored_as_zeros(isa: str) -> None:
+    layer = Layer("int8", (2, 1, 8), chain_of(3))
+    layer.bench.array(layer.places[0], np.float32, (3, 32), (layer.q_stride, 4))[1] = 0
+    stored = layer.store(isa)
+    assert not stored["K of token 1"].any()
+    assert not stored["K of token 1 scales"].any()
+    assert np.isfinite(layer.attend(isa)).all()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_a_part_of_a_head_turns(kv: str, heads: tuple[int, int, int]) -> None:
+    """The first dimensions, and none at all."""
+    for rotary in {0, 2, heads[2] // 4 * 2}:
+        layer = Layer(kv, heads, chain_of(7, past=13), norm=bool(rotary))
+        layer.rotary = rotary
+        for isa in ISAS:
+            whole = layer.store(isa, keep=False)
+            shared = layer.store(isa, keep=False, threads=2)
+            for name, values in whole.items():
+                np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("kv", KV)
+def test_capped_scores(kv: str, window: int) -> None:
+    """Scores that mostly lie beyond the cap; the same bits in any tile, in splits or whole."""
+    for tokens, past in ((1, 300), (33, 505)):
+        layer = Layer(kv, (4, 2, 40), chain_of(tokens, past), window=window)
+        layer.cap = 1.5
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa), whole)
+        layer.cap = 0.0
+        assert np.abs(layer.attend(ISAS[-1]) - whole).max() > 0.05
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("kv", KV)
+def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
+    """Below, among and above the scores; the same bits in any tile, in splits or whole."""
+    sinks = np.array([-40, 0.5, 3, 60], np.float32)
+    for sequences in (chain_of(1, 300), chain_of(9, 505), chain_of(33, 505), [Sequence(20, 6, [-1, 0, 0, 1, 2, 2])]):
+        layer = Layer(kv, (4, 2, 40), sequences, window=window)
+        tokens = len(layer.positions)
+        without = layer.attend(ISAS[-1])
+        layer.attention_flags = abi.FLAG_SINKS
+        layer.places += [0, 0, 0, layer.bench.put("constants", sinks)]
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        share = np.abs(whole).reshape(tokens, 4, 40).max(axis=(0, 2)) / np.abs(without).reshape(tokens, 4, 40).max(
+            axis=(0, 2))
+        assert share[0] > 0.999 and share[1] < 1 and share[3] < 1e-6
+
+
+@pytest.mark.parametrize(("rounded", "window"), [(False, 0), (False, 37), (True, 0)])
+@pytest.mark.parametrize("kv", KV)
+def test_scores_fall_with_the_distance(kv: str, rounded: bool, window: int) -> None:
+    """ALiBi; the same bits in any tile, in splits or whole, and of a tree's path as of a chain."""
+    slopes = np.array([0.75, 2.0**-3, 0.0108642578125, 2.0**-8], np.float32)  # all of them bfloat16
+    for sequences in (chain_of(1, 300), chain_of(9, 505), chain_of(33, 505), [Sequence(20, 6, [-1, 0, 0, 1, 2, 2])]):
+        layer = Layer(kv, (4, 2, 40), sequences, window=window)
+        without = layer.attend(ISAS[-1])
+        layer.attention_flags = abi.FLAG_ALIBI | abi.FLAG_ALIBI_BF16 * rounded
+        layer.places += [0, 0, 0, 0, layer.bench.put("constants", slopes)]
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        assert np.abs(whole - without).max() > 0.05

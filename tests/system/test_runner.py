@@ -1,0 +1,163 @@
+"""Generation needs the face of a runner and nothing else; a cancellation reaches its own request and no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgeinfer.config import GenerationConfig, RuntimeConfig
+from edgeinfer.engine import Completion, Generation, Request, RequestQueue
+from edgeinfer.errors import BundleError, CancelledError, RequestError
+from edgeinfer.llm.api import LLM
+from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
+
+VOCAB = 50
+
+
+class Fake(Runner):
+    """A model in NumPy whose next token is the sum of all tokens so far, modulo the vocabulary."""
+
+    def __init__(self, ctx: int = 40, **options: int):
+        self.model = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=ctx)  # type: ignore[assignment]
+        self.config = RuntimeConfig(ctx=ctx, **{"prefill_chunk": 4, "max_sequences": 2, **options})
+        self.passes: list[list[tuple[int, tuple[int, ...], int]]] = []
+        self.alive = 0
+        self.closed = False
+
+    def forward(self, segments: list[Segment], cancel: Cancellation | None = None) -> np.ndarray:
+        if cancel is not None and cancel.asked:
+            raise CancelledError("cancelled")
+        self.passes.append([(len(s.ids), tuple(s.outputs), s.role) for s in segments])
+        rows = []
+        for segment in segments:
+            sums = sum(segment.sequence.tokens) + np.cumsum(segment.ids)
+            rows += [10.0 * np.eye(VOCAB, dtype=np.float32)[sums[i] % VOCAB] for i in segment.outputs]
+            segment.sequence.tokens.extend(segment.ids)
+        return np.array(rows, np.float32).reshape(-1, VOCAB)
+
+    def new_sequence(self) -> Sequence:
+        self.alive += 1
+        return Sequence()
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        self.alive += 1
+        return Sequence(list(sequence.tokens))
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        del sequence.tokens[n_tokens:]
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        self.alive -= 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def expected(prompt: list[int], n: int) -> tuple[int, ...]:
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(sum(ids) % VOCAB)
+    return tuple(ids[len(prompt) :])
+
+
+def complete(runner: Fake, prompt: list[int], **options: object) -> Completion:
+    config = GenerationConfig(**{"temperature": 0, "ignore_eos": True, **options})
+    return Request(RequestQueue(runner), Generation(runner, None, prompt, config)).finish()
+
+
+def test_generation_is_driven_by_a_runner_alone() -> None:
+    """A prompt of several chunks, two samples, greedy; the roles say which tokens are read and which written."""
+    runner, prompt = Fake(), [7, 1, 9, 2, 30, 4]
+    done = complete(runner, prompt, max_tokens=6, n=2)
+    assert [choice.token_ids for choice in done.choices] == [expected(prompt, 6)] * 2
+    assert done.finish_reason == "length" and runner.alive == 0
+    assert runner.passes[:3] == [[(4, (), PROMPT)], [(2, (1,), PROMPT)], [(1, (0,), DECODE)] * 2]
+    assert len(runner.passes) == 2 + 5
+    assert complete(Fake(ctx=8), prompt, max_tokens=6).token_ids == expected(prompt, 2)
+    assert complete(Fake(), prompt, max_tokens=0).finish_reason == "length"
+
+
+def test_a_runner_that_moves_nothing_keeps_chains_alone() -> None:
+    runner = Fake()
+    sequence = runner.new_sequence()
+    runner.forward([Segment(sequence, [7, 1, 9, 2], (), DECODE)])
+    runner.accept(sequence, 1, [0, 1])
+    assert sequence.tokens == [7, 1, 9]
+    with pytest.raises(RequestError, match=r"This model cannot keep the branch \[1\] of a tree; run its tokens as a"):
+        runner.accept(sequence, 1, [1])
+
+
+def test_scores_come_chunk_by_chunk() -> None:
+    runner, ids = Fake(outputs=3), [3, 1, 4, 1, 5]
+    blocks = list(runner.score(runner.new_sequence(), ids))
+    assert [(start, len(rows)) for start, rows in blocks] == [(0, 3), (3, 2)]
+    assert np.concatenate([rows for _, rows in blocks]).argmax(axis=1).tolist() == list(np.cumsum(ids) % VOCAB)
+
+
+def test_a_runner_need_not_keep_prompts_in_files() -> None:
+    runner = Fake()
+    with pytest.raises(RequestError, match=r"^This model cannot save prompts, so a was not written; leave the prompt"):
+        runner.save(runner.new_sequence(), "a")
+    with pytest.raises(BundleError, match=r"^This model cannot read the prompt cache a; leave it out\.$"):
+        runner.load("a")
+
+
+# -- cancelling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", ctx=64, threads=1) as opened:
+        yield opened
+
+
+def test_a_cancel_between_two_requests_reaches_neither(llm: LLM) -> None:
+    """Of a request that is over: by `LLM.cancel`, and by its own generation at any later time."""
+    old: Generation | None = None
+    for _ in range(20):
+        stream = llm.stream([5, 6, 7], max_tokens=2, ignore_eos=True)
+        for _piece in stream:
+            pass
+        assert stream.completion.finish_reason == "length"
+        llm.cancel()
+        if old is not None:
+            old.cancel()
+        stream._request.generation.cancel()
+        old = stream._request.generation
+
+
+@pytest.mark.slow
+def test_a_late_cancel_never_ends_the_next_request(llm: LLM) -> None:
+    """A thread that always cancels the request before the running one, at any moment of it: 1000 requests finish."""
+    previous: list[Generation] = []
+    stop = threading.Event()
+    n_cancelled = 0
+
+    def pester() -> None:
+        nonlocal n_cancelled
+        while not stop.is_set():
+            if previous:
+                previous[-1].cancel()
+                n_cancelled += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=pester)
+    thread.start()
+    try:
+        for i in range(1000):
+            request = llm._request([5, 6, 7 + i % 3], {"max_tokens": 2, "ignore_eos": True})
+            assert request.finish().finish_reason == "length", f"request {i}"
+            previous.append(request.generation)
+    finally:
+        stop.set()
+        thread.join()
+    assert n_cancelled > 100
+    request = llm._request([5, 6, 7], {"max_tokens": 2, "ignore_eos": True})
+    request.generation.cancel()  # one of its own, before it starts, holds
+    assert request.finish().finish_reason == "cancelled"

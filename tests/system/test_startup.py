@@ -1,0 +1,82 @@
+"""Start-up: what importing loads, and how long the first answer of the command line takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command_line import relative_cost
+from tests.unit.graph.test_graph import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_IMPORTS = 2.0
+"""`--help` takes 1.3 times."""
+HEAVY = (
+    "numpy",
+    "numba",
+    "llvmlite",
+    "tokenizers",
+    "sentencepiece",
+    "huggingface_hub",
+    "jinja2",
+    "torch",
+    "transformers",
+)
+
+
+def loaded(code: str) -> set[str]:
+    """Return the heavy packages that a fresh interpreter has loaded after `code`."""
+    report = f"{code}\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rsplit("LOADED", 1)[1].split())
+
+
+def test_building_a_graph_needs_no_numpy() -> None:
+    """Planning and `--help` stay quick."""
+    code = f"from edgeinfer.graph import *; build_graph(read_config({CONFIG}), requested_types())"
+    assert "numpy" not in loaded(code)
+
+
+def test_importing_edgeinfer_loads_nothing_heavy() -> None:
+    assert loaded("import edgeinfer") == set()
+
+
+def test_naming_the_public_classes_loads_no_numba() -> None:
+    assert not loaded("from edgeinfer import GenerationConfig, EdgeInferError") & {"numpy", "numba", "llvmlite"}
+
+
+def has_command_line() -> bool:
+    """Whether the command line stands; a folder without main is not a command line."""
+    face = ROOT / "edgeinfer" / "cli" / "__init__.py"
+    return face.is_file() and "main" in face.read_text(encoding="utf-8")
+
+
+needs_command_line = pytest.mark.skipif(not has_command_line(), reason="edgeinfer.cli has no main yet")
+
+
+@needs_command_line
+def test_help_loads_nothing_heavy() -> None:
+    assert (
+        loaded(
+            "import edgeinfer.cli, contextlib\nwith contextlib.suppress(SystemExit):\n"
+            "    edgeinfer.cli.main(['--help'])"
+        )
+        == set()
+    )
+
+
+@needs_command_line
+@pytest.mark.slow
+@pytest.mark.timing
+def test_help_answers_at_once() -> None:
+    """In processor time beside that of the imports which it needs anyway."""
+
+    def check(done: subprocess.CompletedProcess[str]) -> None:
+        assert done.returncode == 0 and "run" in done.stdout, done.stderr
+
+    code = "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.cli import main; main()"
+    assert relative_cost([sys.executable, "-c", code, "--help"], check, "typer, rich.console") < MOST_IMPORTS

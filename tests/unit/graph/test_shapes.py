@@ -1,0 +1,107 @@
+"""Built-in shapes: the parameter counts that were published, what can run, and configs that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.graph import builtin_shapes, read_config
+from edgeinfer.models.describe import describe, describe_config
+
+BILLIONS = {  # of the model cards and reports, said independently of the table
+    "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6,
+    "llama-3.1-405b": 406, "llama-3.2-1b": 1.235, "llama-3.2-3b": 3.21, "tinyllama-1.1b": 1.1, "smollm2-135m": 0.1345,
+    "smollm2-360m": 0.362, "smollm2-1.7b": 1.71, "mistral-7b": 7.24, "mistral-7b-v0.3": 7.25, "mistral-nemo-12b": 12.2,
+    "mistral-small-24b": 23.6, "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7,
+    "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
+    "gemma-2-2b": 2.614, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77, "gemma-4-31b": 30.7, "gemma-4-26b-a4b": 25.2, "gemma-4-12b": 11.95,
+    "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
+    "deepseek-r1-distill-qwen-1.5b": 1.78, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7,
+    "glm-4.7-flash": 29.94, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+}
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
+          "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
+          "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
+          "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72}
+"""The cards of gpt-oss and SmallThinker leave the embedding out."""
+
+
+def test_documents_count_the_shapes() -> None:
+    n = len(builtin_shapes())
+    for document, words in (("docs/explanation/planning.md", "published models"),
+                            ("CHANGELOG.md", "built-in shapes")):
+        assert f" {n} {words}" in (Path(__file__).parents[3] / document).read_text(encoding="utf-8"), document
+
+
+@pytest.mark.slow(keep=14)
+@pytest.mark.parametrize("name", builtin_shapes())
+def test_each_shape_has_its_published_parameters(name: str) -> None:
+    shape, description = builtin_shapes()[name], describe(name)
+    assert description.parameters == pytest.approx(shape.parameters, rel=1e-6)
+    if name in BILLIONS:
+        assert description.parameters == pytest.approx(BILLIONS[name] * 1e9, rel=0.005)
+    assert description.active_parameters == pytest.approx(
+        ACTIVE[name] * 1e9 if name in ACTIVE else description.parameters, rel=0.01)
+    assert description.source == f"built-in shape, as {shape.source}"
+
+
+def test_there_are_enough_of_them_and_each_family_is_there() -> None:
+    names = builtin_shapes()
+    assert len(names) >= 40
+    for family in ("llama-2", "llama-3.1", "llama-3.2", "mistral", "mixtral", "qwen2.5", "qwen3", "gemma-2", "gemma-3",
+                   "phi-3", "phi-4", "smollm2", "tinyllama", "deepseek-r1"):
+        assert any(name.startswith(family) for name in names), family
+
+
+def test_of_a_moe_only_the_active_experts_are_read() -> None:
+    mixtral, dense = describe("mixtral-8x7b"), describe("mistral-7b")
+    ffn = dense.ffn_bytes  # the same layer sizes but for the router
+    assert mixtral.ffn_bytes == pytest.approx(2 * ffn)
+    assert mixtral.all_bytes_per_pass - mixtral.bytes_per_token == pytest.approx(6 * ffn)
+    routers = 32 * 16 * 4096 * 4  # 32 layers, 8 experts padded to a tile of 16 rows, float32
+    assert mixtral.bytes_per_token - dense.bytes_per_token == ffn + routers
+    assert dense.all_bytes_per_pass == dense.bytes_per_token
+
+
+def test_windows_of_the_families() -> None:
+    assert [describe("gemma-2-2b").config.window(i) for i in range(4)] == [4096, 0, 4096, 0]
+    assert [describe("gemma-3-1b").config.window(i) for i in range(7)] == [512] * 5 + [0, 512]
+    assert set(describe("phi-3-mini").config.windows) == {2047}
+    assert describe("phi-4").config.windows == ()
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    return {**builtin_shapes()[name].config, **changes}
+
+
+def test_text_config_of_models_that_see() -> None:
+    flat = config("gemma-3-4b")
+    nested = {"model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": flat}
+    assert read_config(flat) == read_config(nested)
+    with pytest.raises(CheckpointError, match=r"text_config holds 7; it must be a JSON object"):
+        read_config({"model_type": "gemma3", "text_config": 7})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be a whole number from 1 to 8"),
+        ("mixtral-8x7b", {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number from 1 to 4096"),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'; it must be a whole number"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [48]}, r"mlp_only_layers is \[48\]; it must list layers"),
+        ("gemma-2-2b", {"sliding_window": -1}, "sliding_window is -1; it must be a whole number"),
+        ("phi-4", {"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ("phi-4", {"hidden_act": "swiglu"}, "hidden_act is 'swiglu', which edgeinfer does not support"),
+        ("llama-2-7b", {"model_type": "mamba"}, "model_type is 'mamba', which edgeinfer does not support"),
+        ("llama-2-7b", {"model_type": None}, "config.json lacks 'model_type'"),
+        ("llama-2-7b", {"model_type": ["llama"]}, r"model_type is \['llama'\], which edgeinfer does not support"),
+    ],
+)
+def test_wrong_fields_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        describe_config(config(name, **changes), name, "test")
