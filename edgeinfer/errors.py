@@ -122,6 +122,12 @@ class RequestError(EdgeInferError):
     code = "bad_request"
 
 
+class QueueFullError(RequestError):
+    """A request that came while as many wait as may; the same request may be served later."""
+
+    code = "queue_full"
+
+
 class ContextError(RequestError):
     """A prompt that is longer than the context."""
 

@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..config import GenerationConfig
-from ..engine import Drafter, DraftModel, Generation, Sampled, Sampler, Speculation, Times
+from ..engine import Drafter, DraftModel, Generation, Sampled, Sampler, Speculation, Times, run_alone
 from ..runner import DECODE, Segment
 from .repetitions import token_ids
 
@@ -87,7 +87,7 @@ class StatedProposals(Drafter):
         ends = [(len(text.tokens), min(len(text.tokens) + n, len(self._text))) for text in texts]
         return [[stated(self._text, place, self._right, self._vocab_size) for place in range(*end)] for end in ends]
 
-    def release(self) -> None:
+    def release(self, texts: Items[Any]) -> None:
         """There is nothing to give back."""
 
 
@@ -117,13 +117,7 @@ class Replayed(Generation):
 
     def run(self) -> Completion:
         """Write the text and return the outcome."""
-        try:
-            self.start(self._runner.new_sequence())
-            while not self.finished:
-                self.step()
-        finally:
-            self.release()
-        return self.result()
+        return run_alone(self, self._runner)
 
 
 class SpeculationBench(NamedTuple):

@@ -1,4 +1,4 @@
-"""The engine: requests that take turns at a runner, generation and sampling."""
+"""The engine: requests of many threads that share forward passes, generation and sampling."""
 
 from typing import TYPE_CHECKING
 
@@ -7,8 +7,9 @@ from edgeinfer.base.lazy_import import lazily
 if TYPE_CHECKING:
     from .beams import BeamSearch
     from .completion import Choice, Completion, Score, SpeculationReport, TokenLogprob, TopLogprob
-    from .generation import Generation, too_long
-    from .requests import Request, RequestQueue, Stream
+    from .engine import Engine
+    from .generation import Generation
+    from .request import Request, Stream
     from .sampler import Sampled, Sampler
     from .scoring import Scoring
     from .speculation.controller import Speculation
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
     from .speculation.drafter import Drafter
     from .speculation.prompt_lookup import PromptLookup
     from .speculation.self_draft import SelfDraft
+    from .step import run_alone
+    from .task import Task, too_long
 
-__all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
-           "RequestQueue", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
-           "Stream", "Times", "TokenLogprob", "TopLogprob", "too_long"]
+__all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Engine", "Generation", "PromptLookup",
+           "Request", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
+           "Stream", "Task", "Times", "TokenLogprob", "TopLogprob", "run_alone", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
     "speculation.costs": "Times", "speculation.draft_model": "DraftModel", "speculation.drafter": "Drafter",
-    "speculation.prompt_lookup": "PromptLookup", "generation": "Generation too_long",
-    "requests": "Request RequestQueue Stream", "sampler": "Sampled Sampler",
+    "speculation.prompt_lookup": "PromptLookup", "generation": "Generation", "engine": "Engine",
+    "request": "Request Stream", "step": "run_alone", "task": "Task too_long", "sampler": "Sampled Sampler",
     "scoring": "Scoring", "speculation.self_draft": "SelfDraft", "speculation.controller": "Speculation",
 })

@@ -28,13 +28,13 @@ import numpy as np
 from edgeinfer.kernels import sampling
 
 from ..config import GenerationConfig
-from ..errors import RequestError
-from ..memory_planner import shared_blocks
+from ..runner import DECODE
 from ..text import Tokenizer
 from .candidate import Sample
 from .completion import Completion
 from .generation import Generation
 from .sampler import Sampled, Sampler
+from .task import Ran, Run
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -71,20 +71,8 @@ class BeamSearch(Generation):
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, prompt_ids: Iterable[int],
                  config: GenerationConfig, eos_ids: Iterable[int] = ()):
-        super().__init__(runner, tokenizer, prompt_ids, config, eos_ids)
         self._results: list[Beam] = []
-        n_prompt, beams, there = len(self.prompt_ids), config.beams, runner.plan.kv_blocks
-        if (needed := shared_blocks(n_prompt, self.room, beams, runner.block_tokens)) > there:
-            raise RequestError(
-                f"{beams} beams of up to {self.room} tokens behind a prompt of {n_prompt} may need {needed} KV blocks "
-                f"of {runner.block_tokens} tokens, and the model is open for {there}; lower max_tokens, or open it "
-                f"with own_tokens={config.max_tokens}.")
-        windowed = runner.plan.windowed
-        if windowed and (needed := windowed.needed(self.room, beams)) > windowed.blocks:
-            raise RequestError(
-                f"{beams} beams of up to {self.room} tokens may need {needed} KV blocks of layers with a window, and "
-                f"the model is open for {windowed.blocks}; lower max_tokens, or open it with "
-                f"own_tokens={config.max_tokens}.")
+        super().__init__(runner, tokenizer, prompt_ids, config, eos_ids)
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
         return [Beam(self.prompt_ids, self.sampler(0), self.stop, tokenizer, self._ends, 0)]
@@ -95,12 +83,36 @@ class BeamSearch(Generation):
         sampler.address = 0
         return sampler
 
-    def step(self) -> str:
-        """Decode a token of every beam and choose the next beams."""
-        beams = self._samples
-        sequences, ids = [self._own_sequence(beam) for beam in beams], [beam.last_id for beam in beams]
-        logits = self._unless_cancelled(lambda: self._runner.decode(sequences, ids, self._cancellation))
-        return "" if logits is None else self._choose(beams, logits)
+    @property
+    def further(self) -> int:
+        """No pass goes on by itself: each row of logits is looked at."""
+        return 0
+
+    @property
+    def known_ids(self) -> list[int]:
+        """The prompt."""
+        return self.prompt_ids
+
+    def _decodes(self, live: list[Beam]) -> list[Run]:
+        """Return the last token of each beam; before that, what a preemption has taken of them.
+
+        The next beams are chosen among all rows, so all come from one forward pass.
+        """
+        behind = [(beam, beam.tokens[len(beam.sequence) : -1]) for beam in live if beam.sequence is not None]
+        lost = [Run(beam.sequence, ids, DECODE, last=False, owner=beam) for beam, ids in behind if beam.sequence and ids]
+        return lost or super()._decodes(live)
+
+    def take(self, ran: list[Ran]) -> str:
+        """Choose the first beams from the prompt's last row, and the next ones from a row of each."""
+        wanted = [one for one in ran if len(one.rows)]
+        if not wanted:
+            return ""
+        self._chosen = True
+        if self.room <= 0:
+            return self.end("length")
+        beams = [self._samples[0] if one.run.owner is None else one.run.owner for one in wanted]
+        self._choose(beams, [one.rows[0] for one in wanted])
+        return ""
 
     def result(self) -> Completion:
         """Return the outcome so far."""
@@ -111,10 +123,10 @@ class BeamSearch(Generation):
         tokens = done.completion_tokens - sum(1 for choice in done.choices if choice.token_ids)
         return replace(done, tpot_ms=1000 * seconds / steps, tok_per_s=tokens / seconds)
 
-    def _choose(self, samples: Items[Any], logits: Any, chosen: Items[list[int]] = ()) -> str:
+    def _choose(self, parents: Items[Beam], rows: Items[Any]) -> None:
         """Take the best candidates as the next beams, or as results."""
         beams, survivors, ended = self._config.beams, list[tuple[Beam, Beam]](), list[Beam]()
-        for rank, (parent, row, token_id, total) in enumerate(self._candidates(samples, logits)):
+        for rank, (parent, row, token_id, total) in enumerate(self._candidates(parents, rows)):
             if len(survivors) == beams:
                 break
             child = parent.child(parent.sampler.named(token_id, row), total, self.room)
@@ -123,13 +135,12 @@ class BeamSearch(Generation):
             elif rank < beams:
                 child.score = self._score(total, parent.n_tokens + 1)
                 ended.append(child)
-        self._took(1)
+        self._note_times(1)
         self._results = self._best([*self._results, *ended])
         if survivors and not self._settled(survivors[0][1]):
             self._go_on(survivors)
         else:
             self._conclude(self._results)
-        return ""
 
     def _candidates(self, beams: Items[Beam], rows: Any) -> Iterator[tuple[Beam, Any, int, float]]:
         """Yield beam, its logits, token and sum of log-probabilities, best first: enough for `beams` that do not end.
@@ -169,18 +180,27 @@ class BeamSearch(Generation):
                 self._give_back(parent)
         live = [child for _, child in survivors]
         self._samples = [*live, *self._samples]  # whatever interrupts this, `release` finds each sequence
-        for parent, (first, *others) in ((parent, children) for parent, children in families if children):
-            first.sequence, parent.sequence = self._own_sequence(parent), None
-            for child in others:
-                child.sequence = self._runner.fork(first.sequence)
+        for parent, children in families:
+            if children:
+                self._hand_over(parent, children)
         self._samples = live
+
+    def _hand_over(self, parent: Beam, children: list[Beam]) -> None:
+        """Let children go on with their parent's sequence, which for the first beams is the prompt's."""
+        if parent.sequence is None:
+            self._distribute([parent])
+        sequence, parent.sequence = parent.sequence, None
+        assert sequence is not None
+        children[0].sequence = sequence
+        for child in children[1:]:
+            child.sequence = self._runner.fork(sequence)
 
     def _give_back(self, beam: Beam) -> None:
         sequence, beam.sequence = beam.sequence, None
         if sequence is not None:
             self._runner.release(sequence)
 
-    def _finish(self, reason: str) -> str:
+    def end(self, reason: str = "cancelled") -> str:
         """End the search early: the beams so far are ranked, and have this reason."""
         if self.finished:
             return ""
@@ -194,15 +214,15 @@ class BeamSearch(Generation):
         return ""
 
     def _conclude(self, results: list[Beam]) -> None:
-        """Keep the results and one sequence, for a request that continues it."""
+        """Keep the results and one sequence, whose beginning later requests may share."""
         first, *others = self._samples
         for beam in others:
             self._give_back(beam)
         results = results[: self._config.n]
         for index, beam in enumerate(results):
             beam.index = index
-        sequence, first.sequence = first.sequence, None
-        results[0].sequence = sequence
+        kept, first.sequence = first.sequence, None
+        results[0].sequence = kept
         self._samples = results
 
 

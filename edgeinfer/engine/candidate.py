@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..text import StopStrings, StreamDecoder, Tokenizer
@@ -12,14 +13,29 @@ from .sampler import Sampled, Sampler
 
 if TYPE_CHECKING:
     from ..runner import Sequence
+    from .speculation.usage import Usage
+
+_keys = count()
 
 
 class Sample:
-    """The state of one sample."""
+    """The state of one sample.
+
+    Attributes
+    ----------
+    key : int
+        No other sample of this process has it.
+    usage : Usage or None
+        Statistics of speculation in its request.
+    accepted : int
+        Draft tokens that were right in the last forward pass that verified some.
+    """
 
     def __init__(self, prompt_ids: Items[int], sampler: Sampler, stop: Items[str], tokenizer: Tokenizer | None,
                  eos_ids: frozenset[int], index: int):
-        self.index = index
+        self.index, self.key = index, next(_keys)
+        self.usage: Usage | None = None
+        self.accepted = 0
         self.tokens = list(prompt_ids)
         self.sequence: Sequence | None = None
         self.finish_reason = ""

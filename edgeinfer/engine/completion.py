@@ -121,6 +121,8 @@ class Completion:
     """All samples; of beams as many as were asked for, the best first."""
     speculation: SpeculationReport | None = None
     """Statistics of speculation; None if it was off."""
+    queued_ms: float = 0.0
+    """Part of `ttft_ms` before its first forward pass, while others had the blocks or sequences that it needs."""
 
     @property
     def score(self) -> float | None:

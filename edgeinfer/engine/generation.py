@@ -1,4 +1,4 @@
-"""One request: its prompt is prefilled, then each step gives every sample one more token."""
+"""One request: its prompt is processed, then each forward pass gives every sample a token or a few."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import secrets
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from functools import partial
-from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..base.validation import shown, whole
 from ..config import GenerationConfig
-from ..errors import CancelledError, ContextError, RequestError
-from ..runner import DECODE, Cancellation, Segment
+from ..errors import RequestError
+from ..memory_planner import shared_blocks
+from ..runner import DECODE
 from ..text import Tokenizer
 from .candidate import Sample
 from .completion import Completion
 from .sampler import Sampler
+from .task import Ran, Run, Task
 
 if TYPE_CHECKING:
-    from ..base.progress import OnProgress
     from ..runner import Runner, Sequence
     from .speculation.controller import Speculation
 
@@ -28,12 +26,17 @@ SEED_BITS = 32
 """Of seeds sampled here; short enough to be typed again."""
 
 
-class Generation:
-    """A request to a runner.
+class Draft(NamedTuple):
+    """A sample and the draft tokens that a forward pass verifies for it."""
 
-    `start` prefills the prompt and gives the first tokens, `step` the next ones, until `finished`; then `result` tells
-    the outcome and `release` gives the sequences back. All of them belong to one thread at a time; `cancel` may be
-    called from any thread and from signal handlers.
+    sample: Sample
+    proposal: list[int]
+    samplers: list[Sampler]
+    """Of the token behind the sample's last one, and behind each draft token."""
+
+
+class Generation(Task[Completion]):
+    """A request to continue a prompt by sampling.
 
     Parameters
     ----------
@@ -42,13 +45,12 @@ class Generation:
     prompt_ids : tokens of the prompt, with the beginning-of-text token
     config : how to continue it
     eos_ids : tokens that end the text
-    speculation : drafts tokens, of which a forward pass checks several; the text is the same
+    speculation : drafts tokens, which forward passes verify; the text is the same
 
     Raises
     ------
     RequestError
-        The prompt is empty or longer than the context, a token id is outside the vocabulary, or the request needs
-        more sequences than the runner has.
+        As `Task`, or the request needs more sequences or KV blocks than the runner has.
     """
 
     def __init__(
@@ -60,32 +62,51 @@ class Generation:
         eos_ids: Iterable[int] = (),
         speculation: Speculation | None = None,
     ):
-        self.prompt_ids = checked_prompt(prompt_ids, runner)
-        self._runner = runner
+        super().__init__(runner, prompt_ids)
         self._config = config
-        self._speculation = speculation
+        self.speculation = speculation
         self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
-        most, what = runner.config.max_sequences, "beams" if config.beams > 1 else "samples"
-        if (asked := max(config.n, config.beams)) > most:
-            raise RequestError(f"{asked} {what} were asked for, but the model is open for {most}; open it with "
-                               f"max_sequences={asked}.")
+        self.n_sequences, what = max(config.n, config.beams), "beams" if config.beams > 1 else "samples"
+        if self.n_sequences > (most := runner.config.max_sequences):
+            raise RequestError(f"{self.n_sequences} {what} were asked for, but the model is open for {most}; open it "
+                               f"with max_sequences={self.n_sequences}.")
         if config.stop and tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
         self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
+        self._check_blocks(what)
         self._samples: Items[Sample] = self._new_samples(tokenizer)
-        self.cached_tokens = 0
-        self._cancellation = Cancellation()
-        self._times: list[float] = []
-        self.told: OnProgress | None = None
-        """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
+        self._usage = speculation.usage() if speculation else None
+        for sample in self._samples:
+            sample.usage = self._usage
+        self._base: Sequence | None = None
+        """Holds the prompt until a sample goes on with it."""
+        self._chosen = False
+        """Whether the first tokens are there."""
+        self._times = [time.perf_counter()]
+        self._began: float | None = None
+
+    def _check_blocks(self, what: str) -> None:
+        """Refuse what cannot fit the KV pools even when nothing else runs."""
+        n, n_prompt, runner = self.n_sequences, len(self.prompt_ids), self._runner
+        room, own = max(self.room, 0), f"own_tokens={self._config.max_tokens}"
+        if n > 1:
+            whose = f"{n} {what} of up to {room} tokens behind a prompt of {n_prompt}"
+        else:
+            whose, own = f"A prompt of {n_prompt} tokens and up to {room} new ones", "more KV memory (--kv-memory)"
+        if (needed := shared_blocks(n_prompt, room, n, runner.block_tokens)) > (there := runner.plan.kv_blocks):
+            raise RequestError(f"{whose} may need {needed} KV blocks of {runner.block_tokens} tokens, and the model is "
+                               f"open for {there}; lower max_tokens, or open it with {own}.")
+        windowed = runner.plan.windowed
+        if windowed and (needed := windowed.needed(room, n)) > windowed.blocks:
+            raise RequestError(f"{whose} may need {needed} KV blocks of layers with a window, and the model is open "
+                               f"for {windowed.blocks}; lower max_tokens, or open it with {own}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
         return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index)
                 for index in range(self._config.n)]
 
-    def _tell(self, told: OnProgress, done: int, total: int) -> None:
-        told("prompt", self.cached_tokens + done, self.cached_tokens + total, "")
+    # -- what the engine asks ----------------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
@@ -94,151 +115,162 @@ class Generation:
 
     @property
     def sequence(self) -> Sequence | None:
-        """The first sample's sequence."""
-        return self._samples[0].sequence
+        """The sequence that holds the prompt, later the first sample's."""
+        return self._base or self._samples[0].sequence
 
-    def cancel(self) -> None:
-        """End the request within 100 ms; its samples finish as ``cancelled``. Once it is over nothing happens."""
-        self._cancellation.cancel()
+    @property
+    def live(self) -> list[Sample]:
+        """Samples that go on."""
+        return [sample for sample in self._samples if not sample.finish_reason]
 
-    def start(self, sequence: Sequence) -> str:
-        """Prefill what the sequence does not hold yet and choose the first token of every sample.
+    @property
+    def left(self) -> int:
+        """Tokens that each sample may be given besides the next one."""
+        return self.room - max(sample.n_tokens for sample in self.live) - 1
 
-        Parameters
-        ----------
-        sequence : holds a proper prefix of the prompt; belongs to this request until `release`
+    @property
+    def needs_each(self) -> bool:
+        """Whether rows of logits are looked at one by one."""
+        return any(sample.sampler.needs_each for sample in self._samples)
 
-        Returns
-        -------
-        str
-            New text of the first sample.
-        """
-        self._samples[0].sequence = sequence
-        self.cached_tokens = len(sequence)
+    @property
+    def further(self) -> int:
+        """Tokens by which a forward pass may go on by itself."""
+        return 0 if self.needs_each else self.left
+
+    @property
+    def known_ids(self) -> list[int]:
+        """The prompt, and behind it the tokens of an only sample."""
+        return self._samples[0].tokens if self._config.n == 1 else self.prompt_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens behind the prompt that each sequence may hold in the end: the last one is never written."""
+        return max(self.room - 1, 0)
+
+    def arrive(self) -> None:
+        """Let the time to the first token begin."""
         self._times = [time.perf_counter()]
-        ids, spec = self.prompt_ids[len(sequence) :], self._samples[0].sampler.address
-        told = self.told and partial(self._tell, self.told)
-        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, spec, told))
-        if logits is None or self.finished:
-            return ""
-        if self.room <= 0:
-            return self._finish("length")
-        return self._choose(self._samples, [logits] * len(self._samples))
 
-    def step(self) -> str:
-        """Give every live sample a token, or a few; returns the new text of the first sample."""
-        live = [sample for sample in self._samples if not sample.finish_reason]
-        sequences = [self._own_sequence(sample) for sample in live]
-        text = self._unless_cancelled(lambda: self._advance(live, sequences))
-        return text or ""
+    def begin(self, sequence: Sequence) -> None:
+        """Take a sequence that holds a beginning of the prompt, or of the only sample."""
+        self._base = sequence
+        if self._began is None:
+            self._began, self.cached_tokens = time.perf_counter(), len(sequence)
 
-    def _advance(self, live: list[Sample], sequences: list[Sequence]) -> str:
-        """Run over the last token of each sample, and over draft tokens behind it, if there are any."""
-        room = self.room - max(sample.n_tokens for sample in live) - 1
-        speculation, each = self._speculation, any(sample.sampler.needs_each for sample in live)
-        if speculation and speculation.idle:
-            speculation = None
-        if speculation:
-            most = min(room + 1, self._runner.config.outputs)
-            if proposals := speculation.proposals(live, room, self._cancellation,
-                                              lambda: self._runner.room(sequences, most) - 1, each):
-                return self._verify(live, sequences, proposals)
-        ids, sample_specs = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
-        before = [len(sequence) for sequence in sequences]
-        further = 0 if each else room
-        logits = self._runner.decode(sequences, ids, self._cancellation, sample_specs, further)
-        chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
-        text = self._choose(live, logits, chosen)
-        for sample, sequence in zip(live, sequences, strict=True):
-            if sample.finish_reason:  # its blocks behind the end are for the others
-                self._runner.truncate(sequence, min(len(sequence), len(sample.tokens)))
-        if speculation:
-            speculation.plain(1 + len(chosen[0]))
+    def join(self, others: list[Task[Any]]) -> None:
+        """Speculate together with a task that runs already, if both have the same settings."""
+        for other in others:
+            if isinstance(other, Generation) and other.speculation and self.speculation \
+                    and other.speculation.key == self.speculation.key:
+                self.speculation = other.speculation
+                return
+
+    def runs(self) -> list[Run]:
+        """Return the rest of the prompt, or what each live sample has not run yet: mostly its last token."""
+        base, n_prompt, live = self._base, len(self.prompt_ids), self.live
+        if base is not None and len(base) < n_prompt:
+            specs = (self._samples[0].sampler.address,)
+            return [Run(base, self.prompt_ids[len(base) : n_prompt], last=not self._chosen, specs=specs)]
+        self._distribute(live)
+        return self._decodes(live)
+
+    def _distribute(self, samples: list[Any]) -> None:
+        """Let the first sample without a sequence go on with the prompt's, and the others with copies of it."""
+        without = [sample for sample in samples if sample.sequence is None]
+        if not without:
+            return
+        if self._base is None:
+            raise RequestError("The request was released; make a new one.")
+        for sample in without[1:]:
+            sample.sequence = self._runner.fork(self._base)
+        without[0].sequence, self._base = self._base, None
+
+    def _decodes(self, live: list[Any]) -> list[Run]:
+        """Return what samples with sequences of their own have not run yet."""
+        return [Run(sample.sequence, sample.tokens[len(sample.sequence) :], DECODE, True, False,
+                    (sample.sampler.address,), sample) for sample in live]
+
+    def verification(self, run: Run, proposal: list[int]) -> Run:
+        """Return the run of a sample's last token and draft tokens behind it."""
+        sample, ids = run.owner, (run.owner.last_id, *proposal)
+        samplers = sample.sampler.following(proposal)
+        return run._replace(ids=ids, last=False, each=True, specs=[sampler.address for sampler in samplers],
+                            owner=Draft(sample, proposal, samplers), whole=True)
+
+    def take(self, ran: list[Ran]) -> str:
+        """Take in sampled tokens; returns the new text of the first sample."""
+        text, took = "", False
+        for run, n, rows, chosen in ran:
+            if not len(rows):  # a part of the prompt, or of what was computed before
+                continue
+            took = True
+            if run.owner is None:
+                text += self._take_prompt(rows[0])
+            elif isinstance(run.owner, Draft):
+                text += self._take_verified(run, rows)
+            else:
+                text += self._take_decoded(run, rows[0], chosen)
+        if took:
+            self._took()
         return text
 
-    def _verify(self, live: list[Sample], sequences: list[Sequence], proposals: list[list[int]]) -> str:
-        """Run over draft tokens, and keep them as long as each is the token that would have been sampled in its place.
+    def _take_prompt(self, row: Any) -> str:
+        """Choose the first token of every sample."""
+        self._chosen = True
+        if self.room <= 0:
+            return self.end("length")
+        pieces = [sample.take(row, self.room) for sample in self._samples]
+        return pieces[0]
+
+    def _take_decoded(self, run: Run, row: Any, chosen: Items[int]) -> str:
+        """Take in the tokens that a pass went on with, and one from the last row; a text may end within them."""
+        sample = run.owner
+        text: str = sample.take(row, self.room, chosen)
+        if sample.finish_reason:  # its blocks behind the end are for the others
+            self._runner.truncate(run.sequence, min(len(run.sequence), len(sample.tokens)))
+        return text if sample is self._samples[0] else ""
+
+    def _take_verified(self, run: Run, rows: Items[Any]) -> str:
+        """Keep draft tokens as long as each is the token that would have been sampled in its place.
 
         The first that is another is replaced by the one that was sampled; what was computed behind it is forgotten.
         """
-        lengths = [len(sequence) for sequence in sequences]
-        samplers = [sample.sampler.following(proposal) for sample, proposal in zip(live, proposals, strict=True)]
-        rows = iter(self._runner.forward([
-            Segment(sequence, (sample.last_id, *proposal), range(len(proposal) + 1), DECODE,
-                    sample_specs=[sampler.address for sampler in sample_specs])
-            for sequence, sample, proposal, sample_specs in zip(sequences, live, proposals, samplers, strict=True)
-        ], self._cancellation))
-        taken = [sample.verify(sample_specs, list(islice(rows, len(sample_specs))), proposal, self.room)
-                 for sample, sample_specs, proposal in zip(live, samplers, proposals, strict=True)]
-        for sequence, length, (_, right) in zip(sequences, lengths, taken, strict=True):
-            self._runner.truncate(sequence, length + 1 + right)
-        self._took_tokens()
-        assert self._speculation
-        self._speculation.verified(proposals, [right for _, right in taken])
-        return taken[0][0] if live[0] is self._samples[0] else ""
+        sample, proposal, samplers = run.owner
+        length = len(run.sequence) - len(run.ids)
+        text, sample.accepted = sample.verify(samplers, rows, proposal, self.room)
+        self._runner.truncate(run.sequence, length + 1 + sample.accepted)
+        return text if sample is self._samples[0] else ""
 
-    def _own_sequence(self, sample: Sample) -> Sequence:
-        """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
-        if sample.sequence is None:
-            if self._samples[0].sequence is None:
-                raise RequestError("The request was released; make a new one.")
-            sample.sequence = self._runner.fork(self._samples[0].sequence)
-        return sample.sequence
-
-    def _unless_cancelled(self, run: Any) -> Any:
-        """Return what `run` gives; None, with all samples finished, if the request is cancelled before or meanwhile."""
-        try:
-            if not self._cancellation.asked:
-                return run()
-        except CancelledError:
-            pass
-        self._finish("cancelled")
-        return None
-
-    def _choose(self, samples: Items[Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
-        """Take in the tokens that a pass went on with, the same number for each sample, and one from each last row.
-
-        A text may end in the middle of them.
-        """
-        pieces = [sample.take(row, self.room, gone_on)
-                  for sample, row, gone_on in zip(samples, logits, chosen or repeat(()), strict=False)]
-        self._took_tokens()
-        if samples[0] is self._samples[0]:
-            return pieces[0]
-        return ""
-
-    def _took_tokens(self) -> None:
+    def _took(self) -> None:
         """Take note of when the longest sample got its latest tokens: all of a forward pass took the same time."""
-        self._took(max(sample.n_tokens for sample in self._samples) - len(self._times) + 1)
+        steps = max(sample.n_tokens for sample in self._samples) - len(self._times) + 1
+        self._note_times(steps)
 
-    def _took(self, steps: int) -> None:
+    def _note_times(self, steps: int) -> None:
         """Take note of when these steps ended."""
         before = self._times[-1]
         each = (time.perf_counter() - before) / max(steps, 1)
         self._times.extend(before + each * step for step in range(1, steps + 1))
 
-    def _finish(self, reason: str) -> str:
+    def end(self, reason: str = "cancelled") -> str:
+        """Finish unfinished samples."""
         pieces = [sample.finish(reason) for sample in self._samples if not sample.finish_reason]
         return pieces[0] if pieces else ""
 
-    def end(self) -> None:
-        """Finish unfinished samples as cancelled."""
-        self._finish("cancelled")
-
-    def release(self, keep_first: bool = False) -> Sequence | None:
-        """Give the sequences back; `keep_first` returns the first one instead, for a request that continues it."""
-        kept = None
-        if self._speculation:
-            self._speculation.release()
+    def release(self) -> None:
+        """Give the sequences back."""
+        if self.speculation:
+            self.speculation.release(self._samples)
+        base, self._base = self._base, None
+        sequences = [base, *(sample.sequence for sample in self._samples)]
         for sample in self._samples:
-            sequence, sample.sequence = sample.sequence, None
-            if sequence is None:
-                continue
-            if keep_first and sample.index == 0:
-                kept = sequence
-            else:
+            sample.sequence = None
+        for sequence in sequences:
+            if sequence is not None:
                 self._runner.release(sequence)
-        return kept
+
+    # -- the outcome -------------------------------------------------------------------------------------------------
 
     def result(self) -> Completion:
         """Return the outcome so far."""
@@ -254,10 +286,11 @@ class Generation:
             tpot_ms = 1000 * seconds / (longest - 1)
             started = sum(1 for choice in choices if choice.token_ids)
             tok_per_s = (n_tokens - started) / seconds
+        waited = 1000 * ((self._began or time.perf_counter()) - self._times[0])
         return Completion(
             first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,
             tok_per_s, first.finish_reason, self.seed, first.logprobs, choices,
-            self._speculation.report() if self._speculation else None,
+            self.speculation.report(self._usage) if self.speculation and self._usage else None, waited,
         )
 
     def sampler(self, index: int) -> Sampler:
@@ -271,34 +304,3 @@ class Generation:
     def stop(self) -> tuple[str, ...]:
         """Stop strings of the request."""
         return self._config.stop
-
-
-def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
-    """Return the prompt as a list of ids; raises `RequestError` for one that this runner cannot run."""
-    vocab_size, ctx = runner.model.vocab_size, int(runner.config.ctx or 0)
-    if isinstance(prompt_ids, (list, tuple, range)) and len(prompt_ids) > ctx:
-        raise too_long(f"has {len(prompt_ids)} tokens", len(prompt_ids), runner)
-    ids = list(islice(prompt_ids, ctx + 1))  # an iterator may have no end
-    if not ids:
-        raise RequestError("The prompt is empty; give some text or at least one token id.")
-    for i, token_id in enumerate(ids):
-        try:
-            ids[i] = token_id if type(token_id) is int else whole(token_id)
-        except (TypeError, OverflowError):
-            raise RequestError(f"The prompt holds {shown(token_id)}, which is not a token id.") from None
-        if not 0 <= ids[i] < vocab_size:
-            raise RequestError(
-                f"Token id {shown(token_id)} of the prompt is outside the vocabulary; ids are from 0 to "
-                f"{vocab_size - 1}."
-            )
-    if len(ids) > ctx:
-        raise too_long(f"has more than {ctx} tokens", ctx + 1, runner)
-    return ids
-
-
-def too_long(what: str, n_tokens: int, runner: Runner) -> ContextError:
-    """Return the error for a prompt of at least `n_tokens` tokens."""
-    ctx, longest = int(runner.config.ctx or 0), runner.model.max_position_embeddings
-    larger = f"open the model with a larger context (--ctx, at most {longest})"
-    remedy = larger if n_tokens <= longest else f"the model takes {longest} at most, so shorten it"
-    return ContextError(f"The prompt {what}, more than the context of {ctx}; {remedy}.")

@@ -8,18 +8,18 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..errors import CancelledError, RequestError
-from ..runner import DECODE, Cancellation, Segment
+from ..runner import DECODE
 from .completion import Score
-from .generation import checked_prompt
 from .sampler import log_softmax
+from .task import Ran, Run, Task, checked_prompt
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
     from .sampler import Floats
 
 
-class Scoring:
-    """A request that measures continuations instead of making one; used as a `Generation` is.
+class Scoring(Task[list[Score]]):
+    """A request that measures continuations instead of making one.
 
     The prompt is computed once, and each continuation goes on from it. Their tokens have the role of decoded ones, so
     that a score is the log-probability with which the model, as it was opened, would have written them.
@@ -39,16 +39,15 @@ class Scoring:
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int],
                  continuations: Items[tuple[str | None, Iterable[int]]]):
-        self.prompt_ids = checked_prompt(prompt_ids, runner)
-        self.sequence: Sequence | None = None
-        self.cached_tokens = 0
-        self._runner = runner
-        self._cancellation = Cancellation()
+        super().__init__(runner, prompt_ids)
         if not continuations:
             raise RequestError("There is no continuation to score; give at least one.")
         room = int(runner.config.ctx or 0) - len(self.prompt_ids)
         self._todo = [(text, self._checked(number, ids, room)) for number, (text, ids) in enumerate(continuations)]
+        self._sequence: Sequence | None = None
         self._first: Floats | None = None  # log-probabilities behind the prompt
+        self._logprobs: list[float] = []  # of the continuation that is being scored
+        self._greedy = True
         self._scores: list[Score] = []
         self._cancelled = False
 
@@ -66,62 +65,88 @@ class Scoring:
         except RequestError as why:
             raise RequestError(f"Continuation {number}: {why}") from None
 
+    # -- what the engine asks ----------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The only sequence: the prompt, and behind it a continuation."""
+        return self._sequence
+
     @property
     def finished(self) -> bool:
         """Whether each continuation has its score, or the request was cancelled."""
         return self._cancelled or len(self._scores) == len(self._todo)
 
-    def cancel(self) -> None:
-        """End the request within 100 ms."""
-        self._cancellation.cancel()
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest continuation but its last one."""
+        return max(len(ids) for _, ids in self._todo) - 1
 
-    def start(self, sequence: Sequence) -> str:
-        """Prefill the part of the prompt that the sequence does not hold yet."""
-        self.sequence, self.cached_tokens = sequence, len(sequence)
-        try:
-            logits = self._runner.prefill(sequence, self.prompt_ids[len(sequence) :], self._cancellation)
-            self._first = log_softmax(logits)
-        except CancelledError:
-            self._cancelled = True
+    def begin(self, sequence: Sequence) -> None:
+        """Take a sequence that holds a beginning of the prompt."""
+        self._sequence = sequence
+        self._logprobs.clear()  # of a continuation that a preemption has cut off
+        if self._first is None:
+            self.cached_tokens = len(sequence)
+
+    def runs(self) -> list[Run]:
+        """Return the rest of the prompt, or the next tokens of a continuation but its last one."""
+        sequence, n_prompt = self._sequence, len(self.prompt_ids)
+        assert sequence is not None
+        if (done := len(sequence)) < n_prompt:
+            return [Run(sequence, self.prompt_ids[done:], last=self._first is None)]
+        _, ids = self._todo[len(self._scores)]
+        if not self._logprobs:
+            self._start(ids)
+        if done != n_prompt + len(self._logprobs) - 1:  # it holds another continuation
+            self._runner.rollback(sequence, n_prompt, self.cancellation)
+        return [Run(sequence, ids[len(sequence) - n_prompt : -1], DECODE, each=True, owner=ids)]
+
+    def take(self, ran: list[Ran]) -> str:
+        """Take in log-probabilities, and conclude the scores that are complete."""
+        for run, _, rows, _ in ran:
+            if run.owner is not None:
+                for row in rows:
+                    self._note(log_softmax(row), run.owner)
+            elif len(rows):
+                self._first = log_softmax(rows[0])
+        while self._first is not None and not self.finished and self._complete():
+            pass
         return ""
 
-    def step(self) -> str:
-        """Score the next continuation."""
+    def _complete(self) -> bool:
+        """Begin the next continuation if it is not begun, and return whether its score is complete."""
         text, ids = self._todo[len(self._scores)]
-        try:
-            self._scores.append(self._score(text, ids))
-        except CancelledError:
-            self._cancelled = True
-        return ""
+        if not self._logprobs:
+            self._start(ids)
+        if len(self._logprobs) < len(ids):
+            return False
+        self._scores.append(Score(text, tuple(ids), tuple(self._logprobs), self._greedy))
+        self._logprobs = []
+        return True
 
-    def _score(self, text: str | None, ids: list[int]) -> Score:
-        """Compute the logits behind all tokens but the last, in blocks of as many rows as the runner keeps."""
-        assert self.sequence is not None and self._first is not None
-        runner, sequence, n_prompt = self._runner, self.sequence, len(self.prompt_ids)
-        if len(sequence) > n_prompt:
-            runner.rollback(sequence, n_prompt, self._cancellation)
-        logprobs, greedy = [float(self._first[ids[0]])], ids[0] == int(self._first.argmax())
-        step = min(runner.config.outputs, runner.config.prefill_chunk)
-        for start in range(0, len(ids) - 1, step):
-            block = ids[start : min(start + step, len(ids) - 1)]
-            rows = runner.forward([Segment(sequence, block, range(len(block)), DECODE)], self._cancellation)
-            for row, following in zip(rows, ids[start + 1 :], strict=False):
-                found = log_softmax(row)
-                logprobs.append(float(found[following]))
-                greedy = greedy and following == int(found.argmax())
-        return Score(text, tuple(ids), tuple(logprobs), greedy)
+    def _start(self, ids: list[int]) -> None:
+        """Begin a score with its first token, whose distribution stands behind the prompt."""
+        assert self._first is not None
+        self._greedy = True
+        self._note(self._first, ids)
 
-    def end(self) -> None:
+    def _note(self, found: Floats, ids: list[int]) -> None:
+        """Take in the distribution of the next token."""
+        following = ids[len(self._logprobs)]
+        self._logprobs.append(float(found[following]))
+        self._greedy = self._greedy and following == int(found.argmax())
+
+    def end(self, reason: str = "cancelled") -> str:
         """Count continuations without a score as cancelled."""
         self._cancelled = self._cancelled or not self.finished
+        return ""
 
-    def release(self, keep_first: bool = False) -> Sequence | None:
-        """Give the sequence back; `keep_first` returns it as it is, for a request that continues it."""
-        sequence, self.sequence = self.sequence, None
-        if sequence is None or keep_first:
-            return sequence
-        self._runner.release(sequence)
-        return None
+    def release(self) -> None:
+        """Give the sequence back."""
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            self._runner.release(sequence)
 
     def result(self) -> list[Score]:
         """Return the score of each continuation; raises `CancelledError` if the request was cancelled."""

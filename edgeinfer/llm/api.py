@@ -196,14 +196,14 @@ class LLM(Requests):
         device, provider = asked["device"], opening.provider(asked["device"])
         self.name = asked["model"]
         self.path = resolve(self.name, progress, storage=storage)
-        from ..engine import RequestQueue, Times
+        from ..engine import Engine, Times
 
         self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
         self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
-        self._queue = RequestQueue(self.runner)
+        self._engine = Engine(self.runner)
         self._times = Times()
         self._preparing: set[Cancellation] = set()
-        self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
+        self._eos_ids = frozenset(self.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
 
@@ -249,7 +249,7 @@ class LLM(Requests):
     @property
     def plan(self) -> MemoryPlan:
         """The memory plan: `regions` with their bytes, `total_bytes`."""
-        return self._queue.runner.plan
+        return self.runner.plan
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -345,20 +345,20 @@ class LLM(Requests):
         if request is not None:
             from ..engine import Stream
 
-            if not isinstance(request, Stream) or not request.belongs_to(self._queue):
+            if not isinstance(request, Stream) or not request.belongs_to(self._engine):
                 raise RequestError(f"cancel was given {shown(request)}, which is not a stream of this model; give what "
                                    "stream() or chat_stream() returned.")
             request.cancel()
             return
         for wish in tuple(self._preparing):
             wish.cancel()
-        self._queue.cancel()
+        self._engine.cancel()
 
     def close(self) -> None:
         """End the running request and give all memory back; requests that wait raise `ClosedError`."""
         for wish in tuple(self._preparing):
             wish.cancel()
-        self._queue.close()
+        self._engine.close()
         if self.draft:
             self.draft.close()
         self._bundle.close()

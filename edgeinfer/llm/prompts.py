@@ -13,7 +13,7 @@ from ..errors import RequestError, UsageError
 from .options import Messages, Prompt
 
 if TYPE_CHECKING:
-    from ..engine import RequestQueue
+    from ..engine import Engine
     from ..runner import Cancellation
     from ..text import ChatTemplate, Tokenizer
 
@@ -28,7 +28,7 @@ class Prompts:
     path: Path
     chat_template: ChatTemplate | None
     _tokenizer: Tokenizer | None
-    _queue: RequestQueue
+    _engine: Engine
     _preparing: set[Cancellation]
 
     @property
@@ -59,7 +59,7 @@ class Prompts:
     @property
     def most_prompt_bytes(self) -> int:
         """Bytes of text beyond which no prompt fits the context, whatever they are."""
-        return max(_SURELY_READ, self.tokenizer.bytes_per_token() * int(self._queue.runner.config.ctx or 0))
+        return max(_SURELY_READ, self.tokenizer.bytes_per_token() * int(self._engine.runner.config.ctx or 0))
 
     def _ids(self, prompt: Prompt) -> Iterable[int]:
         if not isinstance(prompt, str):
@@ -75,7 +75,7 @@ class Prompts:
         """Tokenise a prompt, but no more of it than tells that it is too long."""
         from ..engine import too_long
 
-        runner = self._queue.runner
+        runner = self._engine.runner
         ctx = int(runner.config.ctx or 0)
         if len(text) > _SURELY_READ and len(text) > self.most_prompt_bytes:
             least = len(text) // self.tokenizer.bytes_per_token()
@@ -90,7 +90,7 @@ class Prompts:
         """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
         from ..runner import Cancellation
 
-        check_process(self._queue.process)  # forked: holders of the tokenizer's or template's locks do not exist here
+        check_process(self._engine.process)  # forked: holders of the tokenizer's or template's locks do not exist here
         wish = Cancellation()
         self._preparing.add(wish)
         try:

@@ -12,7 +12,7 @@ from ..errors import RequestError
 from .prompts import Prompt, Prompts
 
 if TYPE_CHECKING:
-    from ..engine import Completion, Request, Score, Stream, Times
+    from ..engine import Completion, Request, Score, Stream, Task, Times
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
@@ -56,12 +56,12 @@ class Requests(Prompts):
         config = generation_config(options)
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
-        self._queue.check_open()
-        request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
-        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._drafting.speculation(
-            config, self.runner, self.draft, self._kept, self._times))
-        generation.told = None if told is None else checked("progress", told, FUNCTION)
-        return Request(self._queue, generation, reuse, cache)
+        self._engine.check_open()
+        request = self.runner, self._tokenizer, ids, config, self._eos_ids
+        task: Task[Completion] = BeamSearch(*request) if config.beams > 1 else Generation(
+            *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times))
+        task.told = None if told is None else checked("progress", told, FUNCTION)
+        return Request(self._engine, task, reuse, cache)
 
     def score(self, prompt: Prompt, continuations: Iterable[Prompt]) -> list[Score]:
         """Return how likely the model finds each of several continuations of a prompt.
@@ -98,8 +98,8 @@ class Requests(Prompts):
         ids = self._ids(prompt)
         listed = [(one, self._continuation_ids(one)) if isinstance(one, str) else (None, self._ids(one))
                   for one in given]
-        self._queue.check_open()
-        return Request(self._queue, Scoring(self._queue.runner, ids, listed)).finish()
+        self._engine.check_open()
+        return Request(self._engine, Scoring(self.runner, ids, listed)).finish()
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from ..engine import Stream

@@ -174,6 +174,28 @@ class Runner(abc.ABC):
         """Memory in use on a device beside this process; None if all memory belongs to the process."""
         return None
 
+    caches_prefixes: bool = False
+    """Whether `from_prefix` can find anything."""
+
+    def pass_tokens(self, role: int) -> int:
+        """Return how many tokens of a role a forward pass may have."""
+        return self.plan.request.tokens
+
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether one forward pass finds room for so many more tokens of each sequence."""
+        return all(len(sequence) + n <= int(self.config.ctx or 0) for sequence, n in wanted)
+
+    def has_room(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether sequences can grow by so many tokens each, in as many forward passes as that takes."""
+        return self.fits(wanted)
+
+    def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
+        """Return a sequence with the longest beginning of a prompt that is cached, but for its last token at least."""
+        return self.new_sequence()
+
+    def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:  # noqa: B027
+        """Keep the blocks of a sequence for prompts that begin like it, as long as nobody else wants them."""
+
     def room(self, sequences: Items[Sequence], most: int) -> int:
         """Return how many tokens, `most` at most, each of several sequences can be given by one forward pass."""
         return min(most, int(self.config.ctx or 0) - max(map(len, sequences)))

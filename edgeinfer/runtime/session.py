@@ -161,6 +161,11 @@ class Session(ModelRunner):
         """Return how many tokens each can be given, by context and KV blocks; see `Runner.room`."""
         return next((n for n in range(super().room(sequences, most), 0, -1) if self.kv.fits(sequences, n)), 0)
 
+    def fits(self, wanted):
+        if not super().fits(wanted): return False
+        needed = sum(-(-(len(s)+n)//16) - len(s.blocks) + bool(s.blocks and self.kv.pool.is_shared(s.blocks[-1])) for s, n in wanted)
+        return needed <= self.kv.pool.n_free
+
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for a prompt for `forward_range`; `append` takes its tokens in, `truncate` calls it off."""
         self.kv.check_own(sequence)

@@ -18,13 +18,14 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from ...config import DEFAULT_DRAFT_TOKENS
-from ..completion import SpeculationReport
 from .acceptance import LONGEST_WAIT, WAIT, Level, Shadow
 from .costs import Times
 from .drafter import Drafter, Text
+from .usage import Usage
 
 if TYPE_CHECKING:
     from ...runner import Cancellation
+    from ..completion import SpeculationReport
 
 CHOICES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
 """Drafted tokens that are tried: with the last token of the text they fill register blocks."""
@@ -51,7 +52,9 @@ LONGEST_GAP = 3e-4
 
 
 class Speculation:
-    """Speculation in one request: whether to draft, how many tokens, and the gain.
+    """Speculation in the requests that run together: whether to draft, how many tokens, and the gain.
+
+    One decision holds for all texts of a forward pass, because its cost is that of the whole pass.
 
     Parameters
     ----------
@@ -64,29 +67,32 @@ class Speculation:
 
     Attributes
     ----------
-    idle : nothing is drafted in this request any more
+    key : requests whose keys are equal can share one
+    idle : nothing is drafted any more
     """
 
     def __init__(self, drafter: Drafter, times: Times, most: int, rows: int, fixed: bool = False, asked: bool = False):
         self.drafter, self._times, self._rows, self._fixed, self._asked = drafter, times, rows, fixed, asked
+        self.key = drafter.name, most, rows, fixed, asked
         self._choices = (*(n for n in CHOICES if n < most), most)
         self._loss = LOSS * (ASKED_LOSS if asked else 1)
         self._levels: dict[int, Level] = {}
         self._now: list[Level | None] = []
-        """Return the drafts of each text for the next pass; None if there is nothing to draft."""
+        """Of the drafts of each text for the next pass; None if there is nothing to draft."""
+        self._writing: Items[Text] = ()
         self._shadows: dict[int, Shadow] = {}
         self._costs, self._depth = times.of(1), 0
         self._began = self._ended = self._reading = self._drafting = 0.0
         self._rest, self._resting = 0, WAIT
         self.idle = self._measuring = False
-        self._plain_passes = self._unrefreshed = self._passes = self._texts = self._tokens = self._drafted = 0
-        self._accepted: list[int] = []
-        self._seconds = self._instead = self._lost = 0.0
+        self._plain_passes = self._unrefreshed = self._passes = 0
+        self._seconds = self._lost = 0.0
 
     # -- before a pass -----------------------------------------------------------------------------------------------
 
     def proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None = None,
-                room: Callable[[], int] | None = None, each: bool = False) -> list[list[int]]:
+                  room: Callable[[], int] | None = None, each: bool = False,
+                  drafting: Items[bool] = ()) -> list[list[int]]:
         """Return the drafts that the next pass is to verify; none at all: it verifies nothing.
 
         Parameters
@@ -96,8 +102,10 @@ class Speculation:
         cancel : ends drafting
         room : returns how many of them the next pass can take
         each : without drafts a pass takes one step, because every row is wanted
+        drafting : for each text whether it is drafted for; by default all are
         """
         now = time.perf_counter()
+        self._writing = texts
         self._began = max(self._ended, now - LONGEST_GAP) if self._ended else now
         self._reading = self._drafting = 0.0  # what looking at the text took counts as drafting
         self._measuring = self._rest <= 0
@@ -107,7 +115,7 @@ class Speculation:
         if not (self._fixed or self._ready()):
             self._now = []
             return []
-        found = self._proposals(texts, left, cancel, room)
+        found = self._proposals(texts, left, cancel, room, drafting or (True,) * len(texts))
         if not found:
             self._drafting = max(0.0, time.perf_counter() - now)
         return found
@@ -120,9 +128,9 @@ class Speculation:
         return bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
 
     def _proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None,
-                 room: Callable[[], int] | None) -> list[list[int]]:
+                   room: Callable[[], int] | None, drafting: Items[bool]) -> list[list[int]]:
         self._resolve(texts)
-        levels = [self.drafter.level(text) for text in texts]
+        levels = [self.drafter.level(text) if drafted else 0 for text, drafted in zip(texts, drafting, strict=True)]
         for level in set(levels) - {0, *self._levels}:
             learned = () if self.drafter.free else self._times.right.get(self.drafter.name, ())
             self._levels[level] = Level(self.drafter.prior(level), learned)
@@ -228,13 +236,13 @@ class Speculation:
     def _watch(self, texts: Items[Text], n: int) -> None:
         """Draft without verifying, to learn whether the drafts would have been right."""
         for text, level in zip(texts, self._now, strict=True):
-            if level and n > 0 and text.index not in self._shadows:
-                self._shadows[text.index] = Shadow(level, len(text.tokens), self.drafter.propose([text], n)[0])
+            if level and n > 0 and text.key not in self._shadows:
+                self._shadows[text.key] = Shadow(level, len(text.tokens), self.drafter.propose([text], n)[0])
 
     def _resolve(self, texts: Items[Text]) -> None:
         """Compare drafts that were not verified with the texts' actual tokens."""
         for text in texts:
-            shadow = self._shadows.get(text.index)
+            shadow = self._shadows.get(text.key)
             if not shadow:
                 continue
             became = text.tokens[shadow.start : shadow.start + len(shadow.proposal)]
@@ -242,7 +250,7 @@ class Speculation:
                          len(became))
             if right < len(became) or len(became) == len(shadow.proposal):
                 shadow.level.learn(len(shadow.proposal), right)
-                del self._shadows[text.index]
+                del self._shadows[text.key]
 
     # -- behind a pass -----------------------------------------------------------------------------------------------
 
@@ -272,13 +280,11 @@ class Speculation:
                 level.learn(len(proposal), right)
         self._unrefreshed += 1
         self._passes += 1
-        self._texts += texts
-        self._tokens += texts + sum(accepted)
-        self._drafted += drafted
-        most = max(accepted)
-        self._accepted += [0] * (most - len(self._accepted))
-        for place in range(most):
-            self._accepted[place] += sum(right > place for right in accepted)
+        for text, proposal, right in zip(self._writing, proposals, accepted, strict=True):
+            if text.usage:
+                text.usage.verified(len(proposal), right)
+        for usage in self._usages():
+            usage.passes += 1
         self._passed(1 + sum(accepted) // texts, seconds, step * (1 + sum(accepted) / texts))
 
     def _passed(self, n_tokens: int, seconds: float, instead: float) -> None:
@@ -287,7 +293,9 @@ class Speculation:
         for level in self._levels.values():
             level.left -= n_tokens
         self._seconds += seconds
-        self._instead += instead
+        for usage in self._usages():
+            usage.seconds += seconds
+            usage.instead += instead
         if instead:
             step = instead / n_tokens
             self._lost = max(-SAVED * step, self._lost + seconds - self._reading - instead)
@@ -296,19 +304,25 @@ class Speculation:
     def _elapsed(self) -> float:
         return max(LEAST_SECONDS, time.perf_counter() - self._began)
 
-    def release(self) -> None:
-        """Release the drafter's state."""
-        self.drafter.release()
-        self._shadows.clear()
+    def _usages(self) -> Items[Usage]:
+        """Statistics of the requests whose texts took part in this pass."""
+        return tuple({id(text.usage): text.usage for text in self._writing if text.usage}.values())
+
+    def usage(self) -> Usage:
+        """Return the statistics of a request that begins."""
+        return Usage()
+
+    def release(self, texts: Items[Text]) -> None:
+        """Release what the drafter keeps of texts that have ended, or whose sequences are taken away."""
+        self.drafter.release(texts)
+        for text in texts:
+            self._shadows.pop(text.key, None)
         for level in self._levels.values():
             if level.right and not self.drafter.free:
                 self._times.right[self.drafter.name] = list(level.right)
 
-    def report(self) -> SpeculationReport:
-        """Return what there was."""
+    def report(self, usage: Usage) -> SpeculationReport:
+        """Return what there was in a request."""
         levels = self._levels.values()
         on = any(not level.off for level in levels) or self._fixed
-        return SpeculationReport(
-            self.drafter.name, "idle" if not levels else "on" if on else "off", self._passes, self._drafted,
-            sum(self._accepted), tuple(self._accepted), self._tokens / self._texts if self._passes else None,
-            self._instead / self._seconds if self._passes and self._instead else None)
+        return usage.report(self.drafter.name, "idle" if not levels else "on" if on else "off")

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...errors import RequestError
 from ...runner import DECODE, Segment
-from ..requests import shared
+from ..task import shared
 from .drafter import Drafter, Text
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class DraftModel(Drafter):
 
     def unread(self, texts: Items[Text]) -> int:
         """Return how many tokens the draft has not seen: of a prompt once for all its samples."""
-        new = [text for text in texts if text.index not in self._held]
-        seen = sum(len(text.tokens) - len(self._held[text.index].sequence) for text in texts if text not in new)
+        new = [text for text in texts if text.key not in self._held]
+        seen = sum(len(text.tokens) - len(self._held[text.key].sequence) for text in texts if text not in new)
         if not new or self._held:
             return max(0, seen)
         kept = shared(self._kept[0].tokens, new[0].tokens, len(new[0].tokens)) if self._kept else 0
@@ -57,6 +58,13 @@ class DraftModel(Drafter):
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Sample n tokens behind each text; see `Drafter.propose`."""
+        try:
+            return self._propose(texts, n, cancel)
+        except RequestError:  # its KV blocks are all held
+            self._forget_kept()
+            return [[] for _ in texts]
+
+    def _propose(self, texts: Items[Text], n: int, cancel: Cancellation | None) -> list[list[int]]:
         wanted = self._wanted(texts)
         n = min([n, *(int(self._runner.config.ctx or 0) - len(text.tokens) + 1 for text in wanted)])
         proposals: list[list[int]] = []
@@ -70,21 +78,24 @@ class DraftModel(Drafter):
                 return self._forward([held[place].sequence for place in places], ids, sample_specs, further, cancel)
 
             proposals = sampled(forward, samplers, pending, n, self._vocab_size)
-            self._held |= {text.index: _Held(sequence, len(text.tokens))
+            self._held |= {text.key: _Held(sequence, len(text.tokens))
                            for text, (sequence, _) in zip(wanted, held, strict=True)}
-        found = {text.index: proposal for text, proposal in zip(wanted, proposals, strict=False)}
-        return [found.get(text.index, []) for text in texts]
+        found = {text.key: proposal for text, proposal in zip(wanted, proposals, strict=False)}
+        return [found.get(text.key, []) for text in texts]
 
-    def release(self) -> None:
-        """Release the state of all texts but the first: a request that continues it need not read it again."""
-        while self._held:
-            _, (sequence, _) = self._held.popitem()
-            if self._held:
-                self._runner.release(sequence)
-            else:
-                while self._kept:
-                    self._runner.release(self._kept.pop())
-                self._kept.append(sequence)
+    def release(self, texts: Items[Text]) -> None:
+        """Release what is kept of texts but for the first one: a request that continues it need not read it again."""
+        held = [self._held.pop(text.key).sequence for text in texts if text.key in self._held]
+        if not held:
+            return
+        self._forget_kept()
+        self._kept.append(held[0])
+        for sequence in held[1:]:
+            self._runner.release(sequence)
+
+    def _forget_kept(self) -> None:
+        while self._kept:
+            self._runner.release(self._kept.pop())
 
     def _wanted(self, texts: Items[Text]) -> list[Text]:
         """Return the texts behind which it can draft."""
@@ -97,23 +108,23 @@ class DraftModel(Drafter):
 
     def _readable(self, text: Text) -> bool:
         """Whether the draft knows all tokens; those that were seen before need not be looked at again."""
-        seen = self._held[text.index].agreed if text.index in self._held else 0
+        seen = self._held[text.key].agreed if text.key in self._held else 0
         return max(text.tokens[seen:], default=0) < self._runner.model.vocab_size
 
     def _catch_up(self, text: Text, at_once: int, cancel: Cancellation | None) -> _Held:
         """Bring the draft's sequence up to the last few tokens of a text, forgetting wrong draft tokens."""
-        sequence, agreed = self._held.get(text.index) or self._begin(text)
+        sequence, agreed = self._held.get(text.key) or self._begin(text)
         most = min(len(sequence), len(text.tokens) - 1)
         same = min(agreed, most)
         while same < most and sequence.tokens[same] == text.tokens[same]:
             same += 1
         same = self._runner.can_truncate(sequence, same)
         self._runner.truncate(sequence, same)
-        self._held[text.index] = _Held(sequence, same)
+        self._held[text.key] = _Held(sequence, same)
         while (left := len(text.tokens) - len(sequence)) > at_once:
             n = min(left - 1, self._runner.config.prefill_chunk)
             self._runner.forward([Segment(sequence, text.tokens[len(sequence) :][:n])], cancel)
-        return self._held[text.index]
+        return self._held[text.key]
 
     def _begin(self, text: Text) -> _Held:
         """Return a sequence for a text, a copy of another's if there is one: they have the prompt in common."""

@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from ...runner import Cancellation, Sequence
     from ..sampler import Sampler
+    from .usage import Usage
 
 
 class Text(Protocol):
     """A text that is being written, as drafters see it. Nothing of it is theirs to change."""
 
     @property
-    def index(self) -> int:
-        """Return its index among its request's samples."""
+    def key(self) -> int:
+        """Return what no other text has."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """Return the statistics of its request, if there are any."""
 
     @property
     def tokens(self) -> list[int]:
@@ -36,7 +41,7 @@ class Text(Protocol):
 
 
 class Drafter(abc.ABC):
-    """Drafts the next tokens of the samples of one request."""
+    """Drafts the next tokens of texts that are written together."""
 
     name: str
     """One of `config.SPECULATIONS`."""
@@ -79,5 +84,5 @@ class Drafter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def release(self) -> None:
-        """Release the state of these texts. May be called twice, and at any time between two draft tokens."""
+    def release(self, texts: Items[Text]) -> None:
+        """Release what is kept of texts. May be called twice, and for texts of which nothing is kept."""

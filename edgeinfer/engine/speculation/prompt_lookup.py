@@ -39,9 +39,9 @@ class PromptLookup(Drafter):
 
     def level(self, text: Text) -> int:
         """Return how many of `LENGTHS` the last tokens have in common with those of the place found."""
-        index = self._indices.get(text.index)
+        index = self._indices.get(text.key)
         if index is None:
-            index = self._indices[text.index] = Index(text.tokens)
+            index = self._indices[text.key] = Index(text.tokens)
         return index.level()
 
     def prior(self, level: int) -> float:
@@ -50,11 +50,12 @@ class PromptLookup(Drafter):
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Return what followed, for each text; see `Drafter.propose`."""
-        return [self._indices[text.index].continuation(n) if self.level(text) else [] for text in texts]
+        return [self._indices[text.key].continuation(n) if self.level(text) else [] for text in texts]
 
-    def release(self) -> None:
-        """Forget all texts."""
-        self._indices.clear()
+    def release(self, texts: Items[Text]) -> None:
+        """Forget texts."""
+        for text in texts:
+            self._indices.pop(text.key, None)
 
 
 class Index:

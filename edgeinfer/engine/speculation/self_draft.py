@@ -50,5 +50,5 @@ class SelfDraft(Drafter):
             for sequence in sequences:  # the room behind its end
                 self._runner.truncate(sequence, len(sequence))
 
-    def release(self) -> None:
+    def release(self, texts: Items[Text]) -> None:
         """Nothing is kept."""

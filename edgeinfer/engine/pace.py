@@ -1,0 +1,52 @@
+"""Size of a step: how many prompt tokens fit beside the decoding sequences within the time that users wait for one."""
+
+from __future__ import annotations
+
+SHARE = 0.25
+"""Weight of the latest measurement."""
+FIRST_CHUNK, LEAST_CHUNK = 32, 16
+"""Prompt tokens of a mixed step before anything was measured, and of any at least: they fill kernels' tiles."""
+
+
+class Pace:
+    """Times of forward passes, by what they ran over.
+
+    Parameters
+    ----------
+    max_itl : longest time between two tokens of a sequence that prompts of others may cause, in seconds
+    most_tokens : of a forward pass
+    """
+
+    def __init__(self, max_itl: float, most_tokens: int):
+        self.max_itl, self._most = max_itl, most_tokens
+        self._decode: dict[int, float] = {}
+        """Seconds of a step by the number of sequences that decode."""
+        self._prompt = 0.0
+        """Seconds of a prompt token beside others; 0 before it was measured."""
+
+    def prompt_tokens(self, decoding: int) -> int:
+        """Return how many prompt tokens the next step may have beside so many decoding sequences."""
+        if not decoding:
+            return self._most
+        if not self._prompt:
+            return min(FIRST_CHUNK, self._most)
+        fitting = int((self.max_itl - self._decode_seconds(decoding)) / self._prompt)
+        return min(max(fitting, LEAST_CHUNK), self._most)
+
+    def took(self, decoding: int, prompt: int, seconds: float) -> None:
+        """Take note of a step over so many decoding sequences and prompt tokens."""
+        if not prompt:
+            self._decode[decoding] = _blend(self._decode.get(decoding, 0.0), seconds)
+        elif prompt >= LEAST_CHUNK:
+            each = max(seconds - self._decode_seconds(decoding), 0.5 * seconds if decoding else seconds) / prompt
+            self._prompt = _blend(self._prompt, each)
+
+    def _decode_seconds(self, decoding: int) -> float:
+        """Return the seconds of a step of so many sequences: as measured with the nearest number of them."""
+        if not decoding or not self._decode:
+            return 0.0
+        return self._decode[min(self._decode, key=lambda n: abs(n - decoding))]
+
+
+def _blend(before: float, now: float) -> float:
+    return before + SHARE * (now - before) if before else now

@@ -1,0 +1,212 @@
+"""A request as its client holds it: text as it comes, the outcome, and a way to end it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Generic, NamedTuple
+
+from ..base.process import check_process
+from ..errors import RequestError
+from .task import Result, Task
+
+if TYPE_CHECKING:
+    from .completion import Completion
+    from .engine import Engine
+
+WAIT_SECONDS = 0.1
+"""Longest wait before Python looks at signals again, on systems where a signal does not end the wait."""
+_numbers = count()
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+class Request(Generic[Result]):
+    """A task on its way through the engine.
+
+    The client's thread calls `start`, `next_piece`, `finish` and `close`; any thread and signal handlers call `cancel`;
+    the engine's thread calls `emit` and `conclude`.
+
+    Parameters
+    ----------
+    engine : Engine or None
+        None for a request that its own thread runs (`step.run_alone`).
+    task : Task
+    reuse : share KV blocks of the prefix cache, and leave the request's own there
+    prompt_cache : file to take the prompt's KV blocks from, and to write them to
+    salt : requests share blocks only with those of the same salt
+    on_event : called by the engine's thread whenever `next_piece` would return something new
+
+    Attributes
+    ----------
+    number : int
+        Requests that were made later have larger ones.
+    preemptions : int
+        How often its sequences were taken away for others.
+    """
+
+    def __init__(self, engine: Engine | None, task: Task[Result], reuse: bool = False, prompt_cache: Path | None = None,
+                 salt: bytes = b"", on_event: Callable[[], None] | None = None):
+        self.task, self.reuse, self.prompt_cache, self.salt = task, reuse, prompt_cache, salt
+        self.number, self.preemptions = next(_numbers), 0
+        self.arrived = 0.0
+        """When the engine took it in, by time.monotonic()."""
+        self.saved_tokens = 0
+        """Tokens of the prompt that its file has."""
+        self.ended = False
+        self._engine, self._on_event = engine, on_event
+        self._started = self._whole = False
+        self._pieces: SimpleQueue[str | _End] = SimpleQueue()
+        self._outcome: _End | None = None
+
+    # -- the client's side -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Hand it to the engine, once; raises `ClosedError` if that is closed, `QueueFullError` if too many wait."""
+        if not self._started and self._engine is not None:
+            self._started = True
+            if self.task.cancellation.asked:
+                self.task.end()
+                self.conclude()
+            else:
+                self._engine.submit(self)
+
+    def next_piece(self) -> str | None:
+        """Return the next text, or None at the end; raises what the request ended with."""
+        self.start()
+        try:
+            piece = self._next()
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
+        if isinstance(piece, str):
+            return piece
+        self._pieces.put(piece)  # for whoever asks again
+        if piece.error is not None and self._outcome is None:
+            self._outcome = piece
+            raise piece.error
+        self._outcome = piece
+        return None
+
+    def finish(self) -> Result:
+        """Run to the end and return the outcome."""
+        self._whole = not self._started
+        while self.next_piece() is not None:
+            pass
+        return self.task.result()
+
+    def cancel(self) -> None:
+        """Cancel this request within 100 ms, whether it runs or waits; from any thread and from signal handlers."""
+        self.task.cancel()
+        if self._engine is not None and self._started and not self.ended:
+            self._engine.wake()
+
+    def close(self) -> None:
+        """End the request and wait until it has ended; unfinished samples count as cancelled."""
+        if self._engine is None or self._engine.process != os.getpid():  # forked: it goes on in the parent
+            self.ended = True
+            return
+        self.cancel()
+        self.start()
+        if not self.ended and not self._engine.inside:
+            self._wait_for_end()
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether it is a request of this engine."""
+        return self._engine is engine
+
+    def poll(self) -> str | None:
+        """Return the next text if it is there, None if not; after the end `ended` is set and `check` raises."""
+        try:
+            piece = self._pieces.get_nowait()
+        except Empty:
+            return None
+        if isinstance(piece, str):
+            return piece
+        self._pieces.put(piece)
+        return None
+
+    def _next(self) -> str | _End:
+        while True:
+            try:
+                return self._pieces.get(timeout=WAIT_SECONDS)
+            except Empty:
+                if self._engine is not None:
+                    check_process(self._engine.process)  # forked: no thread works on it here
+
+    def _wait_for_end(self) -> None:
+        """Wait for the end, and leave what was not read."""
+        unread = [self._next()]
+        while isinstance(unread[-1], str):
+            unread.append(self._next())
+        for piece in unread:
+            self._pieces.put(piece)
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def emit(self, text: str) -> None:
+        """Hand text to the client; one that waits for the outcome alone is not woken."""
+        if text and not self._whole:
+            self._pieces.put(text)
+            if self._on_event is not None:
+                self._on_event()
+
+    def conclude(self, error: BaseException | None = None) -> None:
+        """End the request, with the error that its client is to see if there is one."""
+        if not self.ended:
+            self.ended = True
+            self._pieces.put(_End(error))
+            if self._on_event is not None:
+                self._on_event()
+
+
+class Stream:
+    """The text of one request, piece by piece: a piece is what a token completes, or several that take 20 ms together.
+
+    The request goes on while its stream is not read. Leaving a loop over it early ends the request, once the stream is
+    closed or no longer referred to.
+    """
+
+    def __init__(self, request: Request[Completion]):
+        self._request = request
+        weakref.finalize(self, request.cancel).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        piece = self._request.next_piece()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def cancel(self) -> None:
+        """End the request within 100 ms, also while another thread reads it; see `LLM.cancel`."""
+        self._request.cancel()
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether it is a request of this engine."""
+        return self._request.belongs_to(engine)
+
+    def close(self) -> None:
+        """End the request; its finish reason is ``cancelled`` unless it was over."""
+        self._request.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The outcome, once the stream has ended; raises `RequestError` before."""
+        if not self._request.ended:
+            raise RequestError("The stream has not ended; read it to its end or close it.")
+        return self._request.task.result()

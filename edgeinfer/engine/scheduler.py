@@ -1,0 +1,295 @@
+"""Who runs in the next step: admission by free KV blocks, prompts in chunks, and preemption when blocks run out.
+
+Scheduling changes no text: a row of logits depends on its own sequence alone, whatever shares the forward pass and
+however a prompt is cut.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..runner import DECODE, PROMPT
+from .pace import Pace
+from .request import Request
+from .task import Ran, Run, shared
+
+if TYPE_CHECKING:
+    from ..runner import Runner, Sequence
+
+RESERVE_TOKENS = 64
+"""Tokens of an answer for which a request that enters must find blocks."""
+AGING_SECONDS = 1.0
+"""A prompt that waits so long overtakes one of half its length."""
+
+
+class Work(NamedTuple):
+    """What a request runs in a step."""
+
+    request: Request[Any]
+    runs: list[Run]
+    counts: list[int]
+    """Tokens of each run."""
+
+    @property
+    def reading(self) -> bool:
+        """Whether it is a part of a prompt, or of what a preemption took."""
+        return is_reading(self.runs)
+
+
+class Scheduler:
+    """Requests that wait and run. It belongs to the thread that runs the model.
+
+    Parameters
+    ----------
+    runner : Runner
+    max_itl : see `Pace`
+
+    Attributes
+    ----------
+    waiting, running : list of Request
+        In order of arrival.
+    preemptions : int
+        How often a request gave up its blocks.
+    """
+
+    def __init__(self, runner: Runner, max_itl: float):
+        self.runner = runner
+        self.pace = Pace(max_itl, runner.config.prefill_chunk)
+        self.waiting: list[Request[Any]] = []
+        self.running: list[Request[Any]] = []
+        self.preemptions = 0
+        self._retry = False
+        """Whether blocks may have become free since the first waiting request did not fit."""
+        self._common: dict[tuple[int, int], int] = {}
+        """Tokens in common of the prompts of two requests."""
+
+    def add(self, request: Request[Any]) -> None:
+        """Let a request wait."""
+        request.arrived, self._retry = time.monotonic(), True
+        self.waiting.append(request)
+
+    def remove(self, request: Request[Any]) -> None:
+        """Forget a request, whose blocks others may want."""
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+        self._common = {pair: n for pair, n in self._common.items() if request.number not in pair}
+        self._retry = True
+
+    def freed(self) -> None:
+        """Take note that blocks have become free or shareable."""
+        self._retry = True
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def admit(self) -> list[tuple[Request[Any], BaseException]]:
+        """Let waiting requests in, in order of arrival, as long as their prompts and answers find blocks.
+
+        Returns those that failed, with their errors.
+        """
+        failed: list[tuple[Request[Any], BaseException]] = []
+        while self.waiting and self._retry:
+            request = self.waiting[0]
+            if not self._has_sequences(request):
+                break
+            try:
+                entered = self._enter(request)
+            except Exception as error:
+                self.waiting.pop(0)
+                failed.append((request, error))
+                continue
+            if not entered:
+                break
+            self.running.append(self.waiting.pop(0))
+            self.running.sort(key=lambda one: one.number)
+        self._retry = False
+        return failed
+
+    def _has_sequences(self, request: Request[Any]) -> bool:
+        held = sum(one.task.n_sequences for one in self.running)
+        return held + request.task.n_sequences <= self.runner.config.max_sequences
+
+    def _enter(self, request: Request[Any]) -> bool:
+        """Begin a request if the pools have room for it beside what those that run still need."""
+        sequence = self._first_sequence(request)
+        task = request.task
+        wanted = [(sequence, self._growth(request, len(sequence)))]
+        wanted += [(one.task.sequence, self._growth(one, len(one.task.sequence))) for one in self.running
+                   if one.task.sequence is not None]
+        if self.running and not self.runner.has_room(wanted):
+            self.runner.release(sequence)
+            return False
+        task.begin(sequence)
+        task.join([one.task for one in self.running])
+        return True
+
+    @staticmethod
+    def _growth(request: Request[Any], held: int) -> int:
+        """Return how many tokens a request is expected to add soon: its prompt, and a part of its answers."""
+        task = request.task
+        left = len(task.known_ids) - held
+        behind = min(task.most_tokens, RESERVE_TOKENS)
+        return max(left, 0) + (behind * task.n_sequences if left > 1 else 0)
+
+    def _first_sequence(self, request: Request[Any]) -> Sequence:
+        """Return a sequence that holds a proper prefix of what the request knows, as far as that is kept somewhere."""
+        ids = request.task.known_ids
+        file = request.prompt_cache
+        if file is not None and not request.preemptions and os.path.exists(file):
+            sequence = self.runner.load(file)
+            saved = shared(sequence.tokens, ids, len(ids))
+            kept = self.runner.can_truncate(sequence, min(saved, len(ids) - 1))
+            self.runner.truncate(sequence, kept)
+            # layers with a window may lack what the prompt sees there: then it is saved again
+            request.saved_tokens = saved if kept == min(saved, len(ids) - 1) else kept
+            return sequence
+        return self.runner.from_prefix(ids, request.salt) if request.reuse else self.runner.new_sequence()
+
+    # -- the next step -----------------------------------------------------------------------------------------------
+
+    def plan(self) -> list[Work]:
+        """Return what the next forward pass runs over, the decoding requests first.
+
+        Where blocks are short, prompts wait, and then the youngest request is preempted. The oldest always goes on.
+        """
+        while self.running:
+            works = self._compose()
+            while not self.runner.fits(_wanted(works)):
+                if len(works) < 2 or not works[-1].reading:
+                    break
+                works.pop()
+            else:
+                return works
+            if len(self.running) == 1:  # it has room, or the forward pass says why not
+                return works
+            self.preempt(self.running[-1])
+        return []
+
+    def _compose(self) -> list[Work]:
+        """Return all decodes, and as many prompt tokens as the step has time for."""
+        decodes, prompts = [], []
+        for request in self.running:
+            runs = request.task.runs()
+            (prompts if is_reading(runs) else decodes).append((request, runs))
+        rows = self.runner.config.outputs - sum(len(runs) for _, runs in decodes) - len(prompts)
+        works = []
+        for request, runs in decodes:
+            counts = [min(len(run.ids), 1 + max(rows, 0)) if run.each else len(run.ids) for run in runs]
+            rows -= sum(counts) - len(counts)
+            works.append(Work(request, runs, counts))
+        return works + self._chunks(prompts, sum(sum(work.counts) for work in works))
+
+    def _chunks(self, prompts: list[tuple[Request[Any], list[Run]]], decoding: int) -> list[Work]:
+        """Share the prompt tokens of a step: short prompts first, and the longer one waits the sooner it comes."""
+        if not prompts:
+            return []
+        left = {role: self.runner.pass_tokens(role) - decoding for role in (PROMPT, DECODE)}
+        budget, now, works = min(self.pace.prompt_tokens(decoding), left[PROMPT]), time.monotonic(), []
+        for request, runs in sorted(prompts, key=lambda one: _urgency(*one, now)):
+            if budget <= 0:
+                break
+            if self._follows(request, [other for other, _ in prompts]):
+                continue
+            counts = []
+            for run in runs:
+                n = min(len(run.ids), budget, left[run.role])
+                budget, left[DECODE] = budget - n, left[DECODE] - n * (run.role == DECODE)
+                counts.append(n)
+            if any(counts):
+                works.append(Work(request, runs, counts))
+        return works
+
+    def _follows(self, request: Request[Any], others: list[Request[Any]]) -> bool:
+        """Whether an older request is computing the next block of this prompt, which is shared when it is there."""
+        if not request.reuse or request.task.sequence is None or not self.runner.caches_prefixes:
+            return False
+        held, block = len(request.task.sequence), self.runner.block_tokens
+        for other in others:
+            if other.number >= request.number or not other.reuse or other.salt != request.salt:
+                continue
+            ahead = len(other.task.sequence) if other.task.sequence is not None else 0
+            common = self._in_common(other, request) // block * block
+            if held < common and ahead < common:
+                return True
+        return False
+
+    def _in_common(self, one: Request[Any], other: Request[Any]) -> int:
+        pair = one.number, other.number
+        found = self._common.get(pair)
+        if found is None:
+            ids = other.task.prompt_ids
+            found = self._common[pair] = shared(one.task.prompt_ids, ids, len(ids) - 1)
+        return found
+
+    def share(self, request: Request[Any]) -> None:
+        """Leave what a request has computed in the prefix cache, and let those that waited for it go on from there."""
+        sequence = request.task.sequence
+        if not request.reuse or sequence is None or not self.runner.caches_prefixes:
+            return
+        self.runner.cache_prefix(sequence, request.salt)
+        for other in self.running:
+            if other is not request and other.reuse and other.salt == request.salt:
+                self._catch_up(other, request)
+
+    def _catch_up(self, request: Request[Any], other: Request[Any]) -> None:
+        """Begin a request again whose prompt has more in common with what is cached now than it holds."""
+        task, block = request.task, self.runner.block_tokens
+        held = task.sequence
+        if held is None or len(held) >= len(task.prompt_ids) - 1:
+            return
+        common = min(self._in_common(other, request) if other.number < request.number else 0,
+                     len(other.task.sequence or ()))
+        if common // block * block <= len(held):
+            return
+        found = self.runner.from_prefix(task.known_ids, request.salt)
+        if len(found) <= len(held):
+            self.runner.release(found)
+            return
+        task.release()
+        task.begin(found)
+        if not request.preemptions:
+            task.cached_tokens = max(task.cached_tokens, len(found))
+
+    def preempt(self, request: Request[Any]) -> None:
+        """Take a request's blocks; it waits again, before all that arrived later, and computes them again."""
+        self.share_end(request)
+        request.task.release()
+        self.running.remove(request)
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda one: one.number)
+        request.preemptions += 1
+        self.preemptions += 1
+
+    def share_end(self, request: Request[Any]) -> None:
+        """Leave what a request that ends has computed in the prefix cache."""
+        sequence = request.task.sequence
+        if request.reuse and sequence is not None and len(sequence):
+            self.runner.cache_prefix(sequence, request.salt)
+
+
+def is_reading(runs: Items[Run]) -> bool:
+    """Whether runs are what may be cut into chunks: a prompt, or what a preemption took."""
+    return any(not run.last or len(run.ids) > 1 for run in runs) and not any(run.each for run in runs)
+
+
+def _urgency(request: Request[Any], runs: list[Run], now: float) -> float:
+    """Return the rank of a prompt: half the length counts as much as a second of waiting."""
+    return sum(len(run.ids) for run in runs).bit_length() - (now - request.arrived) / AGING_SECONDS
+
+
+def _wanted(works: Items[Work]) -> list[tuple[Sequence, int]]:
+    return [(run.sequence, n) for work in works for run, n in zip(work.runs, work.counts, strict=True) if n]
+
+
+def result_of(work: Work, rows: Iterator[Any], chosen: Items[Items[int]] = ()) -> list[Ran]:
+    """Return what became of the runs of a request, taking the rows of logits in their order."""
+    found = []
+    for number, (run, n) in enumerate(zip(work.runs, work.counts, strict=True)):
+        n_rows = n if run.each else int(run.last and n == len(run.ids))
+        found.append(Ran(run, n, list(islice(rows, n_rows)), chosen[number] if chosen else ()))
+    return found

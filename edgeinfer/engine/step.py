@@ -1,0 +1,232 @@
+"""One step: a forward pass over what the scheduler chose, with draft tokens, and what each request makes of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import CancelledError
+from ..runner import DECODE
+from .generation import Generation
+from .request import Request
+from .scheduler import Scheduler, Work, result_of
+from .task import Ran, Result, Task
+
+if TYPE_CHECKING:
+    from ..runner import Runner
+    from .candidate import Sample
+    from .speculation.controller import Speculation
+
+
+class PassCancellation:
+    """The wish to end a forward pass: once nobody is left who wants its logits, or the engine closes."""
+
+    __slots__ = ("_closed", "_wishes")
+
+    def __init__(self, works: Items[Work], closed: Callable[[], bool]):
+        self._wishes = [work.request.task.cancellation for work in works]
+        self._closed = closed
+
+    @property
+    def asked(self) -> bool:
+        """Whether the pass is to end."""
+        return all(wish.asked for wish in self._wishes) or self._closed()
+
+
+class Passed(NamedTuple):
+    """A forward pass that is over."""
+
+    works: list[Work]
+    results: list[list[Ran]]
+    """What became of the runs of each work."""
+    learn: Callable[[], None] | None = None
+    """Tells the speculation of the pass about it, once its tokens are taken."""
+
+
+class Steps:
+    """Runs the steps of a scheduler's requests.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+    closed : returns whether the engine is being closed
+    """
+
+    def __init__(self, scheduler: Scheduler, closed: Callable[[], bool] = lambda: False):
+        self.scheduler, self._runner, self._closed = scheduler, scheduler.runner, closed
+        self.passes = 0
+
+    def run(self) -> None:
+        """Admit requests, run one forward pass, and end the requests that are done."""
+        self.drop_cancelled()
+        for request, error in self.scheduler.admit():
+            self._conclude(request, error)
+        works: list[Work] = []
+        try:
+            works = self.scheduler.plan()
+            if not works:
+                return
+            began = time.perf_counter()
+            passed = self._forward(works, PassCancellation(works, self._closed))
+        except CancelledError:
+            self.drop_cancelled()
+            return
+        except Exception as error:  # of the model: all whose tokens were in this pass are told
+            for request in [work.request for work in works] or list(self.scheduler.running):
+                self._conclude(request, error)
+            return
+        self._note_time(passed.works, time.perf_counter() - began)
+        for work, ran in zip(passed.works, passed.results, strict=True):
+            self._take(work.request, ran)
+        if passed.learn is not None:
+            passed.learn()
+
+    def drop_cancelled(self) -> None:
+        """End requests that were cancelled."""
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            if request.task.cancellation.asked:
+                self._conclude(request)
+
+    def close(self, error: Exception, failed: bool = False) -> None:
+        """End all requests: those that run as cancelled, unless the engine has failed; those that wait with an error.
+        """
+        for request in tuple(self.scheduler.running):
+            self._conclude(request, error if failed else None)
+        for request in tuple(self.scheduler.waiting):
+            self._conclude(request, error if failed or not request.preemptions else None)
+
+    # -- the forward pass --------------------------------------------------------------------------------------------
+
+    def _forward(self, works: list[Work], cancel: Any) -> Passed:
+        """Run the model over the tokens of works."""
+        self.passes += 1
+        if self._runner.prefill_strategy and (whole := self._whole_prompt(works, cancel)):
+            return whole
+        speculation, samples = self._speculation(works)
+        if speculation is None:
+            return self._plain(works, cancel)
+        if verified := self._verify(works, speculation, samples, cancel):
+            return verified
+        passed = self._plain(works, cancel)
+        n_tokens = 1 + len(passed.results[0][0].chosen)
+        return passed._replace(learn=lambda: speculation.plain(n_tokens))
+
+    def _plain(self, works: list[Work], cancel: Any) -> Passed:
+        """Run over the works as they are, or further where each sequence decodes one token."""
+        if not all(len(run.ids) == 1 and run.last and run.role == DECODE for work in works for run in work.runs):
+            return self._mixed(works, cancel)
+        runs = [run for work in works for run in work.runs]
+        sequences, before = [run.sequence for run in runs], [len(run.sequence) for run in runs]
+        specs = [run.specs[0] if run.specs else 0 for run in runs]
+        further = max(min(work.request.task.further for work in works), 0)
+        rows = iter(self._runner.decode(sequences, [run.ids[0] for run in runs], cancel, specs, further))
+        chosen = iter([sequence.tokens[n + 1 :] for sequence, n in zip(sequences, before, strict=True)])
+        return Passed(works, [result_of(work, rows, [next(chosen) for _ in work.runs]) for work in works])
+
+    def _mixed(self, works: list[Work], cancel: Any) -> Passed:
+        rows = iter(self._runner.forward([run.segment(n) for work in works
+                                          for run, n in zip(work.runs, work.counts, strict=True) if n], cancel))
+        return Passed(works, [result_of(work, rows) for work in works])
+
+    def _whole_prompt(self, works: list[Work], cancel: Any) -> Passed | None:
+        """Process a prompt by the runner's own strategy, alone, while the others wait."""
+        strategy = self._runner.prefill_strategy
+        for work in works:
+            run = work.runs[0]
+            if strategy and run.owner is None and run.last and strategy.takes(run.ids):
+                task = work.request.task
+                spec = run.specs[0] if run.specs else 0
+                row = self._runner.prefill(run.sequence, run.ids, cancel, spec, task.telling())
+                return Passed([work], [[Ran(run, len(run.ids), [row])]])
+        return None
+
+    # -- draft tokens ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _speculation(works: list[Work]) -> tuple[Speculation | None, list[Sample]]:
+        """Return what drafts in this step, and the samples of all its requests; nothing drafts beside prompts."""
+        found: Speculation | None = None
+        samples: list[Sample] = []
+        for work in works:
+            task = work.request.task
+            if not isinstance(task, Generation) or any(run.owner is None or len(run.ids) > 1 for run in work.runs):
+                return None, []
+            samples += [run.owner for run in work.runs]
+            if found is None and task.speculation and not task.speculation.idle:
+                found = task.speculation
+        return found, samples
+
+    def _verify(self, works: list[Work], speculation: Speculation, samples: list[Sample], cancel: Any) -> Passed | None:
+        """Run over draft tokens, if there are any."""
+        tasks: list[Any] = [work.request.task for work in works]
+        sequences = [run.sequence for work in works for run in work.runs]
+        left = min(task.left for task in tasks)
+        most = min(left + 1, self._runner.config.outputs)
+        drafting = [task.speculation is speculation for task, work in zip(tasks, works, strict=True) for _ in work.runs]
+        proposals = speculation.proposals(samples, left, cancel, lambda: self._runner.room(sequences, most) - 1,
+                                          any(task.needs_each for task in tasks), drafting)
+        if not any(proposals):
+            return None
+        following, checking = iter(proposals), []
+        for work, task in zip(works, tasks, strict=True):
+            runs = [task.verification(run, next(following)) for run in work.runs]
+            checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
+        passed = self._mixed(checking, cancel)
+        return passed._replace(learn=lambda: speculation.verified(proposals, [one.accepted for one in samples]))
+
+    # -- what comes of it --------------------------------------------------------------------------------------------
+
+    def _note_time(self, works: list[Work], seconds: float) -> None:
+        read = sum(sum(work.counts) for work in works if work.reading)
+        self.scheduler.pace.took(sum(len(work.runs) for work in works if not work.reading), read, seconds)
+
+    def _take(self, request: Request[Any], ran: list[Ran]) -> None:
+        """Let a task take in its part of a pass; an error ends its request alone."""
+        task = request.task
+        try:
+            request.emit(task.take(ran))
+            if ran and ran[0].run.owner is None:
+                task.tell()
+                self._save(request)
+                self.scheduler.share(request)
+        except Exception as error:
+            self._conclude(request, error)
+            return
+        if task.finished:
+            self._conclude(request)
+
+    def _save(self, request: Request[Any]) -> None:
+        """Write a prompt that is complete to its file, if that has less of it."""
+        task, n_prompt = request.task, len(request.task.prompt_ids)
+        if request.prompt_cache is not None and request.saved_tokens < n_prompt and not request.preemptions \
+                and task.sequence is not None and len(task.sequence) == n_prompt:
+            self._runner.save(task.sequence, request.prompt_cache)
+
+    def _conclude(self, request: Request[Any], error: Exception | None = None) -> None:
+        """End a request, give its sequences back and tell its client."""
+        try:
+            if not request.task.finished:
+                rest = request.task.end()
+                if error is None:
+                    request.emit(rest)
+            if error is None:
+                self.scheduler.share_end(request)
+            request.task.release()
+        except Exception as another:
+            error = error or another
+        finally:
+            self.scheduler.remove(request)
+            request.conclude(error)
+
+
+def run_alone(task: Task[Result], runner: Runner) -> Result:
+    """Run one task to its end in this thread, without an engine, and return its outcome."""
+    steps, request = Steps(Scheduler(runner, math.inf)), Request[Result](None, task)
+    task.arrive()
+    steps.scheduler.add(request)
+    while not request.ended:
+        steps.run()
+    return request.finish()

@@ -1,0 +1,194 @@
+"""Interface of the engine's work: what a request wants to run next, and what it makes of the logits."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from ..base.validation import shown, whole
+from ..errors import ContextError, RequestError
+from ..runner import PROMPT, Cancellation, Segment
+
+if TYPE_CHECKING:
+    from ..base.progress import OnProgress
+    from ..runner import Runner, Sequence
+
+Result = TypeVar("Result")
+
+
+class Run(NamedTuple):
+    """Tokens that a task wants to run behind one of its sequences, in one forward pass or several."""
+
+    sequence: Sequence
+    ids: Items[int]
+    role: int = PROMPT
+    last: bool = True
+    """Whether logits are wanted after the last token."""
+    each: bool = False
+    """Whether logits are wanted after each token."""
+    specs: Items[int] = ()
+    """Addresses of samples, one for each row of logits, see `Segment.sample_specs`."""
+    owner: Any = None
+    """What the task knows it by."""
+    whole: bool = False
+    """Whether all tokens go into one forward pass."""
+
+    def segment(self, n: int) -> Segment:
+        """Return the segment of its first n tokens."""
+        ids = self.ids if n == len(self.ids) else self.ids[:n]
+        if self.each:
+            return Segment(self.sequence, ids, range(n), self.role, None, self.specs[:n])
+        if self.last and n == len(self.ids):
+            return Segment(self.sequence, ids, (n - 1,), self.role, None, self.specs)
+        return Segment(self.sequence, ids, (), self.role)
+
+
+class Ran(NamedTuple):
+    """What became of a run in one forward pass."""
+
+    run: Run
+    n: int
+    """Tokens that were run."""
+    rows: Items[Any]
+    """Their logits, float32 of shape (vocab_size,) each, as far as they were wanted; valid until the next pass."""
+    chosen: Items[int] = ()
+    """Tokens that the pass went on with by itself."""
+
+
+class Task(abc.ABC, Generic[Result]):
+    """Work of one request, which the engine's thread does: a generation, a beam search, scores.
+
+    The engine gives it a sequence with a beginning of the prompt (`begin`). Before each forward pass it asks for `runs`,
+    and passes on what came of them (`take`). It may take the sequences away between any two passes (`release`) and begin
+    again later: the task then runs again over what it had.
+
+    Parameters
+    ----------
+    runner : Runner
+    prompt_ids : tokens of the prompt
+
+    Raises
+    ------
+    RequestError
+        The prompt is empty, longer than the context, or holds an id outside the vocabulary.
+    """
+
+    n_sequences = 1
+    """Sequences that it holds at most."""
+
+    def __init__(self, runner: Runner, prompt_ids: Iterable[int]):
+        self.prompt_ids = checked_prompt(prompt_ids, runner)
+        self.cached_tokens = 0
+        self.cancellation = Cancellation()
+        self.told: OnProgress | None = None
+        """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
+        self._runner = runner
+
+    @property
+    @abc.abstractmethod
+    def sequence(self) -> Sequence | None:
+        """The sequence that holds the prompt; None before `begin` and after `release`."""
+
+    @property
+    @abc.abstractmethod
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+
+    @property
+    def further(self) -> int:
+        """Tokens by which a forward pass may go on by itself; 0 where each row of logits is looked at."""
+        return 0
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Tokens that its first sequence will hold at least: the prompt and, after a preemption, more."""
+        return self.prompt_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens behind the prompt that each of its sequences may hold in the end."""
+        return 0
+
+    def arrive(self) -> None:  # noqa: B027
+        """Take note that the request is handed in: from here on it waits."""
+
+    @abc.abstractmethod
+    def begin(self, sequence: Sequence) -> None:
+        """Take a sequence that holds a beginning of `known_ids`."""
+
+    def join(self, others: list[Task[Any]]) -> None:  # noqa: B027
+        """Take note of the tasks that run already."""
+
+    @abc.abstractmethod
+    def runs(self) -> list[Run]:
+        """Return what is to be run next, at least one token; `take` is called before it is asked again."""
+
+    @abc.abstractmethod
+    def take(self, ran: list[Ran]) -> str:
+        """Take in what came of runs, and return the new text."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give the sequences back; the task stays as it is, and can `begin` again."""
+
+    @abc.abstractmethod
+    def end(self, reason: str = "cancelled") -> str:
+        """Finish all that is unfinished for a reason, and return the text that was held back until now."""
+
+    @abc.abstractmethod
+    def result(self) -> Result:
+        """Return the outcome so far."""
+
+    def cancel(self) -> None:
+        """End within 100 ms; from any thread and from signal handlers. Once it is over nothing happens."""
+        self.cancellation.cancel()
+
+    def tell(self) -> None:
+        """Report how much of the prompt is processed."""
+        if self.told is not None and self.sequence is not None:
+            self.told("prompt", min(len(self.sequence), len(self.prompt_ids)), len(self.prompt_ids), "")
+
+    def telling(self) -> Callable[[int, int], None] | None:
+        """Return what a runner calls with (done, total) in tokens that it processes by itself."""
+        told, before = self.told, self.cached_tokens
+        return None if told is None else lambda done, total: told("prompt", before + done, before + total, "")
+
+
+def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
+    """Return the prompt as a list of ids; raises `RequestError` for one that this runner cannot run."""
+    vocab_size, ctx = runner.model.vocab_size, int(runner.config.ctx or 0)
+    if isinstance(prompt_ids, (list, tuple, range)) and len(prompt_ids) > ctx:
+        raise too_long(f"has {len(prompt_ids)} tokens", len(prompt_ids), runner)
+    ids = list(islice(prompt_ids, ctx + 1))  # an iterator may have no end
+    if not ids:
+        raise RequestError("The prompt is empty; give some text or at least one token id.")
+    for i, token_id in enumerate(ids):
+        try:
+            ids[i] = token_id if type(token_id) is int else whole(token_id)
+        except (TypeError, OverflowError):
+            raise RequestError(f"The prompt holds {shown(token_id)}, which is not a token id.") from None
+        if not 0 <= ids[i] < vocab_size:
+            raise RequestError(
+                f"Token id {shown(token_id)} of the prompt is outside the vocabulary; ids are from 0 to "
+                f"{vocab_size - 1}."
+            )
+    if len(ids) > ctx:
+        raise too_long(f"has more than {ctx} tokens", ctx + 1, runner)
+    return ids
+
+
+def too_long(what: str, n_tokens: int, runner: Runner) -> ContextError:
+    """Return the error for a prompt of at least `n_tokens` tokens."""
+    ctx, longest = int(runner.config.ctx or 0), runner.model.max_position_embeddings
+    larger = f"open the model with a larger context (--ctx, at most {longest})"
+    remedy = larger if n_tokens <= longest else f"the model takes {longest} at most, so shorten it"
+    return ContextError(f"The prompt {what}, more than the context of {ctx}; {remedy}.")
+
+
+def shared(tokens: Items[int], ids: Items[int], most: int) -> int:
+    """Return how many first tokens agree, `most` at most."""
+    most = min(len(tokens), len(ids), most)
+    return next((i for i in range(most) if tokens[i] != ids[i]), most)
