@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
 if TYPE_CHECKING:
     from .config import GenerationConfig
     from .errors import EdgeInferError
-    from .llm import LLM
+    from .llm import LLM, AsyncLLM
 
 
 
@@ -42,9 +42,9 @@ if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts lie b
     __path__.append(_path.dirname(_here))
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EdgeInferError", "GenerationConfig", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EdgeInferError", "GenerationConfig", "__version__"]
 
-_MODULE_OF = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
+_MODULE_OF = {"LLM": "llm", "AsyncLLM": "llm.asynchronous", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
 
 def __getattr__(name: str) -> object:

@@ -41,7 +41,6 @@ class Request(Generic[Result]):
     reuse : share KV blocks of the prefix cache, and leave the request's own there
     prompt_cache : file to take the prompt's KV blocks from, and to write them to
     salt : requests share blocks only with those of the same salt
-    on_event : called by the engine's thread whenever `next_piece` would return something new
 
     Attributes
     ----------
@@ -52,7 +51,7 @@ class Request(Generic[Result]):
     """
 
     def __init__(self, engine: Engine | None, task: Task[Result], reuse: bool = False, prompt_cache: Path | None = None,
-                 salt: bytes = b"", on_event: Callable[[], None] | None = None):
+                 salt: bytes = b""):
         self.task, self.reuse, self.prompt_cache, self.salt = task, reuse, prompt_cache, salt
         self.number, self.preemptions = next(_numbers), 0
         self.arrived = 0.0
@@ -60,7 +59,9 @@ class Request(Generic[Result]):
         self.saved_tokens = 0
         """Tokens of the prompt that its file has."""
         self.ended = False
-        self._engine, self._on_event = engine, on_event
+        self.on_event: Callable[[], None] | None = None
+        """Called by the engine's thread when there is text to be read, and at the end."""
+        self._engine = engine
         self._started = self._whole = False
         self._pieces: SimpleQueue[str | _End] = SimpleQueue()
         self._outcome: _End | None = None
@@ -94,9 +95,14 @@ class Request(Generic[Result]):
         self._outcome = piece
         return None
 
+    def start_whole(self) -> None:
+        """Hand it to the engine for a client that reads no text before the end."""
+        self._whole = not self._started
+        self.start()
+
     def finish(self) -> Result:
         """Run to the end and return the outcome."""
-        self._whole = not self._started
+        self.start_whole()
         while self.next_piece() is not None:
             pass
         return self.task.result()
@@ -121,16 +127,13 @@ class Request(Generic[Result]):
         """Whether it is a request of this engine."""
         return self._engine is engine
 
-    def poll(self) -> str | None:
-        """Return the next text if it is there, None if not; after the end `ended` is set and `check` raises."""
-        try:
-            piece = self._pieces.get_nowait()
-        except Empty:
-            return None
-        if isinstance(piece, str):
-            return piece
-        self._pieces.put(piece)
-        return None
+    def waiting_pieces(self) -> list[str | None]:
+        """Return the texts that are there without waiting for more; the last is None at the end. Raises as `next_piece`.
+        """
+        found: list[str | None] = []
+        while not self._pieces.empty() and (not found or found[-1] is not None):
+            found.append(self.next_piece())
+        return found
 
     def _next(self) -> str | _End:
         while True:
@@ -154,16 +157,16 @@ class Request(Generic[Result]):
         """Hand text to the client; one that waits for the outcome alone is not woken."""
         if text and not self._whole:
             self._pieces.put(text)
-            if self._on_event is not None:
-                self._on_event()
+            if self.on_event is not None:
+                self.on_event()
 
     def conclude(self, error: BaseException | None = None) -> None:
         """End the request, with the error that its client is to see if there is one."""
         if not self.ended:
             self.ended = True
             self._pieces.put(_End(error))
-            if self._on_event is not None:
-                self._on_event()
+            if self.on_event is not None:
+                self.on_event()
 
 
 class Stream:

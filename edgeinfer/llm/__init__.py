@@ -1,5 +1,12 @@
 """The Python API: open a model, generate, stream, chat."""
 
-from .api import LLM
+from typing import TYPE_CHECKING
 
-__all__ = ["LLM"]
+from ..base.lazy_import import lazily
+
+if TYPE_CHECKING:
+    from .api import LLM
+    from .asynchronous import AsyncLLM
+
+__all__ = ["LLM", "AsyncLLM"]
+__getattr__ = lazily(__name__, {"api": "LLM", "asynchronous": "AsyncLLM"})

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.progress import OnProgress
-from ..base.validation import shown
+from ..base.validation import checked, shown
 from ..config import Recipe, RuntimeConfig
 from ..errors import RequestError
 from ..models import Storage, resolve
 from ..registry import drafting, settled
 from ..rules import plain
-from .prompts import template_options
-from .requests import Requests
+from .requests import TEXTS_OR_IDS, Requests, reusing, run_together
 from .settings import runtime_config, with_beams, with_techniques
 
 if TYPE_CHECKING:
@@ -278,7 +277,27 @@ class LLM(Requests):
 
         A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
         """
-        return self._request(self._ids(prompt), options).finish()
+        return self.request(prompt, options).finish()
+
+    def batch(self, prompts: Iterable[Prompt], **options: Unpack[RequestOptions]) -> list[Completion]:
+        """Return the outcomes of several prompts, which run together as far as `max_sequences` and memory allow.
+
+        The texts are those of `complete`, whatever runs beside them.
+
+        Parameters
+        ----------
+        prompts : texts or lists of token ids, as many as there are
+        options : as for `complete`, for all of them; `reuse` is on, so that what the prompts have in common is computed
+            once
+
+        Raises
+        ------
+        RequestError
+            One of the prompts cannot be run; the others are cancelled.
+        """
+        listed = checked("prompts", prompts, TEXTS_OR_IDS)
+        requests = (self.request(one, reusing(options)) for one in listed)
+        return run_together(requests, 2 * self.runner.config.max_sequences)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """As `generate`, piece by piece.
@@ -299,7 +318,9 @@ class LLM(Requests):
         Stream
             Iterator of str; closing it ends the request, and `Stream.completion` then has the outcome.
         """
-        return self._stream(self._ids(prompt), options)
+        from ..engine import Stream
+
+        return Stream(self.request(prompt, options, stream=True))
 
     def chat(self, messages: Messages, *, tools: Messages | None = None, **options: Unpack[ChatOptions]) -> str:
         """Return the answer to a conversation, rendered with the model's chat template.
@@ -318,14 +339,14 @@ class LLM(Requests):
         TokenizerError
             The template refuses these messages.
         """
-        settings, rest = template_options(options)
-        return self._request(self.chat_ids(messages, tools, **settings), _reusing(rest)).finish().text
+        return self.chat_request(messages, tools, options).finish().text
 
     def chat_stream(self, messages: Messages, *, tools: Messages | None = None,
                     **options: Unpack[ChatOptions]) -> Stream:
         """As `chat`, piece by piece."""
-        settings, rest = template_options(options)
-        return self._stream(self.chat_ids(messages, tools, **settings), _reusing(rest))
+        from ..engine import Stream
+
+        return Stream(self.chat_request(messages, tools, options, stream=True))
 
     def cancel(self, request: Stream | None = None) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler.
@@ -374,8 +395,3 @@ class LLM(Requests):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _reusing(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a chat, of which `reuse` is True unless it is given."""
-    return {**options, "reuse": True if options.get("reuse") is None else options["reuse"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked
 from ..config import generation_config
 from ..errors import RequestError
-from .prompts import Prompt, Prompts
+from .options import Messages, Prompt
+from .prompts import Prompts, template_options
 
 if TYPE_CHECKING:
-    from ..engine import Completion, Request, Score, Stream, Task, Times
+    from ..engine import Completion, Engine, Request, Score, Task, Times
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
@@ -47,8 +49,28 @@ class Requests(Prompts):
             raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
         return self.runner
 
+    def request(self, prompt: Prompt, options: Mapping[str, Any], stream: bool = False) -> Request[Completion]:
+        """Prepare a request for the continuation of a text; nothing runs before its `start`.
+
+        Parameters
+        ----------
+        prompt, options : as for `stream`
+        stream : refuse what has no text before its end
+        """
+        if stream:
+            _check_stream(options)
+        return self._request(self._ids(prompt), options)
+
+    def chat_request(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any],
+                     stream: bool = False) -> Request[Completion]:
+        """Prepare a request for the answer to a conversation; `reuse` is on unless it is given."""
+        if stream:
+            _check_stream(options)
+        settings, rest = template_options(options)
+        return self._request(self.chat_ids(messages, tools, **settings), reusing(rest))
+
     def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request[Completion]:
-        """Check a request; nothing runs before its first step."""
+        """Check a request."""
         from ..engine import BeamSearch, Generation, Request
 
         options = dict(options)
@@ -92,6 +114,10 @@ class Requests(Prompts):
         >>> with LLM("demo") as llm:
         ...     best = max(llm.score("The fox was very", [" hungry", " green"]), key=lambda score: score.logprob)
         """
+        return self.score_request(prompt, continuations).finish()
+
+    def score_request(self, prompt: Prompt, continuations: Iterable[Prompt]) -> Request[list[Score]]:
+        """Prepare a request for scores; nothing runs before its `start`."""
         from ..engine import Request, Scoring
 
         given = checked("continuations", continuations, TEXTS_OR_IDS)
@@ -99,15 +125,39 @@ class Requests(Prompts):
         listed = [(one, self._continuation_ids(one)) if isinstance(one, str) else (None, self._ids(one))
                   for one in given]
         self._engine.check_open()
-        return Request(self._engine, Scoring(self.runner, ids, listed)).finish()
+        return Request(self._engine, Scoring(self.runner, ids, listed))
 
-    def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
-        from ..engine import Stream
 
-        asked = generation_config({name: options.get(name) for name in ("config", "n", "beams")})
-        if asked.beams != 1:
-            raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is "
-                               "known at the end; use complete.")
-        if asked.n != 1:
-            raise RequestError(f"A stream gives one sample, and n is {asked.n}; use complete.")
-        return Stream(self._request(ids, options))
+def _check_stream(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a request that has no text, or more than one, before its end."""
+    asked = generation_config({name: options.get(name) for name in ("config", "n", "beams")})
+    if asked.beams != 1:
+        raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is known at "
+                           "the end; use complete.")
+    if asked.n != 1:
+        raise RequestError(f"A stream gives one sample, and n is {asked.n}; use complete.")
+
+
+def reusing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of which `reuse` is True unless it is given."""
+    return {**options, "reuse": True if options.get("reuse") is None else options["reuse"]}
+
+
+def run_together(requests: Iterable[Request[Completion]], most: int) -> list[Completion]:
+    """Return the outcomes of requests, of which `most` are handed in at once; if one fails, all are cancelled."""
+    pending: deque[Request[Completion]] = deque()
+    done: list[Completion] = []
+    try:
+        for request in requests:
+            request.start_whole()
+            pending.append(request)
+            if len(pending) >= most:
+                done.append(pending[0].finish())
+                pending.popleft()
+        while pending:
+            done.append(pending[0].finish())
+            pending.popleft()
+    finally:
+        for request in pending:
+            request.close()
+    return done
