@@ -16,16 +16,26 @@ if TYPE_CHECKING:
     from .profile import make_profile, operation_name
     from .repetitions import measure, token_ids
     from .results import Case, Measurement, OperationTime, Profile, Row, make_cases, needed_ctx
+    from .serving import (
+        Load,
+        RequestLength,
+        ServingRow,
+        make_lengths,
+        measure_serving,
+        parse_goodput,
+        read_lengths,
+    )
     from .speculation import COUNTS, REPLAYED_TOKENS, Replayed, SpeculationBench, measure_speculation, pass_times
     from .startup import first_token_ms, prompt_of
     from .storage import StorageProbe, StorageSpeed
     from .traffic import bytes_per_token, operations_per_token
 
 __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "Case", "FfnBench", "FfnShape",
-           "Lengths", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed", "Row",
-           "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms",
-           "make_cases", "make_profile", "measure", "measure_speculation", "needed_ctx", "neuron_speed",
-           "operation_name", "operations_per_token", "pass_times", "probe_machine", "prompt_of", "seconds",
+           "Lengths", "Load", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed",
+           "RequestLength", "Row", "ServingRow", "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms",
+           "make_cases", "make_lengths", "make_profile", "measure", "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed",
+           "operation_name", "operations_per_token", "parse_goodput", "pass_times", "probe_machine", "prompt_of",
+           "read_lengths", "seconds",
            "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
     "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
@@ -33,6 +43,7 @@ __getattr__ = lazily(__name__, {
     "machine": "ProbeRequest probe_machine", "storage": "StorageProbe StorageSpeed",
     "repetitions": "measure token_ids", "profile": "make_profile operation_name",
     "results": "Measurement OperationTime Profile Row Case make_cases needed_ctx",
+    "serving": "Load RequestLength ServingRow make_lengths measure_serving parse_goodput read_lengths",
     "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation pass_times",
     "startup": "first_token_ms prompt_of", "traffic": "bytes_per_token operations_per_token",
 })

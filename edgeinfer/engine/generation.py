@@ -301,6 +301,14 @@ class Generation(Task[Completion]):
         return sampler
 
     @property
+    def token_times(self) -> list[float]:
+        """When the request was handed in and when each token of the longest sample came, by time.perf_counter().
+
+        Tokens of one forward pass are spaced evenly within it.
+        """
+        return self._times
+
+    @property
     def stop(self) -> tuple[str, ...]:
         """Stop strings of the request."""
         return self._config.stop

@@ -19,6 +19,7 @@ from ..reports.bench import bench_object, print_report
 from ..reports.decision import FIELD
 from ..reports.prediction import bench_estimate, learn_from_bench, make_predictor
 from .bench_run import find_bundle, first_token, run_tests, speculated
+from .bench_together import Together, bench_together
 
 JSON_FIELDS = {
     "bench": {
@@ -53,6 +54,10 @@ JSON_FIELDS = {
         "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
         "`tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
+        "serving": "with --concurrency, instead of `rows`: per load `concurrency`, `requests`, `rate`, `duration_s`, "
+        "`total_input_tokens`, `total_output_tokens`, `request_throughput`, `output_throughput`, "
+        "`total_token_throughput`, `request_goodput`, `preemptions`, `forward_passes`, and of `ttft_ms`, `tpot_ms`, "
+        "`itl_ms`, `e2el_ms` the `mean`, `median`, `p95`, `p99`",
         **registry.fields("bench"),
     },
 }
@@ -91,6 +96,34 @@ def bench(
         float | None,
         typer.Option(metavar="SHARE", help="With --speculate: report the speed at this acceptance rate."),
     ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", show_default=False,
+                     help="Measure requests that run together instead: at most N of them at a time."),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default=False, help="With --concurrency: number of requests (default: 4 times "
+                     "the concurrency)."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="R", show_default=False, help="With --concurrency: requests that arrive per second on "
+                     "average (default: a new one whenever one is answered)."),
+    ] = None,
+    range_ratio: Annotated[
+        float, typer.Option(metavar="SHARE", help="With --concurrency: spread of the lengths around -p and -n.")
+    ] = 0.0,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", show_default=False, help="With --concurrency: lengths of the requests, one JSON "
+                     'object per line: {"prompt": 256, "output": 128}.'),
+    ] = None,
+    goodput: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC:MS,...", show_default=False, help="With --concurrency: count requests within these "
+                     "bounds, such as ttft:500,tpot:100."),
+    ] = None,
     no_startup: Annotated[
         bool, typer.Option("--no-startup", help="Do not measure the time to first token of a new process.")
     ] = False,
@@ -109,12 +142,17 @@ def bench(
       edgeinfer bench demo -p 256 -n 64
       edgeinfer bench ./my-bundle -d 0,4096 --profile
       edgeinfer bench --shape llama-2-7b -r 3 --json
+      edgeinfer bench ./my-bundle --concurrency 1,4,8 -p 256 -n 128 --goodput ttft:2000,tpot:200
     """
     from ...bench import make_cases
     from ...llm import open as opening
 
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, repetitions)
+    asked = Together(concurrency, requests, rate, range_ratio, lengths, goodput)
+    if concurrency is not None:
+        return bench_together(model, shape, asked, (numbers("-p", prompt), numbers("-n", generate)), given)
+    asked.check_unused()
     check_speculation(speculate, draft, accept)
     device, (weights, group_size) = given.device or CPU, given.stored(model)
     provider = opening.provider(device)
