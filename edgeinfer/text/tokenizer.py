@@ -262,6 +262,15 @@ class Tokenizer:
         token_bytes = self._visible_bytes if skip_special else self._plain_bytes
         return StreamDecoder(token_bytes, self._backend.rules.n_leading_spaces, prompt_ids)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text, such as those that end one."""
+        return self._backend.special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token as it stands in a text; those of special tokens are their names."""
+        return self._plain_bytes(int(token_id))
+
     def token_text(self, token_id: int) -> str:
         """Return one token as text, special tokens too; bytes that are not a whole character show as U+FFFD."""
         return self._plain_bytes(int(token_id)).decode("utf-8", "replace")

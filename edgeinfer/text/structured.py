@@ -1,0 +1,251 @@
+"""Texts of a given form: JSON, JSON schemas, regular expressions and grammars, as masks over the vocabulary.
+
+The grammars are those of llguidance (https://github.com/guidance-ai/llguidance), which says for each place in a text
+which tokens may stand there. It is an optional package (extra ``structured``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.dataclass import dataclass
+from ..errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+JSON_OBJECT, JSON_SCHEMA, REGEX, GRAMMAR = KINDS = ("json_object", "json_schema", "regex", "grammar")
+MOST_SOURCE_BYTES = 256 << 10
+"""Longest source of a form."""
+MOST_DEPTH = 64
+"""Deepest nesting of a JSON schema."""
+MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
+"""Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
+KEPT_FORMS = 32
+"""Compiled forms that are kept for requests to come."""
+WHITESPACE = {"whitespace_pattern": r"[ \n\t]{1,16}"}
+"""Between the parts of JSON: without an end, small models write nothing else."""
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """The form of a text."""
+
+    kind: str
+    """One of `KINDS`."""
+    source: str = ""
+    """The schema as JSON, the pattern, or the grammar (Lark, or llama.cpp's GBNF); empty for any JSON object."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"A form of the kind {self.kind!r:.40} is not known; choose one of {', '.join(KINDS)}.")
+        if len(self.source.encode("utf-8", "replace")) > MOST_SOURCE_BYTES:
+            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MOST_SOURCE_BYTES} bytes are "
+                             "taken.")
+
+
+def text_form(value: Any) -> TextForm:
+    """Return the form that a value means.
+
+    Parameters
+    ----------
+    value : a `TextForm`; OpenAI's ``response_format`` (``{"type": "json_object"}``, ``{"type": "json_schema",
+        "json_schema": {"schema": ...}}``), also with the types ``regex`` (``"pattern"``) and ``grammar``
+        (``"grammar"``); a JSON schema; or a pydantic model
+
+    Raises
+    ------
+    UsageError
+        It is none of these.
+    """
+    if isinstance(value, TextForm):
+        return value
+    if callable(schema_of := getattr(value, "model_json_schema", None)):  # a pydantic model
+        return schema_form(schema_of())
+    if not isinstance(value, dict):
+        raise UsageError(f"response_format is a {type(value).__name__}; give {{'type': 'json_object'}}, a JSON schema, "
+                         "or a pydantic model.")
+    kind = value.get("type")
+    if kind == JSON_OBJECT:
+        return TextForm(JSON_OBJECT)
+    if kind == JSON_SCHEMA:
+        inner = value.get("json_schema", value.get("schema"))
+        return schema_form(inner.get("schema", inner) if isinstance(inner, dict) else inner)
+    for name, field in ((REGEX, "pattern"), (GRAMMAR, "grammar")):
+        if kind == name:
+            source = value.get(field)
+            if not isinstance(source, str) or not source:
+                raise UsageError(f"response_format of the type {name} needs a text {field!r}.")
+            return TextForm(name, source)
+    return schema_form(value)
+
+
+def schema_form(schema: Any) -> TextForm:
+    """Return the form of a JSON schema; raises `UsageError` for one that is no object, not JSON, or too deep."""
+    if not isinstance(schema, dict):
+        raise UsageError(f"A JSON schema is an object, and this is a {type(schema).__name__}.")
+    if (depth := _depth(schema)) > MOST_DEPTH:
+        raise UsageError(f"The JSON schema is nested {depth} deep or more; at most {MOST_DEPTH} are taken.")
+    try:
+        return TextForm(JSON_SCHEMA, json.dumps(schema, sort_keys=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"The JSON schema cannot be written as JSON: {error}.") from None
+
+
+def _depth(value: Any) -> int:
+    """Return how deep a value is nested, up to a little more than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= MOST_DEPTH:
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+                 if isinstance(inner, (dict, list))]
+        depth += 1
+    return depth
+
+
+class Forms:
+    """Compiles the forms of texts for one model.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer
+    vocab_size : length of the model's logits
+    eos_ids : tokens that end a text
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]):
+        llguidance = _llguidance()
+        self._vocab_size = vocab_size
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(
+            _Vocabulary(tokenizer, vocab_size, sorted(eos_ids))), n_vocab=vocab_size, eos_token=sorted(eos_ids) or None)
+        self._limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, initial_lexer_fuel=MOST_FUEL,
+                                                 max_lexer_states=MOST_STATES)
+        self._compiled: OrderedDict[TextForm, Any] = OrderedDict()
+
+    def begin(self, form: TextForm) -> Constraint:
+        """Return the constraint of a text that begins; raises `RequestError` for a form that is wrong or too large."""
+        matcher = self._compiled.pop(form, None)
+        if matcher is None:
+            matcher = self._compile(form)
+        self._compiled[form] = matcher
+        while len(self._compiled) > KEPT_FORMS:
+            self._compiled.popitem(last=False)
+        return Constraint(matcher.deep_copy(), self._vocab_size)
+
+    def _compile(self, form: TextForm) -> Any:
+        llguidance = _llguidance()
+        matchers = llguidance.LLMatcher
+        try:
+            if form.kind == JSON_OBJECT:
+                grammar = matchers.grammar_from_json_schema({"type": "object"}, overrides=WHITESPACE)
+            elif form.kind == JSON_SCHEMA:
+                grammar = matchers.grammar_from_json_schema(form.source, overrides=WHITESPACE)
+            elif form.kind == REGEX:
+                grammar = matchers.grammar_from_regex(form.source)
+            else:
+                grammar = llguidance.grammar_from("gbnf" if "::=" in form.source else "lark", form.source)
+        except (ValueError, RecursionError) as error:
+            raise _refused(form, str(error)) from None
+        matcher = matchers(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refused(form, matcher.get_error())
+        return matcher
+
+
+class Constraint:
+    """The form of one text while it grows.
+
+    Attributes
+    ----------
+    words : uint32 array
+        One bit for each token that may come next, the lowest bit of a word first; valid until the next `accept`.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self._matcher = matcher
+        self.words: NDArray[np.uint32] = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
+        self._known = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text has its form and nothing can follow."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def mask(self) -> NDArray[np.uint32]:
+        """Return the tokens that may come next, as bits."""
+        if not self._known:
+            self._fill(self.words)
+            self._known = True
+        return self.words
+
+    def _fill(self, words: NDArray[np.uint32]) -> None:
+        if self._matcher.is_stopped():
+            words[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token that may come next; the mask is computed when it is asked for."""
+        if not self._matcher.consume_token(token_id):
+            raise RequestError(f"Token {token_id} cannot stand here: {self._matcher.get_error()}")
+        self._known = False
+
+    def forced(self, most: int) -> list[int]:
+        """Return the tokens that must come next, `most` at most; none where there is a choice."""
+        return list(self._matcher.compute_ff_tokens()[:most])
+
+    def behind(self, proposal: Items[int]) -> list[NDArray[np.uint32]]:
+        """Return the masks behind each token of a draft, as far as its tokens may stand there."""
+        masks, taken = [], 0
+        for token_id in proposal:
+            if self._matcher.is_stopped() or not self._matcher.validate_tokens([token_id]) \
+                    or not self._matcher.consume_token(token_id):
+                break
+            taken += 1
+            masks.append(np.zeros_like(self.words))
+            self._fill(masks[-1])
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
+
+    def fork(self) -> Constraint:
+        """Return a constraint that goes its own way from here."""
+        other = Constraint(self._matcher.deep_copy(), 0)
+        other.words, other._known = self.words.copy(), self._known
+        return other
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it: the bytes of each token, whatever file they come from."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: list[int]):
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0] if eos_ids else 0
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_bos=False)
+
+
+def _refused(form: TextForm, why: str) -> RequestError:
+    return RequestError(f"The {form.kind.replace('_', ' ')} cannot be used: {' '.join(why.split())[:300]}")
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UsageError("Texts of a given form need the package llguidance; install it with: "
+                         "pip install 'edgeinfer[structured]'") from None
+    return llguidance
