@@ -10,6 +10,7 @@ from typing import Any
 
 from . import quant
 from .base.dataclass import dataclass
+from .base.text_form import TextForm, text_form
 from .base.validation import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
 from .errors import UsageError
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
@@ -80,6 +81,11 @@ class GenerationConfig:
     """Seed of the random choices; None samples one and reports it. Same seed, same text, on one machine."""
     stop: tuple[str, ...] = option((), TEXTS)
     """Generation ends before the first of these strings; they are not part of the text."""
+    response_format: TextForm | None = option(None, Rule("a JSON schema, a pydantic model, or OpenAI's object",
+                                                         text_form))
+    """Form that the text must have: ``{"type": "json_object"}``, a JSON schema, a pydantic model, ``{"type": "regex",
+    "pattern": ...}`` or ``{"type": "grammar", "grammar": ...}`` (Lark or GBNF). Tokens that would break it are not
+    sampled; max_tokens and stop strings may still end it early."""
     logprobs: int | None = option(None, integer(0, 100, "from 0 to 100"))
     """Report the log-probability of each token and of this many most likely alternatives (0 = the token only)."""
     n: int = option(1, integer(1, 64, "from 1 to 64"))
@@ -107,6 +113,8 @@ class GenerationConfig:
 def _check_beams(config: GenerationConfig) -> None:
     """Refuse settings that contradict each other: a beam search samples nothing, and all else has no beams."""
     default = {one.name: one.default for one in fields(config)}
+    if config.beams > 1 and config.response_format is not None:
+        raise UsageError("response_format and beams exclude each other; leave one of them out.")
     if config.beams == 1:
         for name in ("length_penalty", "early_stopping"):
             if (value := getattr(config, name)) != default[name]:

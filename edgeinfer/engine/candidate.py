@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import StopStrings, StreamDecoder, Tokenizer
 from .completion import Choice, TokenLogprob, TopLogprob
-from .sampler import Sampled, Sampler
+from .sampler import EMPTY, Sampled, Sampler
 
 if TYPE_CHECKING:
     from ..runner import Sequence
+    from ..text.structured import Constraint
     from .speculation.usage import Usage
 
 _keys = count()
@@ -29,10 +30,12 @@ class Sample:
         Statistics of speculation in its request.
     accepted : int
         Draft tokens that were right in the last forward pass that verified some.
+    constraint : Constraint or None
+        Form that the text must have.
     """
 
     def __init__(self, prompt_ids: Items[int], sampler: Sampler, stop: Items[str], tokenizer: Tokenizer | None,
-                 eos_ids: frozenset[int], index: int):
+                 eos_ids: frozenset[int], index: int, constraint: Constraint | None = None):
         self.index, self.key = index, next(_keys)
         self.usage: Usage | None = None
         self.accepted = 0
@@ -46,6 +49,10 @@ class Sample:
         self._stops = StopStrings(stop)
         self._eos_ids = eos_ids
         self._prompt_tokens = len(self.tokens)
+        self.constraint = constraint
+        if constraint:
+            sampler.set_mask(constraint.mask())
+            sampler.draft_masks = constraint.drafting
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
@@ -71,6 +78,11 @@ class Sample:
                 return text
         return text + self._accept(self.sampler.sample(logits), room)
 
+    def resume(self, token_ids: Items[int], room: int) -> None:
+        """Take tokens that were sampled and told elsewhere."""
+        for token_id in token_ids:
+            self._accept(Sampled(token_id), room)
+
     def verify(self, samplers: Items[Sampler], logits: Items[Any], proposal: list[int], room: int) -> tuple[str, int]:
         """Sample the next token, and the one behind each draft token that is right; return their text and how many
         are.
@@ -84,6 +96,8 @@ class Sample:
         return text, right
 
     def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
+        if sampled.token_id == EMPTY:
+            return self.finish("grammar")
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
         self.sampler.accept(sampled.token_id, noted)
@@ -94,9 +108,26 @@ class Sample:
         self._text.append(piece)
         if stopped:
             self.finish_reason = "stop"
+        elif self.constraint and self._complete(sampled.token_id):
+            return piece + self.finish("stop")
         elif self.n_tokens >= room:
             return piece + self.finish("length")
         return piece
+
+    def _complete(self, token_id: int) -> bool:
+        """Go on with the form of the text, and return whether it is complete."""
+        assert self.constraint
+        self.constraint.accept(token_id)
+        if not self.constraint.complete:
+            self.sampler.set_mask(self.constraint.mask())
+        return self.constraint.complete
+
+    def allowed(self, proposal: list[int]) -> tuple[list[int], list[Any]]:
+        """Return the draft tokens that may stand here, and the mask behind each; no masks where there is no form."""
+        if not self.constraint:
+            return proposal, []
+        masks = self.constraint.behind(proposal)
+        return proposal[: len(masks)], masks
 
     def finish(self, reason: str) -> str:
         """Set the finish reason and return the text that was held back until now."""

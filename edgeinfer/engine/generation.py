@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from .task import Ran, Run, Task
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
+    from ..text.structured import Constraint
     from .speculation.controller import Speculation
 
 SEED_BITS = 32
@@ -46,6 +47,9 @@ class Generation(Task[Completion]):
     config : how to continue it
     eos_ids : tokens that end the text
     speculation : drafts tokens, which forward passes verify; the text is the same
+    begin_form : returns the form of a text that begins, for each sample
+    generated : tokens of the only sample that are there already, from a request that was moved here; its text goes on
+        as it would have gone on there
 
     Raises
     ------
@@ -61,6 +65,8 @@ class Generation(Task[Completion]):
         config: GenerationConfig,
         eos_ids: Iterable[int] = (),
         speculation: Speculation | None = None,
+        begin_form: Callable[[], Constraint] | None = None,
+        generated: Iterable[int] = (),
     ):
         super().__init__(runner, prompt_ids)
         self._config = config
@@ -75,6 +81,7 @@ class Generation(Task[Completion]):
         self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
         self._check_blocks(what)
+        self._begin_form = begin_form
         self._samples: Items[Sample] = self._new_samples(tokenizer)
         self._usage = speculation.usage() if speculation else None
         for sample in self._samples:
@@ -85,6 +92,19 @@ class Generation(Task[Completion]):
         """Whether the first tokens are there."""
         self._times = [time.perf_counter()]
         self._began: float | None = None
+        self._taken_over = self._resume(generated)
+
+    def _resume(self, generated: Iterable[int]) -> int:
+        """Take in tokens that another run has generated; returns how many."""
+        ids = list(generated)
+        if not ids:
+            return 0
+        if self.n_sequences != 1 or len(ids) > self.room:
+            raise RequestError(f"{len(ids)} generated tokens cannot be taken over by a request for {self.n_sequences} "
+                               f"texts of up to {self.room} tokens; give those of one text.")
+        self._samples[0].resume(ids, self.room)
+        self._chosen = True
+        return len(ids)
 
     def _check_blocks(self, what: str) -> None:
         """Refuse what cannot fit the KV pools even when nothing else runs."""
@@ -103,8 +123,8 @@ class Generation(Task[Completion]):
                                f"for {windowed.blocks}; lower max_tokens, or open it with {own}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
-        return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index)
-                for index in range(self._config.n)]
+        return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index,
+                       self._begin_form() if self._begin_form else None) for index in range(self._config.n)]
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
@@ -136,7 +156,7 @@ class Generation(Task[Completion]):
     @property
     def further(self) -> int:
         """Tokens by which a forward pass may go on by itself."""
-        return 0 if self.needs_each else self.left
+        return 0 if self.needs_each or self._begin_form else self.left
 
     @property
     def known_ids(self) -> list[int]:
@@ -151,6 +171,10 @@ class Generation(Task[Completion]):
     def arrive(self) -> None:
         """Let the time to the first token begin."""
         self._times = [time.perf_counter()]
+
+    def forced(self, most: int) -> list[list[int]]:
+        """Return for each live sample the tokens that its form leaves no choice of, `most` at most."""
+        return [sample.constraint.forced(most) if sample.constraint else [] for sample in self.live]
 
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of the prompt, or of the only sample."""
@@ -193,8 +217,9 @@ class Generation(Task[Completion]):
 
     def verification(self, run: Run, proposal: list[int]) -> Run:
         """Return the run of a sample's last token and draft tokens behind it."""
-        sample, ids = run.owner, (run.owner.last_id, *proposal)
-        samplers = sample.sampler.following(proposal)
+        sample = run.owner
+        proposal, masks = sample.allowed(proposal)
+        ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, masks)
         return run._replace(ids=ids, last=False, each=True, specs=[sampler.address for sampler in samplers],
                             owner=Draft(sample, proposal, samplers), whole=True)
 
@@ -244,8 +269,8 @@ class Generation(Task[Completion]):
 
     def _took(self) -> None:
         """Take note of when the longest sample got its latest tokens: all of a forward pass took the same time."""
-        steps = max(sample.n_tokens for sample in self._samples) - len(self._times) + 1
-        self._note_times(steps)
+        new = max(sample.n_tokens for sample in self._samples) - self._taken_over
+        self._note_times(new - len(self._times) + 1)
 
     def _note_times(self, steps: int) -> None:
         """Take note of when these steps ended."""
@@ -277,15 +302,15 @@ class Generation(Task[Completion]):
         choices = tuple(sample.choice() for sample in self._samples)
         first = choices[0]
         n_tokens = sum(len(choice.token_ids) for choice in choices)
-        longest = max(len(choice.token_ids) for choice in choices)
+        longest = max(len(choice.token_ids) for choice in choices) - self._taken_over
         ttft_ms = tpot_ms = tok_per_s = None
-        if n_tokens:
+        if longest:
             ttft_ms = 1000 * (self._times[1] - self._times[0])
         if longest >= 2:
             seconds = self._times[longest] - self._times[1]
             tpot_ms = 1000 * seconds / (longest - 1)
             started = sum(1 for choice in choices if choice.token_ids)
-            tok_per_s = (n_tokens - started) / seconds
+            tok_per_s = (n_tokens - self._taken_over - started) / seconds
         waited = 1000 * ((self._began or time.perf_counter()) - self._times[0])
         return Completion(
             first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,

@@ -64,6 +64,8 @@ class Steps:
         self.drop_cancelled()
         for request, error in self.scheduler.admit():
             self._conclude(request, error)
+        for request in [one for one in self.scheduler.running if one.task.finished]:  # nothing was left of it to do
+            self._conclude(request)
         works: list[Work] = []
         try:
             works = self.scheduler.plan()
@@ -105,8 +107,11 @@ class Steps:
         self.passes += 1
         if self._runner.prefill_strategy and (whole := self._whole_prompt(works, cancel)):
             return whole
-        speculation, samples = self._speculation(works)
-        if speculation is None:
+        samples = self._samples(works)
+        if forced := self._forced(works, samples):
+            return self._mixed(self._checking(works, forced), cancel)
+        speculation = next((one for work in works if (one := work.request.task.speculation) and not one.idle), None)
+        if not samples or speculation is None:
             return self._plain(works, cancel)
         if verified := self._verify(works, speculation, samples, cancel):
             return verified
@@ -146,36 +151,50 @@ class Steps:
     # -- draft tokens ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _speculation(works: list[Work]) -> tuple[Speculation | None, list[Sample]]:
-        """Return what drafts in this step, and the samples of all its requests; nothing drafts beside prompts."""
-        found: Speculation | None = None
-        samples: list[Sample] = []
+    def _samples(works: list[Work]) -> list[Sample]:
+        """Return the samples of a step in which each decodes one token; none beside prompts and other tasks."""
+        if not all(isinstance(work.request.task, Generation) for work in works) \
+                or any(run.owner is None or len(run.ids) > 1 for work in works for run in work.runs):
+            return []
+        return [run.owner for work in works for run in work.runs]
+
+    def _forced(self, works: list[Work], samples: list[Sample]) -> list[list[int]]:
+        """Return the tokens that the forms of texts force: drafts that cost nothing. None if nothing is forced."""
+        constrained = [sample for sample in samples if sample.constraint]
+        if not constrained:
+            return []
+        most = min((self._runner.config.outputs - len(samples)) // len(constrained),
+                   self._room(works, self._runner.config.outputs))
+        found = [one for work in works for one in work.request.task.forced(most)] if most > 0 else []
+        return found if any(found) else []
+
+    def _room(self, works: list[Work], most: int) -> int:
+        """Return how many draft tokens each sequence can be given."""
+        left = min(work.request.task.left for work in works)
+        return self._runner.room([run.sequence for work in works for run in work.runs], min(left + 1, most)) - 1
+
+    @staticmethod
+    def _checking(works: list[Work], proposals: list[list[int]]) -> list[Work]:
+        """Return works that verify draft tokens, of which forms may forbid some."""
+        following, checking = iter(proposals), []
         for work in works:
-            task = work.request.task
-            if not isinstance(task, Generation) or any(run.owner is None or len(run.ids) > 1 for run in work.runs):
-                return None, []
-            samples += [run.owner for run in work.runs]
-            if found is None and task.speculation and not task.speculation.idle:
-                found = task.speculation
-        return found, samples
+            runs = [work.request.task.verification(run, next(following)) for run in work.runs]
+            checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
+        return checking
 
     def _verify(self, works: list[Work], speculation: Speculation, samples: list[Sample], cancel: Any) -> Passed | None:
         """Run over draft tokens, if there are any."""
         tasks: list[Any] = [work.request.task for work in works]
-        sequences = [run.sequence for work in works for run in work.runs]
-        left = min(task.left for task in tasks)
-        most = min(left + 1, self._runner.config.outputs)
         drafting = [task.speculation is speculation for task, work in zip(tasks, works, strict=True) for _ in work.runs]
-        proposals = speculation.proposals(samples, left, cancel, lambda: self._runner.room(sequences, most) - 1,
-                                          any(task.needs_each for task in tasks), drafting)
+        proposals = speculation.proposals(
+            samples, min(task.left for task in tasks), cancel, lambda: self._room(works, self._runner.config.outputs),
+            any(task.further == 0 for task in tasks), drafting)
         if not any(proposals):
             return None
-        following, checking = iter(proposals), []
-        for work, task in zip(works, tasks, strict=True):
-            runs = [task.verification(run, next(following)) for run in work.runs]
-            checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
+        checking = self._checking(works, proposals)
+        checked = [run.owner.proposal for work in checking for run in work.runs]
         passed = self._mixed(checking, cancel)
-        return passed._replace(learn=lambda: speculation.verified(proposals, [one.accepted for one in samples]))
+        return passed._replace(learn=lambda: speculation.verified(checked, [one.accepted for one in samples]))
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ..runner import PROMPT, Cancellation, Segment
 if TYPE_CHECKING:
     from ..base.progress import OnProgress
     from ..runner import Runner, Sequence
+    from .speculation.controller import Speculation
 
 Result = TypeVar("Result")
 
@@ -78,6 +79,8 @@ class Task(abc.ABC, Generic[Result]):
 
     n_sequences = 1
     """Sequences that it holds at most."""
+    speculation: Speculation | None = None
+    """Drafts tokens for it."""
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int]):
         self.prompt_ids = checked_prompt(prompt_ids, runner)

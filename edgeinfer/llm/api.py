@@ -311,6 +311,8 @@ class LLM(Requests):
               computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
               was pruned;
             * ``prompt_cache`` (path): start from the prompt saved there, and save this one;
+            * ``generated`` (token ids): go on behind these tokens of the answer, as the run that generated them would
+              have; only new text is given;
             * ``progress`` (callable): called with ("prompt", done, total, "") in tokens while the prompt is processed.
 
         Returns

@@ -57,6 +57,7 @@ class GenerationOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     stop: str | Iterable[str] | None
+    response_format: Any
     logprobs: int | None
     n: int | None
     beams: int | None
@@ -76,6 +77,8 @@ class RequestOptions(GenerationOptions, total=False):
     """Start from the common beginning with the last request that had this option."""
     prompt_cache: str | Path | None
     """Start from the prompt saved in this file, and save this one."""
+    generated: Iterable[int] | None
+    """Token ids of the answer that another run has generated already: it goes on behind them."""
     progress: OnProgress | None
     """Called with ``"prompt"``, done, total and an empty item, in tokens, while the prompt is processed."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked
+from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked, whole
 from ..config import generation_config
 from ..errors import RequestError
 from .options import Messages, Prompt
@@ -15,9 +16,11 @@ from .prompts import Prompts, template_options
 
 if TYPE_CHECKING:
     from ..engine import Completion, Engine, Request, Score, Task, Times
+    from ..base.text_form import TextForm
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
+    from ..text.structured import Constraint, Forms
 
 
 def _listed(value: Any) -> list[Any]:
@@ -26,7 +29,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value)
 
 
+def _ids(value: Any) -> list[int]:
+    return [whole(one) for one in _listed(value)]
+
+
 TEXTS_OR_IDS = Rule("a list of texts or of lists of token ids", _listed)
+IDS = Rule("a list of token ids", _ids)
 
 
 class Requests(Prompts):
@@ -39,6 +47,8 @@ class Requests(Prompts):
     _kept: list[Any]
     """Of the draft, for a request that goes on with the last one's text."""
     _eos_ids: frozenset[int]
+    _forms: Forms | None = None
+    """Compiles the forms of texts, once there is a request with one."""
 
     @property
     def session(self) -> Session:
@@ -74,16 +84,28 @@ class Requests(Prompts):
         from ..engine import BeamSearch, Generation, Request
 
         options = dict(options)
-        reuse, cache, told = (options.pop(name, None) for name in ("reuse", "prompt_cache", "progress"))
+        reuse, cache, told, generated = (options.pop(name, None)
+                                         for name in ("reuse", "prompt_cache", "progress", "generated"))
         config = generation_config(options)
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._engine.check_open()
         request = self.runner, self._tokenizer, ids, config, self._eos_ids
         task: Task[Completion] = BeamSearch(*request) if config.beams > 1 else Generation(
-            *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times))
+            *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times),
+            self._form(config.response_format), () if generated is None else checked("generated", generated, IDS))
         task.told = None if told is None else checked("progress", told, FUNCTION)
         return Request(self._engine, task, reuse, cache)
+
+    def _form(self, form: TextForm | None) -> Callable[[], Constraint] | None:
+        """Return what begins a text of a form."""
+        if form is None:
+            return None
+        if self._forms is None:
+            from ..text.structured import Forms
+
+            self._forms = Forms(self.tokenizer, self.runner.model.vocab_size, self._eos_ids)
+        return partial(self._forms.begin, form)
 
     def score(self, prompt: Prompt, continuations: Iterable[Prompt]) -> list[Score]:
         """Return how likely the model finds each of several continuations of a prompt.

@@ -6,26 +6,20 @@ which tokens may stand there. It is an optional package (extra ``structured``).
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.dataclass import dataclass
+from ..base.text_form import JSON_OBJECT, JSON_SCHEMA, REGEX, TextForm
 from ..errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-JSON_OBJECT, JSON_SCHEMA, REGEX, GRAMMAR = KINDS = ("json_object", "json_schema", "regex", "grammar")
-MOST_SOURCE_BYTES = 256 << 10
-"""Longest source of a form."""
-MOST_DEPTH = 64
-"""Deepest nesting of a JSON schema."""
 MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
 KEPT_FORMS = 32
@@ -33,81 +27,6 @@ KEPT_FORMS = 32
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{1,16}"}
 """Between the parts of JSON: without an end, small models write nothing else."""
 WORD_BITS = 32
-
-
-@dataclass(frozen=True)
-class TextForm:
-    """The form of a text."""
-
-    kind: str
-    """One of `KINDS`."""
-    source: str = ""
-    """The schema as JSON, the pattern, or the grammar (Lark, or llama.cpp's GBNF); empty for any JSON object."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(f"A form of the kind {self.kind!r:.40} is not known; choose one of {', '.join(KINDS)}.")
-        if len(self.source.encode("utf-8", "replace")) > MOST_SOURCE_BYTES:
-            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MOST_SOURCE_BYTES} bytes are "
-                             "taken.")
-
-
-def text_form(value: Any) -> TextForm:
-    """Return the form that a value means.
-
-    Parameters
-    ----------
-    value : a `TextForm`; OpenAI's ``response_format`` (``{"type": "json_object"}``, ``{"type": "json_schema",
-        "json_schema": {"schema": ...}}``), also with the types ``regex`` (``"pattern"``) and ``grammar``
-        (``"grammar"``); a JSON schema; or a pydantic model
-
-    Raises
-    ------
-    UsageError
-        It is none of these.
-    """
-    if isinstance(value, TextForm):
-        return value
-    if callable(schema_of := getattr(value, "model_json_schema", None)):  # a pydantic model
-        return schema_form(schema_of())
-    if not isinstance(value, dict):
-        raise UsageError(f"response_format is a {type(value).__name__}; give {{'type': 'json_object'}}, a JSON schema, "
-                         "or a pydantic model.")
-    kind = value.get("type")
-    if kind == JSON_OBJECT:
-        return TextForm(JSON_OBJECT)
-    if kind == JSON_SCHEMA:
-        inner = value.get("json_schema", value.get("schema"))
-        return schema_form(inner.get("schema", inner) if isinstance(inner, dict) else inner)
-    for name, field in ((REGEX, "pattern"), (GRAMMAR, "grammar")):
-        if kind == name:
-            source = value.get(field)
-            if not isinstance(source, str) or not source:
-                raise UsageError(f"response_format of the type {name} needs a text {field!r}.")
-            return TextForm(name, source)
-    return schema_form(value)
-
-
-def schema_form(schema: Any) -> TextForm:
-    """Return the form of a JSON schema; raises `UsageError` for one that is no object, not JSON, or too deep."""
-    if not isinstance(schema, dict):
-        raise UsageError(f"A JSON schema is an object, and this is a {type(schema).__name__}.")
-    if (depth := _depth(schema)) > MOST_DEPTH:
-        raise UsageError(f"The JSON schema is nested {depth} deep or more; at most {MOST_DEPTH} are taken.")
-    try:
-        return TextForm(JSON_SCHEMA, json.dumps(schema, sort_keys=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"The JSON schema cannot be written as JSON: {error}.") from None
-
-
-def _depth(value: Any) -> int:
-    """Return how deep a value is nested, up to a little more than is allowed."""
-    depth, level = 0, [value]
-    while level and depth <= MOST_DEPTH:
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
-                 if isinstance(inner, (dict, list))]
-        depth += 1
-    return depth
 
 
 class Forms:
@@ -214,6 +133,18 @@ class Constraint:
         if taken:
             self._matcher.rollback(taken)
         return masks
+
+    def drafting(self) -> Callable[[int], NDArray[np.uint32] | None]:
+        """Begin a draft: returns a function that takes one draft token after the other and returns the mask behind it."""
+        matcher = self._matcher.deep_copy()
+
+        def behind(token_id: int) -> NDArray[np.uint32] | None:
+            words = np.zeros_like(self.words)
+            if not matcher.is_stopped() and matcher.consume_token(token_id) and not matcher.is_stopped():
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            return words
+
+        return behind
 
     def fork(self) -> Constraint:
         """Return a constraint that goes its own way from here."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...base.files import open_plain
 from ...base.process import peak_rss_bytes, process_age_ms
+from ...base.strict_json import parse_json
+from ...base.text_form import GRAMMAR, JSON_OBJECT, MOST_SOURCE_BYTES, TextForm, schema_form
 from ...config import CPU, GenerationConfig
 from ...errors import RequestError, UsageError
 from ...registry import agreed, reports
@@ -102,7 +106,29 @@ def request(given: options.Given) -> dict[str, Any]:
     """Return the options of the request."""
     asked = {one.name: getattr(given, one.name) for one in fields(GenerationConfig)
              if hasattr(given, one.name) and one.name not in given.techniques}
-    return {**asked, "stop": tuple(given.stop), "logit_bias": parse_bias(given.logit_bias)}
+    return {**asked, "stop": tuple(given.stop), "logit_bias": parse_bias(given.logit_bias),
+            "response_format": read_form(given.json_schema, given.grammar)}
+
+
+def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
+    """Return the form of the answer that a file has; raises `UsageError` for one that cannot be read."""
+    if schema is not None and grammar is not None:
+        raise UsageError("--json-schema and --grammar exclude each other; leave one of them out.")
+    if schema == "-":
+        return TextForm(JSON_OBJECT)
+    if (name := schema or grammar) is None:
+        return None
+    try:
+        with open_plain(Path(name)) as file:
+            data = file.read(MOST_SOURCE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"Cannot read {name}: {error.strerror or error}.") from None
+    if len(data) > MOST_SOURCE_BYTES:
+        raise UsageError(f"{name} has more than {MOST_SOURCE_BYTES} bytes, too many for a form of an answer.")
+    try:
+        return TextForm(GRAMMAR, data.decode("utf-8")) if schema is None else schema_form(parse_json(data))
+    except ValueError as error:
+        raise UsageError(f"{name} is not {'UTF-8 text' if schema is None else 'a JSON schema'}: {error}.") from None
 
 
 def check_request(text: str | LongInput | None, options: dict[str, Any], json: bool) -> None:
