@@ -150,13 +150,13 @@ class Generation(Task[Completion]):
 
     @property
     def needs_each(self) -> bool:
-        """Whether rows of logits are looked at one by one."""
-        return any(sample.sampler.needs_each for sample in self._samples)
+        """Whether something is looked at behind each token: rows of logits, or the form of the text."""
+        return self._begin_form is not None or any(sample.sampler.needs_each for sample in self._samples)
 
     @property
     def further(self) -> int:
         """Tokens by which a forward pass may go on by itself."""
-        return 0 if self.needs_each or self._begin_form else self.left
+        return 0 if self.needs_each else self.left
 
     @property
     def known_ids(self) -> list[int]:

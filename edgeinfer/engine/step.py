@@ -188,7 +188,7 @@ class Steps:
         drafting = [task.speculation is speculation for task, work in zip(tasks, works, strict=True) for _ in work.runs]
         proposals = speculation.proposals(
             samples, min(task.left for task in tasks), cancel, lambda: self._room(works, self._runner.config.outputs),
-            any(task.further == 0 for task in tasks), drafting)
+            any(task.needs_each for task in tasks), drafting)
         if not any(proposals):
             return None
         checking = self._checking(works, proposals)
