@@ -14,7 +14,7 @@ from .options import Messages, Prompt
 from .prompts import Prompts, template_options
 
 if TYPE_CHECKING:
-    from ..engine import Completion, Engine, Request, Score, Task, Times
+    from ..engine import Completion, Request, Score, Task, Times
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
