@@ -311,7 +311,7 @@ def test_draft_tokens_of_models_with_windows_are_those_of_models_that_keep_all(p
                 found.append(drafter.propose([text], 9)[0])
                 text.take(found[-1][:right])
                 text.write(1)
-            drafter.release()
+            drafter.release([text])
             opened.release(text.sequence)
         self_draft = SelfDraftPlan.of_bundle(opened.bundle, opened.config.recipe,
                                              Recipe.parse("fuse_input+early_exit:layers=2"))
