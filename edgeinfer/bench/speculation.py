@@ -222,8 +222,6 @@ def _at_acceptance(runner: Runner, draft: Runner | None, prompt: Items[int], tex
         else:
             drafter = DraftModel(cast("Runner", OneByOne(draft)), runner.model.vocab_size)
         proposed.append(Replayed(runner, prompt, text, Speculation(drafter, times, most, rows), accept).run())
-        if draft is not None:
-            drafter.release(())
         if not repetition:  # a first time, which learns how long forward passes take
             plain, proposed = [], []
     speeds = [statistics.median(one.tok_per_s or 0.0 for one in runs) for runs in (plain, proposed)]

@@ -108,8 +108,6 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="edgeinfer engine", daemon=True)
                 self._thread.start()
-        if self.closed and self._thread is None:  # closed meanwhile, and nobody is left to say so
-            self._receive_closed()
 
     def wake(self) -> None:
         """Let the engine look at cancellations; from any thread, signal handlers and finalizers."""
@@ -146,12 +144,13 @@ class Engine:
             failure.__cause__ = error
             self._steps.close(failure, failed=True)
         finally:
-            if self.closed:
-                self._receive_closed()
-                self.runner.close()
-            with self._starting:
+            with self._starting:  # a request comes before this, and is told, or starts a thread that tells it
+                if self.closed:
+                    self._receive_closed()
                 if self._thread is threading.current_thread():
                     self._thread = None
+            if self.closed:
+                self.runner.close()
 
     def _receive(self) -> bool:
         """Take in new requests, and wait for one if nothing is to be done; returns whether the thread goes on."""

@@ -226,7 +226,7 @@ class Generation(Task[Completion]):
     def take(self, ran: list[Ran]) -> str:
         """Take in sampled tokens; returns the new text of the first sample."""
         text, took = "", False
-        for run, n, rows, chosen in ran:
+        for run, _, rows, chosen in ran:
             if not len(rows):  # a part of the prompt, or of what was computed before
                 continue
             took = True

@@ -128,8 +128,7 @@ class Request(Generic[Result]):
         return self._engine is engine
 
     def waiting_pieces(self) -> list[str | None]:
-        """Return the texts that are there without waiting for more; the last is None at the end. Raises as `next_piece`.
-        """
+        """Return the texts that are there without waiting for more, at the end None; raises as `next_piece`."""
         found: list[str | None] = []
         while not self._pieces.empty() and (not found or found[-1] is not None):
             found.append(self.next_piece())

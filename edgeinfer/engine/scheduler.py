@@ -87,12 +87,12 @@ class Scheduler:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def admit(self) -> list[tuple[Request[Any], BaseException]]:
+    def admit(self) -> list[tuple[Request[Any], Exception]]:
         """Let waiting requests in, in order of arrival, as long as their prompts and answers find blocks.
 
         Returns those that failed, with their errors.
         """
-        failed: list[tuple[Request[Any], BaseException]] = []
+        failed: list[tuple[Request[Any], Exception]] = []
         while self.waiting and self._retry:
             request = self.waiting[0]
             if not self._has_sequences(request):
@@ -172,12 +172,13 @@ class Scheduler:
 
     def _compose(self) -> list[Work]:
         """Return all decodes, and as many prompt tokens as the step has time for."""
-        decodes, prompts = [], []
+        decodes: list[tuple[Request[Any], list[Run]]] = []
+        prompts: list[tuple[Request[Any], list[Run]]] = []
         for request in self.running:
             runs = request.task.runs()
             (prompts if is_reading(runs) else decodes).append((request, runs))
         rows = self.runner.config.outputs - sum(len(runs) for _, runs in decodes) - len(prompts)
-        works = []
+        works: list[Work] = []
         for request, runs in decodes:
             counts = [min(len(run.ids), 1 + max(rows, 0)) if run.each else len(run.ids) for run in runs]
             rows -= sum(counts) - len(counts)
@@ -189,8 +190,9 @@ class Scheduler:
         if not prompts:
             return []
         left = {role: self.runner.pass_tokens(role) - decoding for role in (PROMPT, DECODE)}
-        budget, now, works = min(self.pace.prompt_tokens(decoding), left[PROMPT]), time.monotonic(), []
-        for request, runs in sorted(prompts, key=lambda one: _urgency(*one, now)):
+        budget, now = min(self.pace.prompt_tokens(decoding), left[PROMPT]), time.monotonic()
+        works: list[Work] = []
+        for request, runs in sorted(prompts, key=lambda one: _urgency(one[0], one[1], now)):
             if budget <= 0:
                 break
             if self._follows(request, [other for other, _ in prompts]):

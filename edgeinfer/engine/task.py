@@ -62,9 +62,9 @@ class Ran(NamedTuple):
 class Task(abc.ABC, Generic[Result]):
     """Work of one request, which the engine's thread does: a generation, a beam search, scores.
 
-    The engine gives it a sequence with a beginning of the prompt (`begin`). Before each forward pass it asks for `runs`,
-    and passes on what came of them (`take`). It may take the sequences away between any two passes (`release`) and begin
-    again later: the task then runs again over what it had.
+    The engine gives it a sequence with a beginning of the prompt (`begin`). Before each forward pass it asks for
+    `runs`, and passes on what came of them (`take`). It may take the sequences away between any two passes (`release`)
+    and begin again later: the task then runs again over what it had.
 
     Parameters
     ----------
@@ -115,14 +115,14 @@ class Task(abc.ABC, Generic[Result]):
         """Tokens behind the prompt that each of its sequences may hold in the end."""
         return 0
 
-    def arrive(self) -> None:  # noqa: B027
+    def arrive(self) -> None:
         """Take note that the request is handed in: from here on it waits."""
 
     @abc.abstractmethod
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of `known_ids`."""
 
-    def join(self, others: list[Task[Any]]) -> None:  # noqa: B027
+    def join(self, others: list[Task[Any]]) -> None:
         """Take note of the tasks that run already."""
 
     @abc.abstractmethod

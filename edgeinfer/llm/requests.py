@@ -15,8 +15,8 @@ from .options import Messages, Prompt
 from .prompts import Prompts, template_options
 
 if TYPE_CHECKING:
-    from ..engine import Completion, Engine, Request, Score, Task, Times
     from ..base.text_form import TextForm
+    from ..engine import Completion, Request, Score, Task, Times
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting

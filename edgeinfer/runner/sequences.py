@@ -13,7 +13,8 @@ from edgeinfer.kernels import abi
 
 from ..base.dataclass import dataclass
 
-PROMPT, DECODE = abi.ROLE_PROMPT, abi.ROLE_DECODE
+PROMPT: int = abi.ROLE_PROMPT
+DECODE: int = abi.ROLE_DECODE
 """Roles of tokens: text that is read, and text that is being written."""
 GONE = -1
 """Number of a block that was given back."""

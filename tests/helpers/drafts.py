@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
@@ -21,12 +22,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Of requests, greedy and sampled, with each penalty."""
 
 
+_keys = count()
+
+
 class Written:
     """A text that a session writes."""
 
+    usage = None
+
     def __init__(self, session: Session, prompt: list[int], index: int = 0, ends: Iterable[int] = (), room: int = 64,
                  **settings: Any):
-        self.index, self.tokens, self.prompt_tokens = index, list(prompt), len(prompt)
+        self.key, self.tokens, self.prompt_tokens = next(_keys), list(prompt), len(prompt)
         self.sampler = Sampler(GenerationConfig(**settings), session.model.vocab_size, 5, index, len(prompt) + room,
                                ends)
         self.sampler.prompt(prompt)

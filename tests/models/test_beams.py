@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.engine import BeamSearch, Completion
+from edgeinfer.engine import BeamSearch, Completion, run_alone
 from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.llm.api import LLM
 from edgeinfer.memory_planner import Request, shared_blocks
 from edgeinfer.runtime import Session
 from tests.helpers.sessions import TINY, free_blocks, scored, session, tokens, write_model
+from tests.helpers.tasks import Stepped
 
 PROMPT = "Once upon a time"
 Ends = frozenset[int]
@@ -39,20 +41,11 @@ def llm() -> Iterator[LLM]:
         yield model
 
 
-def search(opened: Session, ids: list[int], ends: Ends = frozenset(), **options: Any) -> BeamSearch:
-    """A search that was taken to its end."""
-    one = BeamSearch(opened, None, ids, GenerationConfig(**options), ends)
-    one.start(opened.new_sequence())
-    while not one.finished:
-        one.step()
-    return one
-
-
 def outcome(opened: Session, ids: list[int], ends: Ends = frozenset(), **options: Any) -> Completion:
-    one = search(opened, ids, ends, **{"n": options["beams"], **options})
-    one.release()
+    config = GenerationConfig(**{"n": options["beams"], **options})
+    found = run_alone(BeamSearch(opened, None, ids, config, ends), opened)
     assert free_blocks(opened) == opened.plan.kv_blocks
-    return one.result()
+    return found
 
 
 def plainly(opened: Session, ids: list[int], ends: Ends, beams: int, max_tokens: int, length_penalty: float = 1.0,
@@ -183,13 +176,11 @@ def test_a_context_that_ends(opened: Session, n_prompt: int) -> None:
 
 def most_held(opened: Session, n_prompt: int, **options: Any) -> int:
     """Most blocks that were held after any forward pass of a search."""
-    one = BeamSearch(opened, None, tokens(n_prompt), GenerationConfig(**options))
-    one.start(opened.new_sequence())
+    one = Stepped(BeamSearch(opened, None, tokens(n_prompt), GenerationConfig(**options)), opened)
     held = 0
-    while not one.finished:
+    while not one.ended:
         one.step()
         held = max(held, opened.plan.kv_blocks - free_blocks(opened))
-    one.release()
     return held
 
 
@@ -209,22 +200,21 @@ def test_no_prompt_needs_more_blocks_than_planned() -> None:
 
 def test_forks_are_made_for_further_children_alone(opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are never more sequences than beams: those without a child are released before others are forked."""
-    alive = {"now": 1, "most": 1}
+    alive = {"now": 0, "most": 0}
 
     def count(name: str, change: int) -> None:
         plain: Callable[..., Any] = getattr(opened, name)
 
-        def counting(sequence: Any) -> Any:
+        def counting(*sequence: Any) -> Any:
             alive["now"] += change
             alive["most"] = max(alive["most"], alive["now"])
-            return plain(sequence)
+            return plain(*sequence)
 
         monkeypatch.setattr(opened, name, counting)
 
-    count("fork", 1), count("release", -1)
-    one = search(opened, tokens(20), beams=8, max_tokens=40)
-    assert alive == {"now": 1, "most": 8}
-    one.release()
+    count("new_sequence", 1), count("fork", 1), count("release", -1)
+    outcome(opened, tokens(20), beams=8, max_tokens=40)
+    assert alive == {"now": 0, "most": 8}
 
 
 def test_a_search_that_may_not_fit_is_refused(llm: LLM) -> None:
@@ -268,33 +258,32 @@ def test_cancellations_lose_no_block(opened: Session, monkeypatch: pytest.Monkey
         config = GenerationConfig(beams=beams, n=int(rng.integers(1, beams + 1)), max_tokens=int(rng.integers(1, 12)))
         one = BeamSearch(opened, None, tokens(n, n), config, frozenset([3, 5, 8]))
         countdown[0] = int(rng.integers(1, 5))
-        one.start(opened.new_sequence())
+        run = Stepped(one, opened)
+        run.read()
         for _ in range(int(rng.integers(1, 5))):
-            if not one.finished:
-                one.step()
-        one.end()
-        done = one.result()
+            run.step()
+        done = run.cancel()
         assert one.finished and 1 <= len(done.choices) <= config.n
-        one.release()
         assert free_blocks(opened) == opened.plan.kv_blocks
 
 
 def test_a_cancelled_search_gives_the_best_so_far(opened: Session) -> None:
     ids = tokens(9)
-    one = BeamSearch(opened, None, ids, GenerationConfig(beams=4, n=4, max_tokens=12))
-    one.start(opened.new_sequence())
+    one = Stepped(BeamSearch(opened, None, ids, GenerationConfig(beams=4, n=4, max_tokens=12)), opened)
+    one.read()
     for _ in range(4):
         one.step()
-    one.cancel()
-    assert one.step() == "" and one.finished
-    done = one.result()
-    one.release()
+    assert not one.ended
+    one.task.cancel()
+    one.step()
+    assert one.ended and one.request.next_piece() is None
+    done = one.finish()
     expected = outcome(opened, ids, beams=4, max_tokens=5)
     assert [(choice.token_ids, choice.score) for choice in done.choices] == [
         (choice.token_ids, choice.score) for choice in expected.choices]
     assert {choice.finish_reason for choice in done.choices} == {"cancelled"}
     with pytest.raises(RequestError, match="The request was released"):
-        BeamSearch(opened, None, ids, GenerationConfig(beams=2)).step()
+        BeamSearch(opened, None, ids, GenerationConfig(beams=2)).runs()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -340,16 +329,17 @@ def test_ctrl_c_while_a_search_ends_leaves_the_model_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     expected = llm.complete(PROMPT, beams=3, max_tokens=3)
+    plain = getattr(BeamSearch, place)
 
-    def interrupted(*args: Any, **options: Any) -> None:
+    def interrupted(*args: Any, **options: Any) -> Any:
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        _thread.interrupt_main()  # the thread that waits for the search
+        return plain.fget(*args) if place == "finished" else plain(*args, **options)
 
     monkeypatch.setattr(BeamSearch, place, property(interrupted) if place == "finished" else interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.complete(PROMPT, beams=3, max_tokens=3)
     assert llm.complete(PROMPT, beams=3, max_tokens=3).token_ids == expected.token_ids
-    llm.session.kv.pool.recount(one.blocks for one in llm.session.kv._living)
     assert free_blocks(llm.session) == llm.plan.kv_blocks
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.converters import convert
-from edgeinfer.engine import BeamSearch
+from edgeinfer.engine import BeamSearch, Completion, run_alone
 from edgeinfer.runner import Runner
 from tests import make_beams
 from tests.helpers import golden_cases
@@ -27,22 +27,17 @@ def of(model: str) -> list[dict[str, Any]]:
     return [row for row in ROWS if row["model"] == model]
 
 
-def found(opened: Runner, row: dict[str, Any]) -> BeamSearch:
+def found(opened: Runner, row: dict[str, Any]) -> Completion:
     names = ("beams", "max_tokens", "length_penalty", "early_stopping")
     config = GenerationConfig(n=row["beams"], **{name: row[name] for name in names if name in row})
-    one = BeamSearch(opened, None, row["prompt"], config, row["ends"])
-    one.start(opened.new_sequence())
-    while not one.finished:
-        one.step()
-    one.release()
-    return one
+    return run_alone(BeamSearch(opened, None, row["prompt"], config, row["ends"]), opened)
 
 
 def compare(opened: Runner, rows: list[dict[str, Any]]) -> None:
     """Scores of each place, and the texts wherever no other score is near."""
     sure = ended = n = 0
     for row in rows:
-        choices, scores = found(opened, row).result().choices, row["scores"]
+        choices, scores = found(opened, row).choices, row["scores"]
         assert [choice.score for choice in choices] == pytest.approx(scores, abs=TOLERANCE, rel=1e-6), row
         for i, (choice, text) in enumerate(zip(choices, row["texts"], strict=True)):
             if all(abs(scores[i] - other) > GAP for other in scores[:i] + scores[i + 1 :]):

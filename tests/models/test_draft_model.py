@@ -71,8 +71,8 @@ def test_a_draft_that_is_the_model_draft_tokens_what_it_will_sample(pair: Pair, 
             text.take(right[: n - wrong])  # what is behind was rejected
             text.write(1)
     assert drafter.propose(texts[1:], 2) == [text.ahead(2) for text in texts[1:]]
-    drafter.release()
-    drafter.release()
+    drafter.release(texts)
+    drafter.release(texts)
     assert free_blocks(draft) > free - 20  # the first text stays for a request that goes on with it
     for text in texts:
         target.release(text.sequence)
@@ -101,7 +101,7 @@ def test_no_pass_is_made_that_is_not_needed(pair: Pair, monkeypatch: pytest.Monk
     del found[:]
     drafter.propose(texts, 3)
     assert found[0] == 2 and sum(found) == 2 + 2
-    drafter.release()
+    drafter.release(texts)
     del found[:]
     again = Written(target, texts[0].tokens, 0)
     DraftModel(draft, target.model.vocab_size, kept).propose([again], 1)
@@ -119,7 +119,7 @@ def test_a_draft_ends_where_the_text_does(pair: Pair) -> None:
     texts = [Written(target, tokens(9, i), i, ends=[end], **settings) for i in range(2)]
     drafter = DraftModel(draft, target.model.vocab_size)
     assert drafter.propose(texts, 6) == [first[: first.index(end) + 1], second]
-    drafter.release()
+    drafter.release(texts)
     for text in (*plain, *texts):
         target.release(text.sequence)
 
@@ -131,7 +131,7 @@ def test_draft_tokens_stay_within_the_drafts_context(pair: Pair) -> None:
     for left in (4, 3, 2, 1):  # a draft token behind the last token needs no room
         assert len(drafter.propose([text], 7)[0]) == left
         text.write(1) if left > 1 else None
-    drafter.release()
+    drafter.release([text])
     target.release(text.sequence)
 
 
@@ -155,7 +155,7 @@ def test_a_cancelled_draft_leaves_what_is_right(pair: Pair, at: int) -> None:
     finally:
         del draft.executor.run
     assert drafter.propose(texts, 3) == [text.ahead(3) for text in texts]
-    drafter.release()
+    drafter.release(texts)
     for text in texts:
         target.release(text.sequence)
 
@@ -177,7 +177,7 @@ def test_vocabularies_of_other_lengths(directory: Path, rows: int) -> None:
         assert rows > TINY.vocab_size or not any(proposals[3::4])
         # a text may be drafted again, if a check was called off
         assert any(proposals) and proposals[:4] == proposals[4:]
-        drafter.release()
+        drafter.release(texts)
         draft.close()
 
 

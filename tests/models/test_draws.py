@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.engine import Generation, Sampler
+from edgeinfer.engine import Generation, Sampler, run_alone
 from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, Segment
@@ -38,11 +38,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 def texts(opened: Session, **options: Any) -> list[tuple[int, ...]]:
     request = Generation(opened, None, tokens(9), GenerationConfig(max_tokens=12, **options))
-    request.start(opened.new_sequence())
-    while not request.finished:
-        request.step()
-    request.release()
-    return [choice.token_ids for choice in request.result().choices]
+    return [choice.token_ids for choice in run_alone(request, opened).choices]
 
 
 @pytest.mark.parametrize("options", SETTINGS)
@@ -122,7 +118,7 @@ def test_passes_without_samples_skip_their_instructions(opened: Session) -> None
 def test_every_instruction_agrees_with_its_reference_in_a_real_run(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from dataclasses import replace\n"
-        "from tests.models import test_samples as t\n"
+        "from tests.models import test_draws as t\n"
         "path = t.write_model(Path(sys.argv[1]), replace(t.TINY, vocab_size=t.VOCABULARY))\n"
         "with t.session(path, max_sequences=8) as s: print([t.texts(s, seed=3, n=2, **o) for o in t.SETTINGS[:6]])\n"
     )

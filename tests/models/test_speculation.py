@@ -16,15 +16,29 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig, RuntimeConfig
-from edgeinfer.engine import Completion, Drafter, Generation, PromptLookup, Sampler, Speculation, Times
+from edgeinfer.engine import (
+    Completion,
+    Drafter,
+    Engine,
+    Generation,
+    PromptLookup,
+    Request,
+    Sampler,
+    Speculation,
+    SpeculationReport,
+    Times,
+    run_alone,
+)
 from edgeinfer.engine.speculation import controller as controller
 from edgeinfer.engine.speculation.prompt_lookup import LENGTHS, SIZES, Index
+from edgeinfer.engine.speculation.usage import Usage
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.memory_planner import resolve, to_request
 from edgeinfer.runner import Cancellation, Runner
 from edgeinfer.runtime import Session
 from tests.helpers.sessions import TINY, free_blocks, running, session, tokens, write_model
+from tests.helpers.tasks import Stepped
 
 VOCABULARY = 300
 PROMPT = tokens(21, vocab_size=VOCABULARY)
@@ -41,20 +55,21 @@ class Parrot(Drafter):
 
     name = "draft"
 
-    def __init__(self, texts: Items[Items[int]], right: float, seed: int = 0):
-        self._texts, self._right, self._random = texts, right, random.Random(seed)
+    def __init__(self, texts: Items[Items[int]], right: float, seed: int = 0, prompt: Items[int] = PROMPT):
+        self._texts, self._right, self._random = [[*prompt, *text] for text in texts], right, random.Random(seed)
         self.released = 0
 
     def propose(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         found = []
         for text in texts:
-            whole, at = (*PROMPT, *self._texts[text.index]), len(text.tokens)
+            at = len(text.tokens)
+            whole = next(whole for whole in self._texts if whole[:at] == text.tokens)
             propose = [*whole[at : at + n], *(0,) * (at + n - len(whole))]  # behind the end it draft tokens as well
             found.append([token if self._random.random() < self._right else self._random.randrange(VOCABULARY)
                           for token in propose])
         return found
 
-    def release(self) -> None:
+    def release(self, texts: Items[Any]) -> None:
         self.released += 1
 
 
@@ -75,15 +90,13 @@ def complete(runner: Runner, drafter: Drafter | None = None, proposals: int = 7,
     config = GenerationConfig(**{"max_tokens": max_tokens, "seed": 11, **options})
     speculation = drafter and Speculation(drafter, Times(), proposals, runner.config.outputs, fixed=True)
     request = Generation(runner, None, prompt, config, eos, speculation)
-    free = free_blocks(runner)
-    request.start(runner.new_sequence())
-    while not request.finished:
-        request.step()
-        for sample in request._samples:
-            assert sample.sequence is None or sample.sequence.tokens == sample.tokens[:-1] or sample.finish_reason
-    request.release()
+    free, one = free_blocks(runner), Stepped(request, runner)
+    while not one.ended:
+        one.step()
+        for sample in request.live:
+            assert sample.sequence is None or sample.sequence.tokens == sample.tokens[:-1]
     assert free_blocks(runner) == free
-    return request.result()
+    return one.finish()
 
 
 def outcome(found: Completion) -> list[Any]:
@@ -174,11 +187,11 @@ def test_stop_strings_within_right_draft_tokens(text: str) -> None:
             ids = llm.prompt_ids("Once upon a time")
             plain = llm.complete(ids, speculate="off", **options)
             whole = llm.complete(ids, speculate="off", **{**options, "stop": ()}).token_ids
-            request = llm._request(ids, options)
-            parrot = Parrot([whole], 1.0)
-            parrot._texts = [(*ids, *whole)[len(PROMPT):]]  # it counts from its own prompt's end
-            request.generation._speculation = Speculation(parrot, Times(), 7, 8, fixed=True)
+            request = llm.request(ids, options)
+            parrot = Parrot([whole], 1.0, prompt=ids)
+            request.task.speculation = Speculation(parrot, Times(), 7, 8, fixed=True)
             proposed = request.finish()
+            assert proposed.speculation and proposed.speculation.drafted
             assert (proposed.text, proposed.token_ids, proposed.finish_reason) == \
                 (plain.text, plain.token_ids, plain.finish_reason)
             again = llm.stream(ids, reuse=True, **options)
@@ -191,26 +204,52 @@ def test_cancelled_at_any_time_nothing_is_lost(opened: Runner) -> None:
     for stop in range(6):
         request = Generation(opened, None, PROMPT, GenerationConfig(max_tokens=40, seed=11), (),
                              Speculation(Parrot([text], 0.8), Times(), 5, opened.config.outputs, fixed=True))
-        request.start(opened.new_sequence())
+        one = Stepped(request, opened)
+        one.read()
         for _ in range(stop):
-            request.step()
-        request.cancel()
-        request.step()
-        result = request.result()
+            one.step()
+        result = one.cancel()
         assert result.finish_reason == "cancelled" and result.token_ids == text[: len(result.token_ids)]
-        request.release()
+        assert len(result.token_ids) > stop
         assert free_blocks(opened) == free
 
 
 def test_a_drafter_that_is_cancelled_ends_the_request(opened: Runner) -> None:
     class Late(Parrot):
         def propose(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-            assert cancel
-            cancel.cancel()
+            assert cancel and not cancel.asked
+            request.cancel()
+            assert cancel.asked
             raise CancelledError("cancelled while drafting")
 
-    found = complete(opened, drafter := Late([()], 1.0))
+    drafter, free = Late([()], 1.0), free_blocks(opened)
+    request = Generation(opened, None, PROMPT, GenerationConfig(max_tokens=40, seed=11), (),
+                         Speculation(drafter, Times(), 7, opened.config.outputs, fixed=True))
+    found = run_alone(request, opened)
     assert found.finish_reason == "cancelled" and len(found.token_ids) == 1 and drafter.released == 1
+    assert free_blocks(opened) == free
+
+
+def test_requests_that_run_together_draft_together(path: Path) -> None:
+    """They share one controller, and each has its own figures."""
+    config, prompts = GenerationConfig(max_tokens=40, seed=11), (PROMPT, PROMPT[:15])
+    with session(path, max_sequences=2, draft_tokens=3) as runner:
+        plain = [run_alone(Generation(runner, None, prompt, config), runner) for prompt in prompts]
+        texts = [[*prompt[15:], *found.token_ids] for prompt, found in zip(prompts, plain, strict=True)]
+        parrot, times = Parrot(texts, 0.8, prompt=PROMPT[:15]), Times()
+        engine, tasks = Engine(runner), [
+            Generation(runner, None, prompt, config, (), Speculation(parrot, times, 3, runner.config.outputs,
+                                                                     fixed=True)) for prompt in prompts]
+        requests = [Request(engine, task) for task in tasks]
+        for request in requests:
+            request.start_whole()
+        found = [request.finish() for request in requests]
+        engine.close()
+    assert [outcome(one) for one in found] == [outcome(one) for one in plain]
+    assert tasks[0].speculation is tasks[1].speculation
+    for report in (one.speculation for one in found):
+        assert report and 0 < report.accepted < 40 and report.accepted == sum(report.accepted_per_position)
+        assert report.accepted <= report.drafted <= 3 * report.walks
 
 
 # -- prompt lookup -----------------------------------------------------------------------------------------------------
@@ -266,7 +305,6 @@ class Clock:
                  asked: bool | None = None, times: Times | None = None):
         self.now, self.forward, self.right, self.draft = 0.0, forward, right, draft
         self.steps, self.noise, self.instead = steps, noise, 0.0
-        self.texts = [_Text(index) for index in range(samples)]
         self.random = random.Random(seed)
         monkeypatch.setattr(controller.time, "perf_counter", lambda: self.now)
         clock = self
@@ -279,12 +317,18 @@ class Clock:
                 return [[_next(text.tokens, i) if clock.random.random() < clock.right else -1 for i in range(n)]
                         for text in texts]
 
-            def release(self) -> None:
+            def release(self, texts: Items[Any]) -> None:
                 pass
 
         Proposer.free = free
         self.speculation = Speculation(Proposer(), times or Times(), 7, 64,
                                        asked=not free if asked is None else asked)
+        self.usage = self.speculation.usage()
+        self.texts = [_Text(key, self.usage) for key in range(samples)]
+
+    def report(self) -> SpeculationReport:
+        """Return the figures of the request."""
+        return self.speculation.report(self.usage)
 
     def passed(self, seconds: float) -> None:
         """Let a pass take so long, and now and then longer: others disturb it."""
@@ -314,8 +358,8 @@ class Clock:
 
 
 class _Text:
-    def __init__(self, index: int):
-        self.index, self.tokens = index, [0]
+    def __init__(self, key: int, usage: Usage):
+        self.key, self.usage, self.tokens = key, usage, [0]
 
 
 def _next(text: list[int], ahead: int = 0) -> int:
@@ -326,7 +370,7 @@ def test_it_samples_many_draft_tokens_where_they_are_right_and_cheap(monkeypatch
     clock = Clock(monkeypatch, lambda n: 1 + 0.05 * (n - 1), right=0.95)
     counts = clock.run(200)
     assert np.median(counts[50:]) == 7
-    report = clock.speculation.report()
+    report = clock.report()
     expected = sum(0.95**i for i in range(8)) / 1.35
     assert report.state == "on" and report.gain == pytest.approx(expected, rel=0.1)
     assert report.tokens_per_walk == pytest.approx(sum(0.95**i for i in range(8)), rel=0.1)
@@ -338,7 +382,7 @@ def test_it_stops_where_passes_cost_as_much_as_tokens(monkeypatch: pytest.Monkey
                                (0.8, lambda n: 1 + 0.05 * (n - 1), 0.9)):
         clock = Clock(monkeypatch, forward, right, draft=draft)
         counts = clock.run(3000)
-        report = clock.speculation.report()
+        report = clock.report()
         assert report.state == "off" and report.gain and report.gain > 0.97
         tried = [i for i, n in enumerate(counts) if n]
         assert len(tried) < 35 and np.diff(tried)[-1] > 8 * np.diff(tried).min()
@@ -366,7 +410,7 @@ def test_reading_a_prompt_is_no_part_of_what_draft_tokens_cost(monkeypatch: pyte
     monkeypatch.setattr(drafter, "catch_up", catch_up)
     monkeypatch.setattr(drafter, "propose", reading)
     assert np.median(clock.run(60)[10:]) == 7
-    report = clock.speculation.report()
+    report = clock.report()
     assert report.gain and report.gain < 3  # but the text was as much later
 
 
@@ -396,7 +440,7 @@ def test_several_steps_in_a_pass_are_what_it_is_compared_with(monkeypatch: pytes
         clock = Clock(monkeypatch, lambda n: step if n == 1 else 6 * step, 0.8, True, steps=16, noise=0.02, seed=seed,
                       asked=asked, times=times)
         counts = clock.run(60)
-        report = clock.speculation.report()
+        report = clock.report()
         measured.append(step * 1.02 * (len(clock.texts[0].tokens) - 1) / clock.now)
         stated.append(1.0 if report.gain is None else report.gain)
         assert np.count_nonzero(counts[20:]) < 4
@@ -408,7 +452,7 @@ def test_models_whose_tokens_take_next_to_nothing_do_not_draft_unless_asked(monk
     for asked, drafts in ((False, False), (True, True)):
         clock = Clock(monkeypatch, lambda n: 2e-4 if n == 1 else 3e-4, 1.0, True, steps=16, asked=asked, times=times)
         assert any(clock.run(40)) == drafts
-        assert clock.speculation.report().state == ("on" if drafts else "idle") and clock.speculation.idle != drafts
+        assert clock.report().state == ("on" if drafts else "idle") and clock.speculation.idle != drafts
 
 
 @pytest.mark.parametrize("right", [0.5, 0.75, 0.95])
@@ -422,14 +466,14 @@ def test_the_stated_gain_is_the_measured_one(monkeypatch: pytest.MonkeyPatch, ri
         clock.run(150)
         tokens = len(clock.texts[0].tokens) - 1
         instead = sum(2e-3 + deep * depth for depth in range(1, tokens + 1)) * 1.03
-        assert clock.speculation.report().gain == pytest.approx(instead / clock.now, rel=0.05)
+        assert clock.report().gain == pytest.approx(instead / clock.now, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_clocks_that_stand_still_or_go_back(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     clock = Clock(monkeypatch, lambda n: seconds, right=0.9)
     clock.run(100)
-    report = clock.speculation.report()
+    report = clock.report()
     assert report.walks <= 100 and not (report.gain and report.gain <= 0)
 
 
@@ -439,7 +483,7 @@ def test_draft_tokens_retire_where_sequences_fill_the_pass(monkeypatch: pytest.M
         clock = Clock(monkeypatch, curve, right=0.7, samples=samples)
         counts = clock.run(300)
         assert (np.mean(np.array(counts[50:]) > 0) > 0.9) == proposals
-        assert (clock.speculation.report().state == "on") == proposals
+        assert (clock.report().state == "on") == proposals
 
 
 def test_rows_for_draft_tokens_are_planned() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.engine import Generation, Sampler
+from edgeinfer.engine import Generation, Sampler, run_alone
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.runner import Cancellation
@@ -47,9 +47,7 @@ def passes(opened: Session, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def generated(opened: Session, prompt: list[int], ends: tuple[int, ...] = (), **options: Any) -> Generation:
     request = Generation(opened, None, prompt, GenerationConfig(**{"seed": 4, "max_tokens": 60, **options}), ends)
-    request.start(opened.new_sequence())
-    while not request.finished:
-        request.step()
+    run_alone(request, opened)
     return request
 
 
@@ -57,11 +55,9 @@ def both(opened: Session, monkeypatch: pytest.MonkeyPatch, prompt: list[int], en
          **options: Any) -> tuple[Generation, Generation]:
     """The same request in forward passes of several steps, and in forward passes of one."""
     several = generated(opened, prompt, ends, **options)
-    several.release()
     with monkeypatch.context() as patch:
         patch.setattr(opened.executor.tuner, "further", lambda tokens, stop: 0)
         single = generated(opened, prompt, ends, **options)
-        single.release()
     return several, single
 
 
@@ -100,7 +96,6 @@ def test_a_token_that_ends_the_text(
     options = {"temperature": 3.0, "top_k": 100, "top_p": 1.0, "min_p": 0.0, "seed": 8}
     whole = generated(opened, tokens(9), **options)
     ids = whole.result().token_ids
-    whole.release()
     last = next(token for token in ids[end:] if ids.index(token) >= end)
     passes.clear()
     several, single = both(opened, monkeypatch, tokens(9), (last,), **options)

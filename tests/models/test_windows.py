@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig, Recipe, RuntimeConfig
-from edgeinfer.engine import BeamSearch, DraftModel, RequestQueue, SelfDraft
+from edgeinfer.engine import BeamSearch, DraftModel, Engine, Generation, Request, SelfDraft
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import MARGIN_TOKENS, Planner, Windowed, to_request
@@ -273,6 +273,16 @@ def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
         check_pools(narrow, [])
 
 
+class FirstRow(Generation):
+    """A request that keeps the logits behind its prompt."""
+
+    row = b""
+
+    def take(self, ran: list[Any]) -> str:
+        self.row = self.row or b"".join(row.tobytes() for one in ran for row in one.rows)
+        return super().take(ran)
+
+
 def test_a_request_goes_on_from_what_its_beginning_still_has(path: Path, tmp_path: Path) -> None:
     """A common beginning that windows have left is run again, also of a prompt cache, which is then replaced."""
     ids, cache = tokens(500, seed=6), tmp_path / "cache"
@@ -280,22 +290,22 @@ def test_a_request_goes_on_from_what_its_beginning_still_has(path: Path, tmp_pat
     with keeping_all(path, **options) as whole:
         expected = [whole.prefill(whole.new_sequence(), prompt).tobytes() for prompt in (early, late)]
     with session(path, **options) as opened:
-        queue = RequestQueue(opened)
+        engine = Engine(opened)
 
-        def turn(prompt: list[int], from_cache: bool) -> tuple[int, int, bytes]:
-            sequence, saved = queue.sequence(prompt, True, cache if from_cache else None)
-            kept = len(sequence)
-            row = opened.prefill(sequence, prompt[kept:]).tobytes()
-            queue._kept = sequence
-            return kept, saved, row
+        def turn(prompt: list[int], from_cache: bool = False) -> tuple[int, bytes]:
+            task = FirstRow(opened, None, prompt, GenerationConfig(max_tokens=1, seed=1))
+            done = Request(engine, task, not from_cache, cache if from_cache else None).finish()
+            return done.cached_tokens, task.row
 
-        turn(ids, False)
-        opened.save(queue._kept, cache)
-        assert turn(late, False) == (460, 0, expected[1])
-        assert turn(early, False) == (0, 0, expected[0])
         for prompt, kept, row in ((late, 460, expected[1]), (early, 0, expected[0])):
-            opened.release(queue._kept)
-            assert turn(prompt, True) == (kept, kept, row)
+            cache.unlink(missing_ok=True)
+            turn(ids, True)
+            assert turn(prompt, True) == (kept, row)
+            assert opened.load(cache).tokens == prompt
+        turn(ids)
+        assert turn(late) == (448, expected[1])  # whole blocks
+        assert turn(early)[1] == expected[0]
+        engine.close()
 
 
 def test_draft_tokens_of_models_with_windows_are_those_of_models_that_keep_all(path: Path) -> None:
@@ -311,7 +321,7 @@ def test_draft_tokens_of_models_with_windows_are_those_of_models_that_keep_all(p
                 found.append(drafter.propose([text], 9)[0])
                 text.take(found[-1][:right])
                 text.write(1)
-            drafter.release()
+            drafter.release([text])
             opened.release(text.sequence)
         self_draft = SelfDraftPlan.of_bundle(opened.bundle, opened.config.recipe,
                                              Recipe.parse("fuse_input+early_exit:layers=2"))
@@ -334,7 +344,7 @@ def test_what_layers_with_a_window_have_no_room_for_is_said(path: Path) -> None:
     with session(path, ctx=CTX, prefill_chunk=CHUNK, max_sequences=4, own_tokens=16) as opened:
         with pytest.raises(RequestError, match=r"^200 tokens at once are more than the 80 that layers"):
             opened.reserve(opened.new_sequence(), 200)
-        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens may need 45 KV blocks of layers"):
+        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens behind a prompt of 16 may need 45 KV"):
             BeamSearch(opened, None, tokens(16), GenerationConfig(beams=4, max_tokens=120))
         BeamSearch(opened, None, tokens(500), GenerationConfig(beams=4, max_tokens=16))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig, RuntimeConfig
-from edgeinfer.engine import Completion, Generation, Request, RequestQueue
+from edgeinfer.engine import Completion, Engine, Generation, Request, Stream, run_alone
 from edgeinfer.errors import BundleError, CancelledError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
@@ -24,14 +24,20 @@ class Fake(Runner):
 
     def __init__(self, ctx: int = 40, **options: int):
         self.model = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=ctx)  # type: ignore[assignment]
-        self.config = RuntimeConfig(ctx=ctx, **{"prefill_chunk": 4, "max_sequences": 2, **options})
+        self.config = RuntimeConfig(ctx=ctx, **{"prefill_chunk": 4, "max_sequences": 2, "outputs": 2, **options})
+        self.plan = SimpleNamespace(  # type: ignore[assignment]
+            kv_blocks=100, windowed=None, request=SimpleNamespace(tokens=4))
         self.passes: list[list[tuple[int, tuple[int, ...], int]]] = []
         self.alive = 0
         self.closed = False
+        self.open = threading.Event()
+        """Passes wait for it."""
+        self.open.set()
 
     def forward(self, segments: list[Segment], cancel: Cancellation | None = None) -> np.ndarray:
         if cancel is not None and cancel.asked:
             raise CancelledError("cancelled")
+        assert self.open.wait(60)
         self.passes.append([(len(s.ids), tuple(s.outputs), s.role) for s in segments])
         rows = []
         for segment in segments:
@@ -68,7 +74,7 @@ def expected(prompt: list[int], n: int) -> tuple[int, ...]:
 
 def complete(runner: Fake, prompt: list[int], **options: object) -> Completion:
     config = GenerationConfig(**{"temperature": 0, "ignore_eos": True, **options})
-    return Request(RequestQueue(runner), Generation(runner, None, prompt, config)).finish()
+    return run_alone(Generation(runner, None, prompt, config), runner)
 
 
 def test_generation_is_driven_by_a_runner_alone() -> None:
@@ -81,6 +87,26 @@ def test_generation_is_driven_by_a_runner_alone() -> None:
     assert len(runner.passes) == 2 + 5
     assert complete(Fake(ctx=8), prompt, max_tokens=6).token_ids == expected(prompt, 2)
     assert complete(Fake(), prompt, max_tokens=0).finish_reason == "length"
+
+
+def test_an_engine_mixes_requests_in_the_passes_of_a_runner() -> None:
+    """One token of the text that is written, and as much of the other prompt as the pass has room for."""
+    runner, prompts = Fake(), ([7, 1], [9, 2, 30, 4, 8])
+    engine, config = Engine(runner), GenerationConfig(temperature=0, ignore_eos=True, max_tokens=6)
+    requests = [Request(engine, Generation(runner, None, prompt, config)) for prompt in prompts]
+    runner.open.clear()
+    requests[0].start()
+    while not engine.n_running:
+        time.sleep(0.001)
+    requests[1].start()
+    assert (engine.n_running, engine.n_waiting) == (1, 1)
+    runner.open.set()
+    assert [request.finish().token_ids for request in requests] == [expected(prompt, 6) for prompt in prompts]
+    assert runner.passes[:4] == [[(2, (1,), PROMPT)], [(1, (0,), DECODE), (3, (), PROMPT)],
+                                 [(1, (0,), DECODE), (2, (1,), PROMPT)], [(1, (0,), DECODE)] * 2]
+    assert engine.passes == len(runner.passes) == 3 + 3 + 2 and runner.alive == 0
+    engine.close()
+    assert runner.closed
 
 
 def test_a_runner_that_moves_nothing_keeps_chains_alone() -> None:
@@ -118,8 +144,8 @@ def llm() -> Iterator[LLM]:
 
 
 def test_a_cancel_between_two_requests_reaches_neither(llm: LLM) -> None:
-    """Of a request that is over: by `LLM.cancel`, and by its own generation at any later time."""
-    old: Generation | None = None
+    """Of a request that is over: by `LLM.cancel`, and by itself at any later time."""
+    old: Stream | None = None
     for _ in range(20):
         stream = llm.stream([5, 6, 7], max_tokens=2, ignore_eos=True)
         for _piece in stream:
@@ -128,14 +154,14 @@ def test_a_cancel_between_two_requests_reaches_neither(llm: LLM) -> None:
         llm.cancel()
         if old is not None:
             old.cancel()
-        stream._request.generation.cancel()
-        old = stream._request.generation
+        stream.cancel()
+        old = stream
 
 
 @pytest.mark.slow
 def test_a_late_cancel_never_ends_the_next_request(llm: LLM) -> None:
     """A thread that always cancels the request before the running one, at any moment of it: 1000 requests finish."""
-    previous: list[Generation] = []
+    previous: list[Request[Completion]] = []
     stop = threading.Event()
     n_cancelled = 0
 
@@ -151,13 +177,13 @@ def test_a_late_cancel_never_ends_the_next_request(llm: LLM) -> None:
     thread.start()
     try:
         for i in range(1000):
-            request = llm._request([5, 6, 7 + i % 3], {"max_tokens": 2, "ignore_eos": True})
+            request = llm.request([5, 6, 7 + i % 3], {"max_tokens": 2, "ignore_eos": True})
             assert request.finish().finish_reason == "length", f"request {i}"
-            previous.append(request.generation)
+            previous.append(request)
     finally:
         stop.set()
         thread.join()
     assert n_cancelled > 100
-    request = llm._request([5, 6, 7], {"max_tokens": 2, "ignore_eos": True})
-    request.generation.cancel()  # one of its own, before it starts, holds
+    request = llm.request([5, 6, 7], {"max_tokens": 2, "ignore_eos": True})
+    request.cancel()  # one of its own, before it starts, holds
     assert request.finish().finish_reason == "cancelled"

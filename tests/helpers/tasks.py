@@ -1,0 +1,60 @@
+"""Tasks of the engine, run forward pass by forward pass in the test's own thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from edgeinfer.engine import Request, Task
+from edgeinfer.engine.scheduler import Scheduler
+from edgeinfer.engine.step import Steps
+from edgeinfer.runner import Runner
+
+Result = TypeVar("Result")
+
+
+class Stepped(Generic[Result]):
+    """A task that runs alone, one forward pass at a time; what it holds can be looked at between them."""
+
+    def __init__(self, task: Task[Result], runner: Runner):
+        self.task, self.request = task, Request[Result](None, task)
+        self._steps = Steps(Scheduler(runner, math.inf))
+        task.arrive()
+        self._steps.scheduler.add(self.request)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the task is over and its sequences are given back."""
+        return self.request.ended
+
+    def step(self) -> None:
+        """Run one forward pass."""
+        self._steps.run()
+
+    def read(self) -> None:
+        """Run the prompt, up to the first token."""
+        while not self.ended and len(self.task.sequence or ()) < len(self.task.prompt_ids):
+            self.step()
+
+    def finish(self) -> Result:
+        """Run to the end and return the outcome; raises what the task ended with."""
+        while not self.ended:
+            self.step()
+        return self.request.finish()
+
+    def cancel(self) -> Result:
+        """Cancel it where it is, and return the outcome."""
+        self.request.cancel()
+        return self.finish()
+
+
+def within(limit_s: float, condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, and return whether it came to that in time."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
