@@ -137,9 +137,9 @@ class _Compilation:
 
         more = " more" if any(self._directory.glob("*.o")) else ""
         n_processes = build.processes(n)
-        say(f"Compiling {n}{more} kernel{'s' * (n != 1)} for {self._wanted.isa.name}, once on this machine. "
+        say(f"Compiling {n}{more} kernel{'s' * (n != 1)} for {self._wanted.isa.name}, once for this machine. "
             f"{n_processes} compiler process{'es use' if n_processes != 1 else ' uses'} up to "
-            f"{build.COMPILER_BYTES / 1e6:.0f} MB each; they end before the model runs and are not in its plan.")
+            f"{build.COMPILER_BYTES / 1e6:.0f} MB each, before the model runs and outside its plan.")
 
     def _prepare(self) -> None:
         from .tidy import tidy
