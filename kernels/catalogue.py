@@ -99,7 +99,7 @@ FAMILIES = (
            NEURON_RESOLVE),
     Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in SCREENED)),
            ("weights", "x", "out", "estimates", "bounds", "work", "low", "scratch"), SCREEN),
-    Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), SAMPLE),
+    Family("sample", ("sample_edit", "sample_blocks", "sample_choose"), ("logits", "work"), SAMPLE),
     Family("stream", ("stream_release",), (), RELEASE),
     Family("reader", ("reader",), why_no_reference="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),

@@ -2,12 +2,12 @@
 
 ``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering and references share these
 numbers, and all of them say ``abi.NAME``: record.py has instructions, flags and regions; ctx.py ctx, its counts and
-tables; kv.py KV blocks and attention; rows.py quantised rows; neurons.py layout neuron; draws.py the choice of tokens;
+tables; kv.py KV blocks and attention; rows.py quantised rows; neurons.py layout neuron; sampling.py the choice of tokens;
 reading.py what is read while tokens flow.
 """
 
 from .ctx import *
-from .draws import *
+from .sampling import *
 from .kv import *
 from .neurons import *
 from .reading import *

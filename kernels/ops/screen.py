@@ -53,7 +53,7 @@ from ..vector.tiles import store_block
 from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_ffn.neuron_parts import q8_block
 from .products import matmul_of
-from .sampling.draw import sample_spec_of
+from .sampling.sample import sample_spec_of
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2

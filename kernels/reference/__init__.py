@@ -42,7 +42,7 @@ from .neuron_ffn.neuron_resolve import Cache, resolve, resolve_reference
 from .norms import norm_f32_reference, norm_q8_reference
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_reference, rotate
-from .sampling.draw import EDIT, blocks_reference, choose_reference, edit_reference
+from .sampling.sample import EDIT, blocks_reference, choose_reference, edit_reference
 from .screen import head_reference, least_reference, maxima_reference, reach
 from .stream import stream_release_reference
 from .tolerances import TOLERANCES
@@ -72,9 +72,9 @@ REFERENCES: dict[str, Reference] = {
     "neuron_mask_signs": signs_reference,
     "neuron_resolve": resolve_reference,
     "screen_maxima": maxima_reference,
-    "draw_edit": edit_reference,
-    "draw_blocks": blocks_reference,
-    "draw_choose": choose_reference,
+    "sample_edit": edit_reference,
+    "sample_blocks": blocks_reference,
+    "sample_choose": choose_reference,
     "stream_release": stream_release_reference,
 }
 for _weights in WEIGHTS:

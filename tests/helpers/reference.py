@@ -386,7 +386,7 @@ def latent_attention(state: _State, op: Any, queries: np.ndarray) -> np.ndarray:
     return np.einsum("hqk,kd->qhd", weights, v).reshape(n, -1)
 
 
-def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
+def sample(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     """Nothing here: tests of the sampler have an oracle of their own."""
     return np.zeros((len(logits), op.out.width), logits.dtype)
 
@@ -395,7 +395,7 @@ OPS = {f.__name__: f for f in (embed, token_rows, add_positions, activate, layer
                                gather_outputs, quantize, rms_norm, linear, linear_part, gated, neuron_gated,
                                neuron_down, route, sort_routes, experts_input, experts_gated, experts_down,
                                sigmoid_gate, rope_store, rotate_queries, attention, quantize_heads, head_linear,
-                               store_latent, latent_attention, draw)}
+                               store_latent, latent_attention, sample)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Choosing a token from each row of logits for which a sample is listed: bias and penalties, top-k, top-p, min-p, a
 sample.
 
-Three instructions. `draw_edit` changes the logits of the tokens that a sample spec's list names. `draw_blocks` notes
+Three instructions. `sample_edit` changes the logits of the tokens that a sample spec's list names. `sample_blocks` notes
 the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole vocabulary
-the sum of the exponentials of each chunk. `draw_choose` sorts the best candidates of a row, cuts and samples, and puts
+the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and samples, and puts
 the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
 maxima.
 
-Operands: 0 logits, 1 work. Parameters: parameters.DRAW. Reference: reference/sampling/draw.py; all in NumPy:
+Operands: 0 logits, 1 work. Parameters: parameters.SAMPLE. Reference: reference/sampling/sample.py; all in NumPy:
 sampling.py. Floats of 64 bits go through the same single operations as there, so that tokens are the same.
 """
 
@@ -45,8 +45,8 @@ from ...vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64
 from ...vector.record import claim, count, inline, operand, parameter, token
 from ...vector.scalars import div_f64, div_i64, f32_from_bits, f64_of, max_f32, narrow, trailing_zeros, widen
 from ...vector.vecmath import exp as exp_lanes
-from .draw_cut import choose_of_many
-from .draw_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
+from .sample_cut import choose_of_many
+from .sample_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
 
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
@@ -74,8 +74,8 @@ def penalised(spec, logit, seen):
     return narrow(min(value, -_LOWEST))
 
 
-@kernel("draw_edit")
-def draw_edit(rec, ctx, tid, n_threads):
+@kernel("sample_edit")
+def sample_edit(rec, ctx, tid, n_threads):
     """Change the logits of the tokens in each sample spec's list, and keep what stood there."""
     r = claim(ctx)
     while r < count(ctx, COUNT_SAMPLES):
@@ -121,8 +121,8 @@ def largest_of(maxima, n):
     return max_lanes(v)
 
 
-@kernel("draw_blocks")
-def draw_blocks(rec, ctx, tid, n_threads):
+@kernel("sample_blocks")
+def sample_blocks(rec, ctx, tid, n_threads):
     """The largest of each block of 64 logits (+inf where one is NaN), and the sums of e^(logit - its chunk's largest).
     """
     vocab_size, rows = parameter(rec, SAMPLE.vocab_size), count(ctx, COUNT_SAMPLES)
@@ -271,8 +271,8 @@ def choose(spec, logits, work, sums, heap, vocab_size, position):
     return choose_of_many(spec, logits, work, bins, vocab_size, top, total, position)
 
 
-@kernel("draw_choose")
-def draw_choose(rec, ctx, tid, n_threads):
+@kernel("sample_choose")
+def sample_choose(rec, ctx, tid, n_threads):
     """Sort, cut and sample; the id of the token goes to the sample, and the logits are the model's own again."""
     r = claim(ctx)
     while r < count(ctx, COUNT_SAMPLES):

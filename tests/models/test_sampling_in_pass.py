@@ -31,7 +31,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    path = write_model(tmp_path_factory.mktemp("draws"), replace(TINY, vocab_size=VOCABULARY))
+    path = write_model(tmp_path_factory.mktemp("samples"), replace(TINY, vocab_size=VOCABULARY))
     with session(path, max_sequences=8, threads=2) as running:
         yield running
 

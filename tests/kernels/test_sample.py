@@ -65,7 +65,7 @@ class Samples:
     def run(self, isa: str, threads: int = 1) -> None:
         """All three kernels, each compared with its reference; the logits must be the model's own in the end."""
         before = self.logits.copy()
-        for name in ("draw_edit", "draw_blocks", "draw_choose"):
+        for name in ("sample_edit", "sample_blocks", "sample_choose"):
             self.bench.run(isa, name, self.places, self.parameters, threads=threads, keep=True)
         assert self.logits.tobytes() == before.tobytes()
 
