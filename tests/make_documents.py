@@ -25,7 +25,8 @@ serve all layers. x is the residual stream, h a normalised input, q a quantised 
 inside.
 """
 PROGRAM = """
-`edgeinfer info demo --program`: a record is one call of a kernel. The names are the same with every instruction set.
+`edgeinfer info demo --program`: an instruction is one call of a kernel. The names are the same with every instruction
+set.
 """
 
 

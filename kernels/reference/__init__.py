@@ -1,6 +1,7 @@
 """NumPy references: what each kernel must leave in memory, computed from memory as it was before.
 
-`REFERENCES[name](InstructionView(record, ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
+`REFERENCES[name](InstructionView(instruction,
+                                  ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
 memory holds it. The mathematics stands in functions of plain arrays (`linear_values` and the like), which specify the
 kernels; the references only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
 """

@@ -114,7 +114,7 @@ class Program:
 
 
 def encode(instruction: Instruction, address: int) -> NDArray[np.int64]:
-    """Write an instruction as 32 words (kernels/abi/record.py).
+    """Write an instruction as 32 words (kernels/abi/instruction.py).
 
     Raises `KernelError` if it has more operands, parameters or predicates than an instruction has room for, or one that
     does not fit its word.

@@ -22,6 +22,7 @@ from ...abi import (
     TOKEN_SEQUENCE,
 )
 from ...parameters import ATTENTION
+from ...vector.instruction import flags, inline, operand, outlined, parameter, token
 from ...vector.memory import (
     load_f32x16,
     load_i8,
@@ -34,16 +35,15 @@ from ...vector.memory import (
     store_i32,
     store_i64,
 )
-from ...vector.record import flags, inline, operand, outlined, parameter, token
 from ...vector.scalars import count_ones
 from .attention_rows import T_KEYS, T_SCALES, T_VALUES, key_width, path_at, path_bytes
 
 
 @inline
-def block_table(rec, ctx, t):
+def block_table(inst, ctx, t):
     """Address of the block table of token t's sequence that the layer has."""
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * token(ctx, t, TOKEN_SEQUENCE)
-    return load_i64(sequence + SEQUENCE_BLOCKS + 8 * parameter(rec, ATTENTION.recent))
+    return load_i64(sequence + SEQUENCE_BLOCKS + 8 * parameter(inst, ATTENTION.recent))
 
 
 @inline
@@ -65,21 +65,21 @@ def latent_parts(layer, n_blocks, size, block):
 
 
 @inline
-def head_parts(rec, ctx, h):
+def head_parts(inst, ctx, h):
     """Addresses of K, V and scales of KV head h in block 0."""
-    kv_heads, n_blocks = parameter(rec, ATTENTION.kv_heads), parameter(rec, ATTENTION.blocks)
-    size = parameter(rec, ATTENTION.block_bytes)
-    if parameter(rec, ATTENTION.values):
-        return latent_parts(operand(rec, ctx, 2), n_blocks, size, 0)
-    return block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, 0)
+    kv_heads, n_blocks = parameter(inst, ATTENTION.kv_heads), parameter(inst, ATTENTION.blocks)
+    size = parameter(inst, ATTENTION.block_bytes)
+    if parameter(inst, ATTENTION.values):
+        return latent_parts(operand(inst, ctx, 2), n_blocks, size, 0)
+    return block_parts(operand(inst, ctx, 2), kv_heads, n_blocks, size, h, 0)
 
 
 @inline
-def sequence_block(rec, blocks, head, b):
+def sequence_block(inst, blocks, head, b):
     """Addresses of K, V and scales of block b of a sequence, of the head for which `head_parts` is given."""
     keys, values, scales = head
     number = load_i32(blocks + 4 * b)
-    at = number * parameter(rec, ATTENTION.block_bytes)
+    at = number * parameter(inst, ATTENTION.block_bytes)
     return keys + at, values + at, scales + number * KV_SCALES_BYTES
 
 
@@ -117,9 +117,9 @@ def set_split_block(tile, origin, b, parts):
 
 
 @inline
-def layer_pruned(rec, ctx):
+def layer_pruned(inst, ctx):
     """Address of what says which rows of block 0 the layer lacks, 0 if it has those of all tokens."""
-    return operand(rec, ctx, 6) if flags(rec) & FLAG_PRUNED else 0
+    return operand(inst, ctx, 6) if flags(inst) & FLAG_PRUNED else 0
 
 
 @inline
@@ -150,7 +150,7 @@ def _in_work(mask, b):
 
 @cache
 def path_gather(element):
-    """Make ``gather(rec, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
+    """Make ``gather(inst, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
 
     In work are the blocks first + b of the context for each bit b of the mask, one after the other. Those in which
     token t's path has left its rows are put into scratch, and their addresses into the tile: the stored block first,
@@ -185,9 +185,9 @@ def path_gather(element):
             store_f32x16(target[2], load_f32x16(source[2]))
 
     @outlined
-    def gather(rec, ctx, tile, t, first, mask, blocks, head, padded):
+    def gather(inst, ctx, tile, t, first, mask, blocks, head, padded):
         base, ancestors, last = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), token(ctx, t, TOKEN_ROW)
-        place, size = base, parameter(rec, ATTENTION.block_bytes)
+        place, size = base, parameter(inst, ATTENTION.block_bytes)
         made, room = -1, tile + path_at(padded) - path_bytes(size)
         for row in range(base, last + 1):
             if row < last and not ancestors >> (row - base) & 1:
@@ -198,10 +198,10 @@ def path_gather(element):
                 if b != made:
                     made, room = b, room + path_bytes(size)
                     target = room, room + size, room + 2 * size
-                    copy_block(sequence_block(rec, blocks, head, b), target, size)
+                    copy_block(sequence_block(inst, blocks, head, b), target, size)
                     set_split_block(tile, head[0], count_ones(mask & ((1 << (b - first)) - 1)), target)
-                source = sequence_block(rec, blocks, head, row // BLOCK_TOKENS)
-                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded, key_width(rec))
+                source = sequence_block(inst, blocks, head, row // BLOCK_TOKENS)
+                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded, key_width(inst))
             place += 1
 
     return gather

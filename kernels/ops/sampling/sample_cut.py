@@ -9,9 +9,9 @@ for the few tokens whose random bits can win.
 from __future__ import annotations
 
 from ...abi import SAMPLE_BLOCK, SAMPLE_KEY, SAMPLE_MIN_P, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, SAMPLE_TOP_P
+from ...vector.instruction import inline, outlined
 from ...vector.lanes import lanes_at_least
 from ...vector.memory import load_f32, load_f64, load_i64, store_f64, store_i64
-from ...vector.record import inline, outlined
 from ...vector.scalars import bits_of_f64, div_f64, div_i64, f64_of, narrow, shift_right, trailing_zeros, widen
 from .sample_numbers import absorb, exp, gumbel, log, logit_of_order, logits_at, order_of
 

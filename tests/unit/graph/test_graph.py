@@ -69,7 +69,8 @@ def test_every_tensor_is_written_before_it_is_read() -> None:
         assert op.out.name not in written and (op.over is None or op.over in op.inputs)
         written[op.out.name] = op.out
     assert (graph.logits.width, graph.logits.rows) == (99, "outputs")
-    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear", "sample"]
+    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear",
+                                                                         "sample"]
 
 
 def test_weights_name_their_sources() -> None:
