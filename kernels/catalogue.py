@@ -104,8 +104,8 @@ FAMILIES = (
     Family("reader", ("reader",), why_no_reference="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
            why_no_reference="probes measure the machine; their tests compute what they must leave"),
-    Family("walk", ("worker", "submit", "wait", "spin"),
-           why_no_reference="these run the program and are no step of it; their proof stands in ops/walk.py"),
+    Family("forward", ("worker", "submit", "wait", "spin"),
+           why_no_reference="these run the program and are no step of it; their proof stands in ops/forward.py"),
 )
 
 

@@ -22,7 +22,7 @@ from tests.scale_rows import SCALE
 
 ROOT = Path(edgeinfer.__file__).parents[1]
 NAMES = {name for family in catalogue.FAMILIES for name in family.kernels}
-MODULE, REFERENCE = "tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.twins:scale_rows"}
+MODULE, REFERENCE = "tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.reference:scale_rows"}
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_its_set_is_named_by_its_sources_and_by_those_of_the_package(
 ) -> None:
     shutil.copytree(ROOT / "tests" / "scale_rows", tmp_path / "scaling")
     monkeypatch.syspath_prepend(tmp_path)
-    extend("scaling.kernels", {"scale_rows": "scaling.twins:scale_rows"})
+    extend("scaling.kernels", {"scale_rows": "scaling.reference:scale_rows"})
     extension = catalogue.extension_of("scale_rows")
 
     def name() -> str:

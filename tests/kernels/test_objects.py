@@ -26,7 +26,7 @@ from edgeinfer.kernels.toolchain.__main__ import main as compile_ahead
 ROOT = str(Path(edgeinfer.__file__).parents[1])
 ISA = available()[0]
 NAMES = ("quantize", "gather_outputs")
-EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
+EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
 FEW = ("linear_q4_g32", *NAMES, "rms_norm_q8", *EVERY_PROGRAM)
 """Kernels that represent a set: nothing here depends on their number."""
 SEAL = 32

@@ -13,7 +13,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, fill
 from tests.helpers.kernel_bench import ISAS, function
 from tests.kernels.test_attention import GROUPS, KV, Sequence, chain_of
-from tests.kernels.test_holes import PATTERNS, Pruned
+from tests.kernels.test_pruned_mask import PATTERNS, Pruned
 from tests.kernels.test_scores import Scored
 
 INSTEAD = (abi.INSTEAD_NOTHING, abi.INSTEAD_SCALE, abi.INSTEAD_MEAN)

@@ -1,6 +1,6 @@
 """The executor: one linked program, its memory and its part of ctx, run by a pool of threads without the GIL.
 
-The inner half is kernels/ops/walk.py, which also says why the threads cannot lose each other. Nothing is allocated
+The inner half is kernels/ops/forward.py, which also says why the threads cannot lose each other. Nothing is allocated
 while a forward pass runs: this class takes part in it or, where it will last, waits for it in Python's reach.
 """
 

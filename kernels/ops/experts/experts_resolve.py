@@ -31,8 +31,8 @@ from ...vector.instruction import count, inline, operand, outlined, parameter
 from ...vector.memory import load_i32, load_i64, store_i32, store_i64
 from ...vector.scalars import div_i64
 from ...vector.targets import atomic_load
+from ..forward import change
 from ..slots import hold, let_go, post_piece
-from ..walk import change
 
 NO_SLOT = 3
 """Status of an instruction that finds no slot: the plan has fewer than a layer has experts."""
