@@ -180,7 +180,7 @@ def rms_norm_f32(inst, ctx, tid, n_threads):
 
 @kernel("rms_norm_q8")
 def rms_norm_q8(inst, ctx, tid, n_threads):
-    """RMS norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
+    """RMS norm of f32 rows, quantised on the way out; operand 3 holds a row of floats per thread."""
     x, out, weight = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
     width, rows = parameter(inst, ROWS.width), count(ctx, parameter(inst, ROWS.rows))
     row = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)

@@ -69,10 +69,10 @@ from ..abi import (
     CTX_WORK,
     EVENT_FAILED,
     GATE_SLEEPERS,
+    INST_EVENT,
+    INST_KERNEL,
+    INST_PREDICATES,
     INSTRUCTION_BYTES,
-    REC_EVENT,
-    REC_KERNEL,
-    REC_PREDICATES,
 )
 from ..registry import kernel
 from ..vector.instruction import inline
@@ -181,7 +181,7 @@ def runnable(ctx, pc):
     pc += 1
     while pc < instructions:
         inst = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
-        if holds(ctx, load_i32(inst + REC_PREDICATES)) and holds(ctx, load_i32(inst + REC_PREDICATES + 4)):
+        if holds(ctx, load_i32(inst + INST_PREDICATES)) and holds(ctx, load_i32(inst + INST_PREDICATES + 4)):
             return pc
         pc += 1
     return -1
@@ -190,7 +190,7 @@ def runnable(ctx, pc):
 @inline
 def event(ctx, pc):
     """Address of the completion event that instruction `pc` waits for, or 0."""
-    number = load_i32(load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc + REC_EVENT)
+    number = load_i32(load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc + INST_EVENT)
     return load_i64(ctx + CTX_EVENTS) + 8 * (number - 1) if number else 0
 
 
@@ -271,7 +271,7 @@ def forward(ctx, tid, n_threads):
         pc = meet(ctx, -3 - pc, n_threads)
     while pc >= 0:
         instruction = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
-        status = call4(load_i64(instruction + REC_KERNEL), instruction, ctx, tid, n_threads)
+        status = call4(load_i64(instruction + INST_KERNEL), instruction, ctx, tid, n_threads)
         if status:
             atomic_store(ctx + CTX_ERROR, status)
         pc = meet(ctx, pc, n_threads)

@@ -79,7 +79,7 @@ def input_rows(inst, ctx, scratch):
     return operand(inst, ctx, 1)
 
 
-class Place(NamedTuple):
+class Addresses(NamedTuple):
     """A product's instruction and addresses."""
 
     inst: int
@@ -93,8 +93,9 @@ class Place(NamedTuple):
 def in_blocks(steps):
     """Run steps over units of row tiles for all tokens, in the blocks that activations are interleaved in.
 
-    `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending.
-    If fewer units are left, two go through together, or one. A function takes (place, unit, t, units, how many units
+    `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending. If
+    fewer units are left, two go through together, or one. A function takes (addresses, unit, t, units,
+                                                                                how many units
     further the weights are that come next, how many units lie between two that go through together); `following` is
     the unit that comes behind the last one.
     """
@@ -105,13 +106,13 @@ def in_blocks(steps):
     def run(at, unit, end, following, t, tokens, gap):
         stop = tokens - (tokens - t) % n
         if t < stop:
-            place = unit
-            while place < end:
-                units = together if place + together <= end else min(end - place, 2)
-                after = place + units if place + units < end else following
+            start = unit
+            while start < end:
+                units = together if start + together <= end else min(end - start, 2)
+                after = start + units if start + units < end else following
                 for first in range(t, stop, n):
-                    step(at, place, first, units, after - place, gap)
-                place += units
+                    step(at, start, first, units, after - start, gap)
+                start += units
         go_on(at, unit, end, following, stop, tokens, gap)
 
     return run
@@ -211,7 +212,7 @@ def _register_matmul(name, chunk_of):
     @kernel(name)
     def run(inst, ctx, tid, n_threads):
         scratch = operand(inst, ctx, 4) + tid * parameter(inst, LINEAR.scratch)
-        at = Place(inst, operand(inst, ctx, 0), input_rows(inst, ctx, scratch), operand(inst, ctx, 2),
+        at = Addresses(inst, operand(inst, ctx, 0), input_rows(inst, ctx, scratch), operand(inst, ctx, 2),
                    operand(inst, ctx, 3),
                    scratch)
         run_chunks(at, ctx, parameter(inst, LINEAR.tiles), parameter(inst, LINEAR.chunk),

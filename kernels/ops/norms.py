@@ -84,7 +84,7 @@ def norm_f32(inst, ctx, tid, n_threads):
 
 @kernel("norm_q8")
 def norm_q8(inst, ctx, tid, n_threads):
-    """Norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
+    """Norm of f32 rows, quantised on the way out; operand 3 holds a row of floats per thread."""
     x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
     row = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
     unit = claim(ctx)

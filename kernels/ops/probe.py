@@ -37,7 +37,8 @@ def fma_all(context, tile, x, y):
 
 @kernel("stream_read")
 def stream_read(inst, ctx, tid, n_threads):
-    """Read place 0 in chunks of parameter 0 bytes (a multiple of 256), parameter 1 of them, adding up what is read."""
+    """Read operand 0 in chunks of parameter 0 bytes (a multiple of 256), parameter 1 of them, adding up what is
+    read."""
     base, out, size, chunks = operand(inst, ctx, 0), operand(inst, ctx, 1), parameter(inst, 0), parameter(inst, 1)
     a, b, c, d = splat_i32(0), splat_i32(0), splat_i32(0), splat_i32(0)
     chunk = claim(ctx)
@@ -55,9 +56,9 @@ def stream_read(inst, ctx, tid, n_threads):
 
 @kernel("random_read")
 def random_read(inst, ctx, tid, n_threads):
-    """Read the pieces of place 0 that a list names, as sparse kernels read rows, adding up what is read.
+    """Read the pieces of operand 0 that a list names, as sparse kernels read rows, adding up what is read.
 
-    Place 1 holds int32 numbers of pieces; place 2 gets the sums. Parameters: bytes of a piece (a multiple of 64),
+    Operand 1 holds int32 numbers of pieces; operand 2 gets the sums. Parameters: bytes of a piece (a multiple of 64),
     pieces that a thread takes at a time, how often that is in all, by how many pieces to look ahead in the list (it
     goes on that far), how many bytes of that piece to prefetch.
     """
@@ -89,7 +90,7 @@ def random_read(inst, ctx, tid, n_threads):
 def int8_peak(inst, ctx, tid, n_threads):
     """Parameter 0 rounds of INT8_CHAINS independent products of a line with 4 values (Isa.round_operations).
 
-    All results are stored (1024 bytes a thread at place 1), else the compiler would leave products out.
+    All results are stored (1024 bytes a thread at operand 1), else the compiler would leave products out.
     """
     base, out = operand(inst, ctx, 0), operand(inst, ctx, 1)
     line, rounds = load_line(base), parameter(inst, 0)
@@ -104,7 +105,7 @@ def int8_peak(inst, ctx, tid, n_threads):
 def f32_peak(inst, ctx, tid, n_threads):
     """Parameter 0 rounds of v = v * x + y on CHAINS vectors v of 16 (Isa.round_operations).
 
-    Place 0 holds x, y, 1 and, from byte 64 on, 12 vectors. The results are stored (1024 bytes a thread at place 1).
+    Operand 0 holds x, y, 1 and, from byte 64 on, 12 vectors. The results are stored (1024 bytes a thread at operand 1).
     """
     base, out = operand(inst, ctx, 0), operand(inst, ctx, 1)
     x, y, rounds = splat_f32(load_f32(base)), splat_f32(load_f32(base + 4)), parameter(inst, 0)

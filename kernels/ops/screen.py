@@ -50,7 +50,7 @@ from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f3
 from ..vector.scalars import div_i64, f32_from_bits, sqrt_f32
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
-from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
+from .linear import Addresses, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_ffn.neuron_parts import q8_block
 from .products import matmul_of
 from .sampling.sample import sample_spec_of
@@ -203,7 +203,7 @@ def _register_least(name, make_matmul, group):
 class Estimated(NamedTuple):
     """A product, and addresses of what tells which of its tiles matter."""
 
-    matmul: Place
+    matmul: Addresses
     estimates: int
     bounds: int
     work: int
@@ -218,12 +218,12 @@ def _step(make_matmul, group, n):
         inst, out, estimates, bounds = at.matmul.inst, at.matmul.out, at.estimates, at.bounds
         scratch, stride, wanted = at.matmul.scratch, parameter(inst, SCREEN.out_stride), 0
         for j in range(n):
-            row, place = at.work + (t + j) * parameter(inst, SCREEN.work_stride), (t + j) * stride + 64 * tile
-            estimate = load_f32x16(estimates + place)
+            row, offset = at.work + (t + j) * parameter(inst, SCREEN.work_stride), (t + j) * stride + 64 * tile
+            estimate = load_f32x16(estimates + offset)
             most = estimate + load_f32x16(bounds + 64 * tile) * splat_f32(load_f32(row + SCREEN_REACH))
             most = inside(most, 16 * tile, parameter(inst, SCREEN.vocab_size))
             if lanes_above(splat_f32(load_f32(row + SCREEN_LEAST)), most) == _ALL:  # NaN is above and below nothing
-                store_f32x16(out + place, estimate)
+                store_f32x16(out + offset, estimate)
             else:
                 wanted |= 1 << j
         if wanted:
@@ -242,7 +242,7 @@ def _register_head(name, make_matmul, group):
     @kernel(name)
     def run(inst, ctx, tid, n_threads):
         scratch = operand(inst, ctx, 7) + tid * parameter(inst, SCREEN.scratch)
-        matmul = Place(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
+        matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
         tokens, tiles = count(ctx, parameter(inst, SCREEN.rows)), parameter(inst, SCREEN.tiles)
         chunk = parameter(inst, SCREEN.chunk)
         if count(ctx, COUNT_SAMPLES) == 0:  # nobody has made estimates

@@ -28,6 +28,7 @@ from ..abi import (
     CTX_FUTEX_NUMBER,
     CTX_HOST_FUTEX,
     CTX_STREAM,
+    INST_PARAMETERS,
     PART_BEHIND,
     PART_BYTES,
     PART_LEFT,
@@ -38,7 +39,6 @@ from ..abi import (
     PIECE_OFFSET,
     PIECE_PART,
     PIECE_TO,
-    REC_PARAMETERS,
     STREAM_BUSY,
     STREAM_DROP,
     STREAM_ENDS,
@@ -173,7 +173,7 @@ def stream_release(inst, ctx, tid, n_threads):
     """Give the buffer of a part back to the readers: all threads are done with it."""
     if tid == 0:
         stream = load_i64(ctx + CTX_STREAM)
-        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * load_i32(inst + REC_PARAMETERS), 0)
+        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * load_i32(inst + INST_PARAMETERS), 0)
         atomic_add(stream + STREAM_RELEASED, 1)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     return 0

@@ -13,9 +13,9 @@ from ..abi import (
     CTX_ERROR,
     CTX_TOKENS,
     CTX_WORK,
-    REC_FLAGS,
-    REC_OPERANDS,
-    REC_PARAMETERS,
+    INST_FLAGS,
+    INST_OPERANDS,
+    INST_PARAMETERS,
     REGION_SHIFT,
     TOKEN_BYTES,
 )
@@ -47,26 +47,26 @@ _NONE_LEFT = 1 << 40
 @inline
 def operand(inst, ctx, index):
     """Address of operand `index`: the region's base (from ctx) + the instruction's offset."""
-    word = load_i64(inst + REC_OPERANDS + 8 * index)
+    word = load_i64(inst + INST_OPERANDS + 8 * index)
     return load_i64(ctx + ((word >> REGION_SHIFT) << 3)) + (word & _OFFSET_MASK)
 
 
 @inline
 def parameter(inst, index):
     """Integer parameter `index` of the instruction."""
-    return load_i32(inst + REC_PARAMETERS + 4 * index)
+    return load_i32(inst + INST_PARAMETERS + 4 * index)
 
 
 @inline
 def float_parameter(inst, index):
     """Parameter `index` read as float32."""
-    return f32_from_bits(load_i32(inst + REC_PARAMETERS + 4 * index))
+    return f32_from_bits(load_i32(inst + INST_PARAMETERS + 4 * index))
 
 
 @inline
 def flags(inst):
     """FLAG_* bits."""
-    return load_i32(inst + REC_FLAGS)
+    return load_i32(inst + INST_FLAGS)
 
 
 @inline

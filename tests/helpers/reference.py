@@ -56,16 +56,16 @@ class _State:
         return [self._part(source) for source in weight.sources]
 
     def _part(self, source: Any) -> np.ndarray:
-        """A part of a checkpoint tensor: steps backwards over all its places, then forwards over the values."""
+        """A part of a checkpoint tensor: steps backwards over all its origins, then forwards over the values."""
         whole = self._tensor(source)[source.index].astype(self.dtype)
         assert whole.shape == source.stored[len(source.index) :], source.name
-        places = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
+        origins = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
         for step in reversed(source.steps):
-            places.append(step.origin(*places[-1]))
-        rows, columns = places.pop()
+            origins.append(step.origin(*origins[-1]))
+        rows, columns = origins.pop()
         values = whole.reshape(len(whole), -1)[rows][:, columns]
         for step in source.steps:
-            values = step.apply(values, *places.pop(), lambda by, which: self._part(by)[which])
+            values = step.apply(values, *origins.pop(), lambda by, which: self._part(by)[which])
         return values.reshape(source.shape)
 
     def _tensor(self, source: Any) -> np.ndarray:

@@ -155,7 +155,7 @@ def test_events_are_honoured(models: Path) -> None:
 
         entry = ENTRY(noted)
         opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
-        opened.program.words.view(np.int32)[i, abi.REC_EVENT // 4] = 1 + 2
+        opened.program.words.view(np.int32)[i, abi.INST_EVENT // 4] = 1 + 2
         cancellation = Cancellation()
         for call, arguments, kind in ((opened.executor.redeem, (2, False), EdgeInferError),
                                       (cancellation.cancel, (), CancelledError)):
@@ -198,7 +198,7 @@ def test_parameters_have_the_names_of_their_own_family() -> None:
     """Two families of one length are equal as tuples of indices."""
     assert len(LINEAR) == len(NEURON_GATED)
     instruction = np.zeros(abi.INSTRUCTION_BYTES, np.uint8)
-    instruction[abi.REC_PARAMETERS :].view(np.int32)[: abi.N_PARAMETERS] = range(7, 7 + abi.N_PARAMETERS)
+    instruction[abi.INST_PARAMETERS :].view(np.int32)[: abi.N_PARAMETERS] = range(7, 7 + abi.N_PARAMETERS)
     view = InstructionView(instruction.ctypes.data, 0)
     for family in (NEURON_GATED, LINEAR, NEURON_GATED):
         found = view.parameters(family)

@@ -117,7 +117,7 @@ def test_no_estimate_is_off_by_more_than_its_bound(path: Path) -> None:
 
 def tensor(opened: Session, name: str) -> np.ndarray:
     """The first row of an activation."""
-    place = opened.plan.places[name]
+    place = opened.plan.allocations[name]
     (width,) = {t.width for op in opened.graph.ops for t in (*op.inputs, op.out) if t.name == name}
     return opened.executor.regions[place.region][place.offset :][: 4 * width].view(np.float32).astype(np.float64)
 

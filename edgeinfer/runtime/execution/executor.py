@@ -71,7 +71,7 @@ class Executor:
         self.check = os.environ.get("EDGEINFER_CHECK") == "1"
         program.check({name: len(memory) for name, memory in regions.items()})
         program.link(kernels.addresses(program.kernels))
-        self.joins = not program.words.view(np.int32)[:, abi.REC_EVENT // 4].any()
+        self.joins = not program.words.view(np.int32)[:, abi.INST_EVENT // 4].any()
         self.tuner = tuner or ThreadTuner(threads)
         self._timespec = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
         self._timeout = self._timespec.ctypes.data

@@ -3,9 +3,9 @@
 A context is cut into splits of SPLIT_BLOCKS blocks. Of each split come (m, l, acc): the largest score, the sum of
 exponentials (16 lanes) and the weighted sum of V (attention_split.py); splits are merged in index order
 (attention_rows.py). Whether splits run on different threads and are merged by the next instruction (few tokens, long
-context) or one after the other here, the operations on a row are the same in the same order, so the result has the
-same bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits
-and lanes go by its place in the path (attention_paths.py).
+context) or one after the other here, the operations on a row are the same in the same order, so the result has the same
+bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits and
+lanes go by its position in the path (attention_paths.py).
 
 Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_PRUNED which rows of
 the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss), 9
@@ -23,7 +23,7 @@ from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f
 from ...vector.scalars import div_i64
 from ...vector.targets import attention_tiles
 from .attention_kinds import KINDS
-from .attention_paths import has_path, place_of
+from .attention_paths import has_path, position_of
 from .attention_rows import (
     SPLIT_SHIFT,
     T_L,
@@ -35,7 +35,7 @@ from .attention_rows import (
     first_visible,
     merge,
     partial_bytes,
-    places_seen,
+    positions_seen,
     queries_at,
     slopes_at,
     start_merge,
@@ -66,11 +66,11 @@ def start_step(kind, r):
         n = parameter(inst, ATTENTION.head_dim)
         for i in range(r):
             token_at, head = _query(t, row + i, last, h, group)
-            place = place_of(ctx, token_at)
+            position = position_of(ctx, token_at)
             q = operand(inst, ctx, 0) + token_at * parameter(inst, ATTENTION.q_stride) + 4 * n * head
             prepare(queries, i, q, n, float_parameter(inst, ATTENTION.scale))
-            store_i64(bounds_at(queries, r, i), first_visible(inst, place))
-            store_i64(bounds_at(queries, r, i) + 8, place)
+            store_i64(bounds_at(queries, r, i), first_visible(inst, position))
+            store_i64(bounds_at(queries, r, i) + 8, position)
             if flags(inst) & FLAG_ALIBI:
                 store_f32(slopes_at(queries, r) + 4 * i, load_f32(operand(inst, ctx, 9) + 4 * head))
 
@@ -91,7 +91,7 @@ def single_step(r, start, step, leave):
         queries = tile + queries_at(inst, padded, slot)
         if fresh:
             start(inst, ctx, queries, t, row, last, h, group)
-        seen = places_seen(queries, r)
+        seen = positions_seen(queries, r)
         if seen[0] >> SPLIT_SHIFT <= split and split <= seen[1] >> SPLIT_SHIFT:
             step(inst, ctx, tile, queries, unit, seen, padded, ahead)
             for i in range(min(r, last - row + 1)):
@@ -131,7 +131,7 @@ def _tile_step(kind, r, widths, chains):
         for i in range(r):
             _token_at, head = _query(t, row + i, last, h, group)
             start_merge(inst, ctx, tile, i, padded, head)
-        seen = places_seen(queries, r)
+        seen = positions_seen(queries, r)
         for s in range(seen[0] >> SPLIT_SHIFT, (seen[1] >> SPLIT_SHIFT) + 1):
             ahead = (t, h, min(s + 1, token(ctx, t, TOKEN_ROW) >> SPLIT_SHIFT))
             step(inst, ctx, tile, queries, (t, h, s), seen, padded, ahead)

@@ -42,16 +42,16 @@ def turned_values(element):
     def turn(inst, ctx, tile, t, span, padded):
         begin, end, base, origin = span
         room, size = tile + parameter(inst, ATTENTION.turned), BLOCK_TOKENS * element * padded
-        place, held = block_table(inst, ctx, t) + 4 * base, tile + T_TURNED
+        table, held = block_table(inst, ctx, t) + 4 * base, tile + T_TURNED
         whole = not has_path(ctx, t)
-        there = whole and load_i64(held) == place and load_i64(held + 8) <= begin and end <= load_i64(held + 16)
+        there = whole and load_i64(held) == table and load_i64(held + 8) <= begin and end <= load_i64(held + 16)
         for b in range(begin, end):
             values = room + (b - base) * size
             if not there:
                 turn_block(split_keys(tile, origin, b - base), values, padded)
             store_i64(tile + T_VALUES + 8 * (b - base), values - origin)
         if not there:
-            store_i64(held, place if whole else 0)
+            store_i64(held, table if whole else 0)
             store_i64(held + 8, begin)
             store_i64(held + 16, end)
 

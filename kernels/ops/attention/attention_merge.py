@@ -14,7 +14,7 @@ from ...vector.lanes import first_lane, splat_f32, sum_lanes
 from ...vector.memory import load_f32, load_f32x16, store_first
 from ...vector.scalars import div_f32, div_i64, max_f32
 from ...vector.targets import fma
-from .attention_paths import place_of
+from .attention_paths import position_of
 from .attention_rows import (
     LOWEST,
     SPLIT_SHIFT,
@@ -71,9 +71,9 @@ def attention_merge(inst, ctx, tid, n_threads):
     while unit < count(ctx, parameter(inst, ATTENTION.rows)) * heads:
         t = first + div_i64(unit, heads)
         head = unit - (t - first) * heads
-        place = place_of(ctx, t)
+        position = position_of(ctx, t)
         start_merge(inst, ctx, tile, 0, padded, head)
-        for split in range(first_visible(inst, place) >> SPLIT_SHIFT, (place >> SPLIT_SHIFT) + 1):
+        for split in range(first_visible(inst, position) >> SPLIT_SHIFT, (position >> SPLIT_SHIFT) + 1):
             partial = operand(inst, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
             if load_f32(partial) > LOWEST:
                 merge(tile, 0, padded, partial, partial + 64, partial + 128)

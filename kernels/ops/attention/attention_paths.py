@@ -129,17 +129,17 @@ def has_path(ctx, t):
 
 
 @inline
-def place_of(ctx, t):
-    """Place of token t in its path: the row that it would have in a chain, and has where it has no mask."""
+def position_of(ctx, t):
+    """Position of token t in its path: the row that it would have in a chain, and has where it has no mask."""
     row = token(ctx, t, TOKEN_ROW)
     if not has_path(ctx, t):
         return row
-    base, place = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_BASE)
+    base, position = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_BASE)
     ancestors = token(ctx, t, TOKEN_MASK) & ((1 << (row - base)) - 1)
     while ancestors != 0:
         ancestors &= ancestors - 1
-        place += 1
-    return place
+        position += 1
+    return position
 
 
 @inline
@@ -159,22 +159,22 @@ def path_gather(element):
     width = 2 if element == 2 else 4  # bytes of a token in a line of K
 
     @inline
-    def copy_row(source, row, target, place, padded, wide):
+    def copy_row(source, row, target, position, padded, wide):
         (keys, values, scales), (to_keys, to_values, to_scales), size = source, target, padded * element
         for line in range(0, wide * element, width):
             k = BLOCK_TOKENS * line
             if width == 2:
-                store_i16(to_keys + k + width * place, load_u16(keys + k + width * row))
+                store_i16(to_keys + k + width * position, load_u16(keys + k + width * row))
             else:
-                store_i32(to_keys + k + width * place, load_i32(keys + k + width * row))
+                store_i32(to_keys + k + width * position, load_i32(keys + k + width * row))
         if element > 1:
             for i in range(0, size, 8):
-                store_i64(to_values + place * size + i, load_i64(values + row * size + i))
+                store_i64(to_values + position * size + i, load_i64(values + row * size + i))
         else:
             for i in range(0, 4 * padded, 4):
-                store_i8(value_at(to_values, place, padded) + i, load_i8(value_at(values, row, padded) + i))
+                store_i8(value_at(to_values, position, padded) + i, load_i8(value_at(values, row, padded) + i))
             for of in range(0, KV_SCALES_BYTES, 2 * BLOCK_TOKENS):
-                store_i16(to_scales + of + 2 * place, load_u16(scales + of + 2 * row))
+                store_i16(to_scales + of + 2 * position, load_u16(scales + of + 2 * row))
 
     @inline
     def copy_block(source, target, size):
@@ -187,13 +187,13 @@ def path_gather(element):
     @outlined
     def gather(inst, ctx, tile, t, first, mask, blocks, head, padded):
         base, ancestors, last = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), token(ctx, t, TOKEN_ROW)
-        place, size = base, parameter(inst, ATTENTION.block_bytes)
+        position, size = base, parameter(inst, ATTENTION.block_bytes)
         made, room = -1, tile + path_at(padded) - path_bytes(size)
         for row in range(base, last + 1):
             if row < last and not ancestors >> (row - base) & 1:
                 continue
-            b = place // BLOCK_TOKENS
-            if place < row and _in_work(mask, b - first):
+            b = position // BLOCK_TOKENS
+            if position < row and _in_work(mask, b - first):
                 target = room, room + size, room + 2 * size
                 if b != made:
                     made, room = b, room + path_bytes(size)
@@ -201,7 +201,7 @@ def path_gather(element):
                     copy_block(sequence_block(inst, blocks, head, b), target, size)
                     set_split_block(tile, head[0], count_ones(mask & ((1 << (b - first)) - 1)), target)
                 source = sequence_block(inst, blocks, head, row // BLOCK_TOKENS)
-                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded, key_width(inst))
-            place += 1
+                copy_row(source, row % BLOCK_TOKENS, target, position % BLOCK_TOKENS, padded, key_width(inst))
+            position += 1
 
     return gather

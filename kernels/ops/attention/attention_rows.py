@@ -2,7 +2,7 @@
 
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
 this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
-after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, slopes of
+after the other. Those of a tile of r rows are: scales, offsets, (first, last) position that each row sees, slopes of
 ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each
 other.
 """
@@ -115,7 +115,7 @@ def offsets_at(queries, r):
 
 @inline
 def bounds_at(queries, r, i):
-    """Address of the first and the last place that row i of a tile of r sees."""
+    """Address of the first and the last position that row i of a tile of r sees."""
     return queries + 8 * r + 16 * i
 
 
@@ -126,8 +126,8 @@ def slopes_at(queries, r):
 
 
 @inline
-def places_seen(queries, r):
-    """First and last place that any row of a tile of r rows sees, first and last that all of them see."""
+def positions_seen(queries, r):
+    """First and last position that any row of a tile of r rows sees, first and last that all of them see."""
     bounds = bounds_at(queries, r, 0)
     low, high = load_i64(bounds), load_i64(bounds + 8)
     all_from, all_to = low, high
@@ -232,7 +232,7 @@ def finish(tile, i, padded, out, n):
 
 
 @inline
-def first_visible(inst, place):
-    """First place in its path that the query at `place` sees."""
+def first_visible(inst, position):
+    """First position in its path that the query at `position` sees."""
     window = parameter(inst, ATTENTION.window)
-    return max(0, place - window + 1) if window else 0
+    return max(0, position - window + 1) if window else 0

@@ -104,9 +104,9 @@ def _mask_row(bounds, at, first):
 
 
 @inline
-def _rounded_bias(slope, places):
-    """Slope x place with each factor and the product in bfloat16."""
-    return round_to_bf16(slope * round_to_bf16(to_f32(places)))
+def _rounded_bias(slope, positions):
+    """Slope x position with each factor and the product in bfloat16."""
+    return round_to_bf16(slope * round_to_bf16(to_f32(positions)))
 
 
 @outlined
@@ -121,12 +121,12 @@ def _edit_scores(inst, queries, at, r, first):
         keys = lane_numbers() + splat_i32(first)
         for i in range(r):
             row, slope = at + SCORES * i, splat_f32(load_f32(slopes_at(queries, r) + 4 * i))
-            place = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
+            position = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
             if flags(inst) & FLAG_ALIBI_BF16:
-                bias = _rounded_bias(slope, keys) - _rounded_bias(slope, place)
+                bias = _rounded_bias(slope, keys) - _rounded_bias(slope, position)
                 score = fma(bias, splat_f32(float_parameter(inst, ATTENTION.scale)), load_f32x16(row))
             else:
-                score = fma(slope, to_f32(keys - place), load_f32x16(row))
+                score = fma(slope, to_f32(keys - position), load_f32x16(row))
             store_f32x16(row, score)
 
 
@@ -218,7 +218,7 @@ def score_step(kind, r, chains, alone):
     """Make pass 1 of a tile of r rows: scores of the blocks of one split that any of them sees; `alone`, without V.
 
     ``score(inst, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
-    `places_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, K of the KV head).
+    `positions_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, K of the KV head).
     """
     scores, gather = kind.scores(r, chains, _ask_not if alone else _ask), path_gather(kind.element)
     ahead_of = _in_next if alone else _in_split

@@ -11,7 +11,7 @@ from ...abi import ATTENTION_ROWS, ATTENTION_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
 from ...parameters import ATTENTION
 from ...vector.instruction import claim, count, inline, parameter, token
 from ...vector.scalars import div_i64
-from .attention_paths import has_path, place_of
+from .attention_paths import has_path, position_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 
 UNITS = 4
@@ -28,11 +28,11 @@ def together(ctx, t, other):
 @inline
 def _run(inst, ctx, t, tokens, most, shift):
     """The run that begins with token t: (its end, the first split that any of its tokens sees, how many from there)."""
-    place = place_of(ctx, t)
-    lowest, highest, end = first_visible(inst, place), place, t + 1
+    position = position_of(ctx, t)
+    lowest, highest, end = first_visible(inst, position), position, t + 1
     while end < tokens and end - t < most and together(ctx, t, end):
-        place = place_of(ctx, end)
-        lowest, highest = min(lowest, first_visible(inst, place)), max(highest, place)
+        position = position_of(ctx, end)
+        lowest, highest = min(lowest, first_visible(inst, position)), max(highest, position)
         end += 1
     first = lowest >> shift
     return end, first, (highest >> shift) - first + 1

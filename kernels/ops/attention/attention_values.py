@@ -8,8 +8,8 @@ token is processed by itself, so that its bits do not depend on the others' sele
 next ones are prefetched.
 
 Omitted rows are replaced by a mean of V, over blocks that are evenly spread over the context up to MASK_TOKENS before
-the token. They follow from its place alone, and no draft token of its pass is among them: no state has to be kept for a
-sequence.
+the token. They follow from its position alone, and no draft token of its pass is among them: no state has to be kept
+for a sequence.
 
 Operands: 2 the layer's blocks, 3 scratch, 4 partial results, beginning with those of the first wanted token, 5 rows of
 scores with the selection, 6 as in attention.py, 7 means: a row of floats for each token and KV head, then the number of
@@ -34,7 +34,7 @@ from .attention_paths import (
     head_parts,
     layer_pruned,
     path_gather,
-    place_of,
+    position_of,
     sequence_block,
     set_split_block,
     split_keys,
@@ -71,7 +71,7 @@ AHEAD = 2
 @inline
 def _splits(inst, ctx, t, stretch):
     """The splits of a stretch that token t sees: the first, and the one behind the last."""
-    high, first = place_of(ctx, t), stretch * STRETCH_SPLITS
+    high, first = position_of(ctx, t), stretch * STRETCH_SPLITS
     begin, end = first_visible(inst, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
     return max(first, begin), min(first + STRETCH_SPLITS, end)
 
@@ -150,9 +150,9 @@ def mean_at(inst, ctx, t, h, padded):
 
 
 @inline
-def mean_blocks(place):
-    """(blocks, step) of the mean for the token at a place: blocks `step` apart, from half a step on; or none."""
-    below, step = max(place - MASK_TOKENS + 1, 0) >> 4, 1
+def mean_blocks(position):
+    """(blocks, step) of the mean for the token at a position: blocks `step` apart, from half a step on; or none."""
+    below, step = max(position - MASK_TOKENS + 1, 0) >> 4, 1
     while below > MEAN_BLOCKS * step:
         step += step
     return div_i64(below + step - 1 - (step >> 1), step), step
@@ -179,7 +179,7 @@ def _mean_step(kind, values):
     @outlined
     def mean(inst, ctx, tile, t, h, padded):
         blocks, head = block_table(inst, ctx, t), head_parts(inst, ctx, h)
-        n, step = mean_blocks(place_of(ctx, t))
+        n, step = mean_blocks(position_of(ctx, t))
         pruned, out = layer_pruned(inst, ctx), mean_at(inst, ctx, t, h, padded)
         store_f32(out + 4 * padded, first_lane(splat_f32(0.0)))
         if n == 0:

@@ -14,7 +14,7 @@ With FLAG_SLOTS matrices lie where `experts_resolve` has put them, and an instru
 the instructions of a product follow each other, by experts, and give the bits of the one.
 
 Operands: 0 weights, or slots, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of
-`route`, 7 the list of `sort_routes`, 8 PLACE_* of the layer's experts. Parameters: parameters.LINEAR. Reference:
+`route`, 7 the list of `sort_routes`, 8 LOCATION_* of the layer's experts. Parameters: parameters.LINEAR. Reference:
 reference/experts/experts.py.
 """
 
@@ -28,9 +28,9 @@ from ...registry import kernel
 from ...routes import (
     FLAG_SLOTS,
     LINE,
-    PLACE_BYTES,
-    PLACE_DOWN,
-    PLACE_GATE_UP,
+    LOCATION_BYTES,
+    LOCATION_DOWN,
+    LOCATION_GATE_UP,
     ROUTE_BYTES,
     ROUTE_EXPERT,
     ROUTE_SEGMENTS,
@@ -47,11 +47,11 @@ from ...vector.scalars import div_i64
 from ...vector.targets import fma
 from ...vector.tiles import add_block, store_block
 from ..elementwise import fused_input
-from ..linear import MATMULS, Place, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+from ..linear import MATMULS, Addresses, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
 
 
 class Part(NamedTuple):
-    """Addresses for the products of one expert: as `linear.Place`, and its entries of the list."""
+    """Addresses for the products of one expert: as `linear.Addresses`, and its entries of the list."""
 
     inst: int
     w: int
@@ -105,10 +105,10 @@ def segment(work, s):
 
 
 @inline
-def place_of(inst, ctx, expert, field):
+def location_of(inst, ctx, expert, field):
     """Return the address of an expert's matrix, or of its two, counted from operand 0."""
     if flags(inst) & FLAG_SLOTS:
-        return LINE * load_i32(operand(inst, ctx, 8) + PLACE_BYTES * expert + field)
+        return LINE * load_i32(operand(inst, ctx, 8) + LOCATION_BYTES * expert + field)
     return expert * parameter(inst, LINEAR.expert_bytes)
 
 
@@ -146,11 +146,11 @@ def _register_gated(name, chunk_of):
             s = number // chunks
             expert, first, n = segment(work, s)
             base, start = expert * units, (number - s * chunks) * chunk
-            place, following = place_of(inst, ctx, expert, PLACE_GATE_UP), base + start
+            location, following = location_of(inst, ctx, expert, LOCATION_GATE_UP), base + start
             if after < stop * chunks:
-                there = place_of(inst, ctx, expert_of(work, after // chunks), PLACE_GATE_UP)
-                following = base + div_i64(there - place, size) + after % chunks * chunk
-            at = Place(inst, operand(inst, ctx, 0) + place - base * size, work.x + first * work.stride,
+                there = location_of(inst, ctx, expert_of(work, after // chunks), LOCATION_GATE_UP)
+                following = base + div_i64(there - location, size) + after % chunks * chunk
+            at = Addresses(inst, operand(inst, ctx, 0) + location - base * size, work.x + first * work.stride,
                        operand(inst, ctx, 2) + first * stride - 64 * base, operand(inst, ctx, 3), scratch)
             chunk_of(at, base + start, base + min(start + chunk, units), following, n)
             number = after
@@ -224,10 +224,10 @@ def _register_down(name, chunk_of):
                 base, next_s, next_start = expert * tiles, s + 1, start
                 if s + 1 == stop:
                     next_s, next_start = (since, after) if after < tiles else (s, start)
-                place = place_of(inst, ctx, expert, PLACE_DOWN)
-                there = place_of(inst, ctx, expert_of(work, next_s), PLACE_DOWN)
-                following = base + div_i64(there - place, size) + next_start
-                at = Part(inst, operand(inst, ctx, 0) + place - base * size, work.x + first * work.stride,
+                location = location_of(inst, ctx, expert, LOCATION_DOWN)
+                there = location_of(inst, ctx, expert_of(work, next_s), LOCATION_DOWN)
+                following = base + div_i64(there - location, size) + next_start
+                at = Part(inst, operand(inst, ctx, 0) + location - base * size, work.x + first * work.stride,
                           operand(inst, ctx, 2) - 64 * base, operand(inst, ctx, 3), scratch,
                           work.entries + ROUTE_BYTES * first)
                 chunk_of(at, base + start, base + min(start + chunk, tiles), following, n)

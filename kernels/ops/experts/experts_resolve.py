@@ -16,8 +16,8 @@ neuron_ffn/neuron_resolve.py explains for neurons why nothing is computed with m
 while it is used; here there are no early instructions: a slot that carries the epoch of this instruction is not taken,
 and the next epoch begins in the next layer, after the last instruction that uses it.
 
-Operands: 0 rows of `route`; 1 PLACE_* of each of the layer's experts; 2 slots; 3 the expert in each slot, or -1;
-4 counts of the layer's experts; 5 stamps of slots; 6 words COLD_*, of which COLD_HAND counts tokens; 7 room for a word
+Operands: 0 rows of `route`; 1 LOCATION_* of each of the layer's experts; 2 slots; 3 the expert in each slot, or -1; 4
+counts of the layer's experts; 5 stamps of slots; 6 words COLD_*, of which COLD_HAND counts tokens; 7 room for a word
 for each expert. Parameters: parameters.EXPERTS_RESOLVE. Reference: reference/experts/experts_resolve.py.
 """
 
@@ -26,7 +26,16 @@ from __future__ import annotations
 from ...abi import COLD_EPOCH, COLD_HAND, COLD_HITS, COLD_MISSES, COUNT_DECODED, CTX_STREAM, STREAM_GATE
 from ...parameters import EXPERTS_RESOLVE
 from ...registry import kernel
-from ...routes import EXPERT_PARTS, LINE, PLACE_BYTES, PLACE_DOWN, PLACE_GATE_UP, PLACE_SLOT, ROUTE_BYTES, ROUTE_EXPERT
+from ...routes import (
+    EXPERT_PARTS,
+    LINE,
+    LOCATION_BYTES,
+    LOCATION_DOWN,
+    LOCATION_GATE_UP,
+    LOCATION_SLOT,
+    ROUTE_BYTES,
+    ROUTE_EXPERT,
+)
 from ...vector.instruction import count, inline, operand, outlined, parameter
 from ...vector.memory import load_i32, load_i64, store_i32, store_i64
 from ...vector.scalars import div_i64
@@ -61,7 +70,7 @@ def halve(inst, ctx):
 def pin(inst, ctx, decoded, epoch):
     """Count the experts that are needed and stamp the slots of those present; return how many are present and missing.
     """
-    places, wanted, experts = operand(inst, ctx, 1), operand(inst, ctx, 7), parameter(inst, EXPERTS_RESOLVE.experts)
+    locations, wanted, experts = operand(inst, ctx, 1), operand(inst, ctx, 7), parameter(inst, EXPERTS_RESOLVE.experts)
     counts, stamps = operand(inst, ctx, 4), operand(inst, ctx, 5)
     routes, stride = operand(inst, ctx, 0), parameter(inst, EXPERTS_RESOLVE.in_stride)
     tokens, hits, missing = count(ctx, parameter(inst, EXPERTS_RESOLVE.rows)), 0, 0
@@ -76,7 +85,7 @@ def pin(inst, ctx, decoded, epoch):
         after = before + STEP * n if decoded else (before >> 1) + div_i64(COUNTED * STEP * n, tokens)
         store_i32(counts + 4 * e, min(after, MOST))
         if n:
-            slot = load_i32(places + PLACE_BYTES * e + PLACE_SLOT)
+            slot = load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT)
             if slot < 0:
                 missing += 1
             else:
@@ -110,25 +119,25 @@ def offset_of(inst, e):
 @inline
 def replace(inst, ctx, e, slot, epoch):
     """Give a missing expert a slot, which another one may lose."""
-    places, owners, base = operand(inst, ctx, 1), operand(inst, ctx, 3), parameter(inst, EXPERTS_RESOLVE.base)
+    locations, owners, base = operand(inst, ctx, 1), operand(inst, ctx, 3), parameter(inst, EXPERTS_RESOLVE.base)
     owner = load_i32(owners + 4 * slot)
     if owner >= 0:
-        store_i32(places + PLACE_BYTES * (owner - base) + PLACE_SLOT, -1)  # in whichever layer
+        store_i32(locations + LOCATION_BYTES * (owner - base) + LOCATION_SLOT, -1)  # in whichever layer
     store_i32(owners + 4 * slot, base + e)
     store_i64(operand(inst, ctx, 5) + 8 * slot, epoch)
-    place, within = places + PLACE_BYTES * e, offset_of(inst, e) & (PAGE - 1)
+    location, within = locations + LOCATION_BYTES * e, offset_of(inst, e) & (PAGE - 1)
     at = slot * parameter(inst, EXPERTS_RESOLVE.slot_bytes) + within
-    store_i32(place + PLACE_SLOT, slot)
-    store_i32(place + PLACE_GATE_UP, div_i64(at, LINE))
-    store_i32(place + PLACE_DOWN, div_i64(at + parameter(inst, EXPERTS_RESOLVE.gate_up_bytes), LINE))
+    store_i32(location + LOCATION_SLOT, slot)
+    store_i32(location + LOCATION_GATE_UP, div_i64(at, LINE))
+    store_i32(location + LOCATION_DOWN, div_i64(at + parameter(inst, EXPERTS_RESOLVE.gate_up_bytes), LINE))
 
 
 @outlined
-def place_missing(inst, ctx, epoch):
+def assign_missing(inst, ctx, epoch):
     """Give all missing experts slots and mark them; return whether there were enough."""
-    wanted, places = operand(inst, ctx, 7), operand(inst, ctx, 1)
+    wanted, locations = operand(inst, ctx, 7), operand(inst, ctx, 1)
     for e in range(parameter(inst, EXPERTS_RESOLVE.experts)):
-        if load_i32(wanted + 4 * e) and load_i32(places + PLACE_BYTES * e + PLACE_SLOT) < 0:
+        if load_i32(wanted + 4 * e) and load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT) < 0:
             slot = victim(inst, ctx, epoch)
             if slot < 0:
                 return False
@@ -155,14 +164,14 @@ def post_missing(inst, ctx, stream, decoded, missing):
 
     A prompt, which goes through most experts, gets gates and ups of all first, then the columns.
     """
-    wanted, places, slots = operand(inst, ctx, 7), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    wanted, locations, slots = operand(inst, ctx, 7), operand(inst, ctx, 1), operand(inst, ctx, 2)
     share = div_i64(missing * parameter(inst, EXPERTS_RESOLVE.expert_bytes), parameter(inst, EXPERTS_RESOLVE.readers))
     most = min(max((share + 2 * PAGE - 1) & -PAGE, parameter(inst, EXPERTS_RESOLVE.least)),
                parameter(inst, EXPERTS_RESOLVE.most))
     for turn in range(1 if decoded else 2):
         for e in range(parameter(inst, EXPERTS_RESOLVE.experts)):
             if load_i32(wanted + 4 * e) == MISSING:
-                slot, within = load_i32(places + PLACE_BYTES * e + PLACE_SLOT), offset_of(inst, e) & (PAGE - 1)
+                slot, within = load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT), offset_of(inst, e) & (PAGE - 1)
                 columns = (within + parameter(inst, EXPERTS_RESOLVE.gate_up_bytes) + PAGE - 1) & -PAGE
                 end = within + parameter(inst, EXPERTS_RESOLVE.expert_bytes)
                 post(inst, stream, slots + slot * parameter(inst, EXPERTS_RESOLVE.slot_bytes), e,
@@ -184,7 +193,7 @@ def experts_resolve(inst, ctx, tid, n_threads):
         halve(inst, ctx)
     hits, missing = pin(inst, ctx, decoded, epoch)
     if missing:
-        status = 0 if place_missing(inst, ctx, epoch) else NO_SLOT
+        status = 0 if assign_missing(inst, ctx, epoch) else NO_SLOT
         post_missing(inst, ctx, stream, decoded, missing)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     if decoded:

@@ -101,7 +101,7 @@ def values_of_choice(values, bias, out, experts):
 
 @inline
 def best_two(values, size):
-    """Places of the largest and the second largest of `size` values."""
+    """Indices of the largest and the second largest of `size` values."""
     first, second = 0, -1
     for i in range(1, size):
         if key_at(values + 4 * i) > key_at(values + 4 * first):
@@ -228,9 +228,9 @@ def sort_routes(inst, ctx, tid, n_threads):
     for t in range(tokens):
         for k in range(active):
             entry = routes + t * stride + ROUTE_BYTES * k
-            place = starts + 4 * load_i32(entry + ROUTE_EXPERT)
-            to = out + ROUTE_BYTES * load_i32(place)
-            store_i32(place, load_i32(place) + 1)
+            next_entry = starts + 4 * load_i32(entry + ROUTE_EXPERT)
+            to = out + ROUTE_BYTES * load_i32(next_entry)
+            store_i32(next_entry, load_i32(next_entry) + 1)
             store_i32(to + ROUTE_EXPERT, load_i32(entry + ROUTE_EXPERT))
             store_i32(to + ROUTE_TOKEN, t)
             store_f32(to + ROUTE_WEIGHT, load_f32(entry + ROUTE_WEIGHT))

@@ -1,7 +1,7 @@
 """Masks of the neurons that a decoded token computes: those whose score is above their threshold.
 
 `neuron_mask_scores` compares scores that other instructions have computed. `neuron_mask_signs` computes them:
-hidden_size minus twice the number of places at which the signs of x and of a gate row differ (SparseInfer, arXiv
+hidden_size minus twice the number of positions at which the signs of x and of a gate row differ (SparseInfer, arXiv
 2411.12692). abi.FLAG_MASK gives the layout of a mask; prompt tokens get none. A token's mask depends on its own row
 alone.
 

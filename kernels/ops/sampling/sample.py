@@ -85,11 +85,11 @@ def sample_edit(inst, ctx, tid, n_threads):
         if spec:
             edit = load_i64(spec + SAMPLE_EDITS)
             for _ in range(load_i64(spec + SAMPLE_N_EDITS)):
-                place, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
-                logit = load_f32(place)
+                address, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
+                logit = load_f32(address)
                 store_f32(edit + EDIT_KEPT, logit)
                 logit = logit + load_f32(edit + EDIT_BIAS)
-                store_f32(place, penalised(spec, logit, seen) if seen >= 0 else logit)
+                store_f32(address, penalised(spec, logit, seen) if seen >= 0 else logit)
                 edit += EDIT_BYTES
         r = claim(ctx)
     return 0

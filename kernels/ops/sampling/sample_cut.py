@@ -47,9 +47,9 @@ def tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefi
                     order = order_of(logits, at)
                     equals += 1 if order == limit and at < vocab_size else 0
                     inside = at < vocab_size and (order > limit or (order == limit and equals <= limit_ties))
-                    place = order - _BASE
-                    if inside and place >> (shift + 8) == prefix:
-                        slot = bins + 16 * ((place >> shift) & 255)
+                    bits = order - _BASE
+                    if inside and bits >> (shift + 8) == prefix:
+                        slot = bins + 16 * ((bits >> shift) & 255)
                         store_i64(slot, load_i64(slot) + 1)
                         store_f64(slot + 8, load_f64(slot + 8) + exp(widen(load_f32(logits + 4 * at)) - top))
 
