@@ -14,7 +14,7 @@ from edgeinfer.quant import TYPES, StorageType, WeightType
 from .format import PARTS, FileEntry, Quantisation, TensorEntry, UnknownError
 
 _OF_TABLE = {"bits": int, "grid": list, "table": list, "scale": str, "minimum": bool}
-_SHARED = {"shape": list, "offset": int, "nbytes": int, "sha256": str}
+_ENTRY = {"shape": list, "offset": int, "nbytes": int, "sha256": str}
 # By version; those of 3 are as in 2.
 _TYPE = {
     1: {"layout": str, "dtype": str, "group_size": int},
@@ -40,7 +40,7 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
     shared = _SHARED if isinstance(row, dict) and _SHARED.keys() & row.keys() else {}
-    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _SHARED | shared, f"tensors[{index}]")
+    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _ENTRY | shared, f"tensors[{index}]")
     name = data["name"]
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")

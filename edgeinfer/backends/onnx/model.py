@@ -54,7 +54,8 @@ def model_proto(lowered: Lowering, location: str, external: Mapping[str, Externa
     for name, stored in lowered.stored.items():
         tensor = onnx.TensorProto(name=name, data_type=kinds[stored.kind], dims=stored.shape,
                                   data_location=onnx.TensorProto.EXTERNAL)
-        for key, value in (("location", location), ("offset", external[name].offset), ("length", external[name].nbytes)):
+        entry = external[name]
+        for key, value in (("location", location), ("offset", entry.offset), ("length", entry.nbytes)):
             tensor.external_data.add(key=key, value=str(value))
         tensors.append(tensor)
 
