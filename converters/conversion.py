@@ -151,8 +151,8 @@ def _named(checkpoint: Checkpoint, origin: str) -> str:
 
 def _outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, seconds: float) -> str:
     """Say how large a bundle will be, and how long it takes to make."""
-    return (f"{source} ({format_size(read_bytes)}) becomes a bundle of {format_size(nbytes)}, {destination}; this "
-            f"takes {max(1, round(seconds))} s or so.")
+    return (f"Converting {source} ({format_size(read_bytes)}) to a bundle of {format_size(nbytes)} in {destination}; "
+            f"this takes about {max(1, round(seconds))} s.")
 
 
 def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
@@ -173,7 +173,7 @@ def _told_once(destination: str | Path) -> Callable[[], None]:
 
     def waiting() -> None:
         if not told:
-            told.append(f"Another process writes {destination}; this one waits for it.")
+            told.append(f"Another process is writing {destination}; waiting for it.")
             say(told[0])
 
     return waiting

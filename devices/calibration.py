@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
+from .profile import CONSTANTS, LEAST
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -110,7 +112,8 @@ def believable(runs: Sequence[Run]) -> list[Run]:
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
     """Return f_w, f_kv, attention_ms, token_ms, t0_ms, mfu, mfu_attention, activation_cost, as far as runs show.
 
-    If they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
+    If they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then. Each
+    is one that a profile may hold: disturbed runs of a small model give its attention any time.
 
     Raises
     ------
@@ -138,7 +141,7 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
         out |= {**_share("mfu", matrices), **_share("mfu_attention", attention)}
         if any(run.values for run in prompts):
             out["activation_cost"] = cost
-    return out
+    return {name: min(value, CONSTANTS[name]) if value >= LEAST else 0.0 for name, value in out.items()}
 
 
 def _share(name: str, reciprocal: float) -> dict[str, float]:

@@ -143,7 +143,7 @@ def said(command: str, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def placer(model: Any, bundle: Any = None) -> Any:
-    """Return what finds a plan (`memory_planner.Place`) where not all weights of a model fit; None where nothing does,
+    """Return what finds a plan (`memory_planner.Placer`) where not all weights of a model fit; None where nothing does,
     and layers are streamed."""
     return next((found for one in techniques() if (found := one.place(model, bundle))), None)
 

@@ -122,8 +122,8 @@ class Technique:
     traffic: Callable[[Any, Any, Any], Any] = lambda traffic, model, settings: traffic
     """``traffic(traffic, model, settings)`` returns what the estimator is to read of a described model."""
     place: Callable[[Any, Any], Any] = lambda model, bundle: None
-    """``place(model, bundle)`` returns what finds a plan (`memory_planner.Place`) where not all weights of a model fit,
-    whose mode is then the technique's name; None if it has nothing to read when it is wanted. The bundle is None
+    """``place(model, bundle)`` returns what finds a plan (`memory_planner.Placer`) where not all weights of a model
+    fit, whose mode is then the technique's name; None if it has nothing to read when it is wanted. The bundle is None
     for a model that is none yet."""
     reads: Callable[[Any, Any, Any], tuple[float, float] | None] = lambda plan, bundle, profile: None
     """``reads(plan, bundle, profile)`` returns the bytes that a token reads from storage with such a plan, and those of

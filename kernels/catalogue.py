@@ -72,9 +72,9 @@ FAMILIES = (
     Family("route", ("route", "sort_routes"), ("source", "out", "bias", "scratch", "factors"), ROUTE),
     Family("experts_input", ("experts_input_q8", "experts_input_f32"), ("source", "out", "list"), EXPERTS_INPUT),
     Family("experts", tuple(f"experts_{part}_{w}" for part in ("gated", "down") for w in WEIGHTS),
-           ("weights", "x", "out", "bias", "scratch", "source", "routes", "list", "places"), LINEAR),
+           ("weights", "x", "out", "bias", "scratch", "source", "routes", "list", "locations"), LINEAR),
     Family("experts_resolve", ("experts_resolve",),
-           ("routes", "places", "slots", "owners", "counts", "stamps", "words", "wanted"), EXPERTS_RESOLVE),
+           ("routes", "locations", "slots", "owners", "counts", "stamps", "words", "wanted"), EXPERTS_RESOLVE),
     Family("sigmoid_gate", ("sigmoid_gate",), ("source", "out"), ROWS),
     Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
     Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
@@ -99,13 +99,13 @@ FAMILIES = (
            NEURON_RESOLVE),
     Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in SCREENED)),
            ("weights", "x", "out", "estimates", "bounds", "work", "low", "scratch"), SCREEN),
-    Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), SAMPLE),
+    Family("sample", ("sample_edit", "sample_blocks", "sample_choose"), ("logits", "work"), SAMPLE),
     Family("stream", ("stream_release",), (), RELEASE),
     Family("reader", ("reader",), why_no_reference="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
            why_no_reference="probes measure the machine; their tests compute what they must leave"),
-    Family("walk", ("worker", "submit", "wait", "spin"),
-           why_no_reference="these run the program and are no step of it; their proof stands in ops/walk.py"),
+    Family("forward", ("worker", "submit", "wait", "spin"),
+           why_no_reference="these run the program and are no step of it; their proof stands in ops/forward.py"),
 )
 
 

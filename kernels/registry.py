@@ -8,7 +8,7 @@ KERNELS: dict[str, Callable[..., int]] = {}
 
 
 def kernel(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Register ``int64 f(rec, ctx, tid, n_threads)`` under `name`."""
+    """Register ``int64 f(inst, ctx, tid, n_threads)`` under `name`."""
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
         if name in KERNELS:

@@ -14,7 +14,7 @@ SEGMENT_EXPERT, SEGMENT_FIRST, SEGMENT_COUNT = 0, 4, 8
 ROUTE_BYTES from one to the next; they stand behind the last entry."""
 FLAG_SLOTS = 2048
 """experts: matrices lie in slots, where operand 8 says; the instruction computes the experts `since` .. `until` - 1."""
-PLACE_BYTES, PLACE_SLOT, PLACE_GATE_UP, PLACE_DOWN = 16, 0, 4, 8
+LOCATION_BYTES, LOCATION_SLOT, LOCATION_GATE_UP, LOCATION_DOWN = 16, 0, 4, 8
 """Of an expert that is read when a token wants it: int32 each, its slot (-1: it is not there), and where its matrices
 lie, in units of LINE bytes from the first slot on."""
 LINE = 64

@@ -1,4 +1,4 @@
-"""Choosing a token from its logits, in NumPy: what the kernels of `ops/sampling/draw.py` do.
+"""Choosing a token from its logits, in NumPy: what the kernels of `ops/sampling/sample.py` do.
 
 The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Every filter keeps a prefix of the
 candidates sorted from best to worst, the lower id first among equals. What is kept is sampled from by Gumbel-max
@@ -240,8 +240,7 @@ def sample(logits: Floats, ids: Ids | None, temperature: float, key: int, positi
 
 def sample_rows(logits: Floats, ids: Ids, top_k: Ids, top_p: Floats, min_p: Floats, temperature: Floats, keys: Words,
               positions: Ids) -> Ids:
-    """Sample from several rows at once: of each what `draw` gives for the first of its candidates that the filters
-    keep.
+    """Sample from several rows at once, each as `sample` does from the candidates that its filters keep.
 
     Parameters
     ----------

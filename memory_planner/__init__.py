@@ -2,7 +2,7 @@
 
 from .alternatives import (
     Alternative,
-    Place,
+    Placer,
     alternatives,
     cold,
     fit,
@@ -23,14 +23,14 @@ from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
 from .request import beside_draft, default_ctx, draft_config, in_memory, resolve, to_request
-from .shared_places import extents
+from .shared_allocations import extents
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed
 
 __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "MOST_READ_BYTES", "PAGE_BYTES",
            "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "STREAMED", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
-           "Place", "Placement", "Planner", "Region", "Request", "Windowed", "alternatives", "available_bytes",
+           "Placement", "Placer", "Planner", "Region", "Request", "Windowed", "alternatives", "available_bytes",
            "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "extents", "fit", "fits",
            "fitting", "in_memory", "kept_experts", "largest_ctx", "masked", "moes", "place_activations",
            "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streamed",

@@ -25,7 +25,7 @@ from .stream_layers import stream
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
-Place = Callable[[Planner, Request, int], MemoryPlan | None]
+Placer = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget if the weights do not all fit in memory; None if there is none."""
 BLOCK, STREAMED, COLD, EXPERTS = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons", "kept_experts"
 _BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
@@ -86,7 +86,7 @@ def _budget(config: RuntimeConfig) -> int:
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
-        place: Place | None = None) -> tuple[MemoryPlan, int]:
+        place: Placer | None = None) -> tuple[MemoryPlan, int]:
     """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
 
     Parameters
@@ -119,7 +119,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
 
 
-def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Place | None = None) -> MemoryPlan | None:
+def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer | None = None) -> MemoryPlan | None:
     """Return the plan of a run within a budget, as `fit` does; None if there is none."""
     plan = planner.plan(to_request(config))
     if plan.total_bytes <= budget:
@@ -243,7 +243,7 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-                place: Place | None = None) -> int:
+                place: Placer | None = None) -> int:
     """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below.
 
     All weights are in memory, or where `place` has them.

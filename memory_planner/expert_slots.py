@@ -89,13 +89,13 @@ class ExpertsPlan:
 
     @property
     def table(self) -> int:
-        """Offset of the experts' addresses in the region, PLACE_BYTES each, layer by layer, after the slots."""
+        """Offset of the experts' addresses in the region, LOCATION_BYTES each, layer by layer, after the slots."""
         return round_up(self.slots * self.slot_bytes, 64)
 
     @property
     def table_words(self) -> int:
         """Their int32."""
-        return self.total * routes.PLACE_BYTES // 4
+        return self.total * routes.LOCATION_BYTES // 4
 
     @property
     def counts(self) -> int:

@@ -21,7 +21,8 @@ class Placement:
     nbytes: int
     """All of it: rows and the slack after them, or stored bytes."""
     stride: int = 0
-    """Bytes from row to row of an activation; of experts' matrices that share a place from one's to the next's."""
+    """Bytes from row to row of an activation; of experts' matrices that share an allocation from one's to the
+    next's."""
 
 
 def row_stride(tensor: Tensor) -> int:

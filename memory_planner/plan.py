@@ -103,7 +103,7 @@ class MemoryPlan:
 
     request: Request
     regions: tuple[Region, ...]
-    places: dict[str, Placement]
+    allocations: dict[str, Placement]
     """Position of each tensor and each weight, by name."""
     kv_blocks: int
     """Blocks of the pool; each holds some tokens (`Runner.block_tokens`) of all layers."""
@@ -147,12 +147,12 @@ class MemoryPlan:
     @property
     def streamed_bytes(self) -> int:
         """Weights that each forward pass reads from storage."""
-        return sum(self.places[name].nbytes for part in self.parts for name in part)
+        return sum(self.allocations[name].nbytes for part in self.parts for name in part)
 
     @property
     def filed_bytes(self) -> int:
         """Of tables that stay in their file."""
-        return sum(self.places[name].nbytes for name in self.filed)
+        return sum(self.allocations[name].nbytes for name in self.filed)
 
     @property
     def stored_bytes(self) -> int:
@@ -199,7 +199,7 @@ class MemoryPlan:
     @property
     def logits_stride(self) -> int:
         """Bytes from one row of logits to the next."""
-        return next(p.stride for p in self.places.values() if p.region == "logits")
+        return next(p.stride for p in self.allocations.values() if p.region == "logits")
 
     @property
     def kv_block_bytes(self) -> int:

@@ -69,7 +69,7 @@ class Planner:
         return other
 
     def plan(self, request: Request) -> MemoryPlan:
-        """Give every region of a run its bytes, and everything in it its place."""
+        """Give every region of a run its bytes, and everything in it its offset."""
         own = self._plan(request)
         return self.beside.plan(own) if self.beside else own
 
@@ -109,8 +109,8 @@ class Planner:
         )
         buffer_of = graph.buffers()  # of logits that are capped where they lie, too
         made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
-        places = {**placements, **dict.fromkeys(made, logits), **weights.places}
-        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
+        allocations = {**placements, **dict.fromkeys(made, logits), **weights.allocations}
+        return MemoryPlan(request, regions, allocations, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
                           weights.cold, weights.experts, pruned, weights.filed, windowed, boundaries)
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
@@ -186,7 +186,7 @@ def one_of_each(graph: Graph) -> list[Op]:
 
 
 def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> tuple[dict[int, Placement], int]:
-    """Lay out the K and V of layers that store any, from byte `end` on; gives their places and where they end.
+    """Lay out the K and V of layers that store any, from byte `end` on; gives their allocations and where they end.
 
     Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
     """

@@ -16,14 +16,14 @@ from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement
 from .plan import LOCKED, MAPPED, STREAM_BUFFERS, Region, Request
 from .reasons import types_of
-from .shared_places import place_bytes, settle
+from .shared_allocations import allocation_bytes, settle
 
 
 @dataclass(frozen=True)
 class PlacedWeights:
     """Placed weights."""
 
-    places: dict[str, Placement]
+    allocations: dict[str, Placement]
     parts: tuple[tuple[str, ...], ...]
     """Streamed ones."""
     resident_bytes: int
@@ -37,12 +37,12 @@ class PlacedWeights:
     @property
     def filed_bytes(self) -> int:
         """Of these tables."""
-        return sum(self.places[name].nbytes for name in self.filed)
+        return sum(self.allocations[name].nbytes for name in self.filed)
 
     @property
     def table_bytes(self) -> int:
         """Of the instructions and tables that streaming needs."""
-        pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
+        pieces = (2 + self.allocations[name].nbytes // READ_BYTES for part in self.parts for name in part)
         streamed = len(self.parts) * (abi.INSTRUCTION_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
         instructions = (2 + abi.COLD_PARTS) * abi.INSTRUCTION_BYTES
         cold = self.cold.queue_bytes + instructions * len(self.cold.hot) if self.cold else 0
@@ -51,9 +51,9 @@ class PlacedWeights:
 
 def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Request) -> PlacedWeights:
     """Place each weight; without offsets, as a conversion would place it."""
-    types, residency, whole = graph.types, dict(request.residency), place_bytes(graph)
+    types, residency, whole = graph.types, dict(request.residency), allocation_bytes(graph)
     offsets = offsets or file_offsets(graph)
-    places: dict[str, Placement] = {}
+    allocations: dict[str, Placement] = {}
     resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
     hot = {ffn.weight.name: cold.hot[ffn.layer] for ffn in masked(graph)} if cold else {}
     experts = ExpertsPlan.of(graph, offsets, request.expert_slots) if request.expert_slots else None
@@ -65,44 +65,46 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
         home = residency.get(name, residency.get(kind, "weights")) if weight.kind != "predictor" else "resident"
         if experts and weight.kind == "experts":
             home = "experts"
-        places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
+        allocations[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
         if home == "resident":
             resident = round_up(resident + (nbytes if name in hot else whole[name]), 64)
-    parts, buffer = _place_streamed(graph, offsets, places, whole)
-    settle(graph, places)
-    filed = tuple(w.name for w in graph.weights if w.kind == "rows" and places[w.name].region == "weights")
-    return PlacedWeights(places, parts, resident, buffer, cold, experts, filed)
+    parts, buffer = _place_streamed(graph, offsets, allocations, whole)
+    settle(graph, allocations)
+    filed = tuple(w.name for w in graph.weights if w.kind == "rows" and allocations[w.name].region == "weights")
+    return PlacedWeights(allocations, parts, resident, buffer, cold, experts, filed)
 
 
 def _place_streamed(graph: Graph, offsets: Mapping[str, int],
-                    places: dict[str, Placement], whole: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...], int]:
+                    allocations: dict[str, Placement], whole: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...],
+                                                                                          int]:
     """Place streamed weights in the buffers in which layers take turns; gives the parts and the bytes of a buffer."""
     layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
     parts: dict[int | None, list[str]] = {}
     for name, layer in layers.items():
-        if places[name].region == "streamed":
+        if allocations[name].region == "streamed":
             parts.setdefault(layer, []).append(name)
     buffer = 0
     for names in parts.values():  # as far behind the beginning of a page as in the file
         end = 0
         for name in filter(whole.get, names):
             within = offsets[name] % PAGE_BYTES
-            places[name] = replace(places[name], offset=end + within)
+            allocations[name] = replace(allocations[name], offset=end + within)
             end = round_up(end + within + whole[name], PAGE_BYTES)
         buffer = max(buffer, end)
     for number, names in enumerate(parts.values()):
         for name in names:
-            at = places[name].offset + number % STREAM_BUFFERS * buffer
-            places[name] = replace(places[name], offset=at)
+            at = allocations[name].offset + number % STREAM_BUFFERS * buffer
+            allocations[name] = replace(allocations[name], offset=at)
     return tuple(map(tuple, parts.values())), buffer
 
 
 def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: PlacedWeights) -> Iterator[Region]:
     """Regions in which weights lie; `file_bytes` are the length of weights.bin."""
     def stored(home: str) -> str:
-        return types_of(graph, {name for name, place in weights.places.items() if place.region == home})
+        return types_of(graph, {name for name, allocation in weights.allocations.items() if allocation.region == home})
 
-    if any(place.region == "weights" and name not in weights.filed for name, place in weights.places.items()):
+    if any(allocation.region == "weights" and name not in weights.filed for name,
+           allocation in weights.allocations.items()):
         yield Region("weights", file_bytes - weights.filed_bytes, stored("weights"),
                      LOCKED if request.mlock else MAPPED)
     if weights.filed:

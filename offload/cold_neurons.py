@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle
     from edgeinfer.devices import DeviceProfile
     from edgeinfer.graph import ModelConfig
-    from edgeinfer.memory_planner import MemoryPlan, Place
+    from edgeinfer.memory_planner import MemoryPlan, Placer
     from edgeinfer.runtime import Session
 
 
-def place(model: ModelConfig, bundle: Bundle | None) -> Place | None:
+def place(model: ModelConfig, bundle: Bundle | None) -> Placer | None:
     """Return what finds hot and cold neurons for a bundle; None if it has no cold ones."""
     if bundle is None or "cold" not in bundle.parts:
         return None

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle
     from edgeinfer.devices import DeviceProfile
     from edgeinfer.graph import ModelConfig
-    from edgeinfer.memory_planner import MemoryPlan, Place
+    from edgeinfer.memory_planner import MemoryPlan, Placer
     from edgeinfer.runtime import Session
 
 
-def place(model: ModelConfig, bundle: Bundle | None) -> Place | None:
+def place(model: ModelConfig, bundle: Bundle | None) -> Placer | None:
     """Return what finds slots for a model's experts; None if it has none."""
     if not model.experts:
         return None

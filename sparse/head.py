@@ -22,7 +22,7 @@ from edgeinfer.bundle import Bundle, HeadScreen
 from edgeinfer.calibration.hooks import View
 from edgeinfer.calibration.statistics import capture
 from edgeinfer.errors import UnsupportedModelError, UsageError
-from edgeinfer.graph import OUTER_TYPE, Place, inner_type, place_of_head
+from edgeinfer.graph import OUTER_TYPE, ScreenableHead, find_head, inner_type
 from edgeinfer.kernels import abi, reference
 from edgeinfer.quant import TILE_ROWS, WeightType, layouts, quantise
 from edgeinfer.runtime import Session
@@ -65,11 +65,11 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     UsageError
         No screen of this model has this rank.
     """
-    place = place_of_head(session.graph)
-    head = _Head(session, bundle, place)
+    found = find_head(session.graph)
+    head = _Head(session, bundle, found)
     if rank is not None and not 1 <= rank <= head.cols:
         raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {head.cols}.")
-    covariance, rows = _inputs(session, place, head, ids, told)
+    covariance, rows = _inputs(session, found, head, ids, told)
     inner = _directions(head, covariance)
     ranks = [rank] if rank is not None else sorted(
         {min(head.cols, -(-round(share * head.cols) // RANK_STEP) * RANK_STEP) for share in SHARES})
@@ -89,8 +89,8 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
 class _Head:
     """The output head as numbers."""
 
-    def __init__(self, session: Session, bundle: Bundle, place: Place):
-        op, norm = place.head, bundle.tensors[place.norm.weight.name]
+    def __init__(self, session: Session, bundle: Bundle, found: ScreenableHead):
+        op, norm = found.head, bundle.tensors[found.norm.weight.name]
         self.norm: Floats = bundle.weights[norm.offset :][: norm.nbytes].view(np.float32)[: op.weight.shape[1]]
         self.longest = 1.03 * math.sqrt(op.weight.shape[1]) * float(np.abs(self.norm).max())
         """No input is longer: a norm's root mean square is 1 at most, and rounding adds less than 0.03."""
@@ -118,7 +118,8 @@ class _Head:
         return np.unique(np.linspace(0, len(self._data) - 1, SAMPLE_TILES).astype(np.intp))
 
 
-def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], told: OnProgress) -> tuple[Doubles,
+def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[int],
+            told: OnProgress) -> tuple[Doubles,
                                                                                                         Floats]:
     """Mean x x' of the head's inputs, as its product sees them, and some of them from all over the text.
 
@@ -127,13 +128,13 @@ def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], tol
     total, kept, every = np.zeros((head.cols, head.cols)), [], max(1, len(ids) // SAMPLE_TOKENS)
 
     def hook(view: View) -> None:
-        x = view.values(place.gather.x)
-        x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(place.norm.eps)) * head.norm
+        x = view.values(found.gather.x)
+        x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(found.norm.eps)) * head.norm
         seen = rounded(x, head.stored.group_size)
         total[...] += seen.T @ seen
         kept.append(seen[::every])
 
-    source = next(op for op in session.graph.ops if op.out == place.gather.x)
+    source = next(op for op in session.graph.ops if op.out == found.gather.x)
     capture(session, ids, {source: [hook]}, progress=lambda done, n, _: told("capture", done, n, "the head's input"))
     return total / len(ids), np.concatenate(kept)[:SAMPLE_TOKENS]
 

@@ -1,6 +1,7 @@
 """Predictors of active neurons, in NumPy: their construction from a layer's weights, and their evaluation.
 
-* ``sign``: how many more places of x and the gate row agree in their sign than differ (SparseInfer, arXiv 2411.12692).
+* ``sign``: how many more positions of x and the gate row agree in their sign than differ (SparseInfer,
+                                                                                           arXiv 2411.12692).
 * ``lowrank``: the best approximation of the gate by a product of rank r, for inputs with the covariance C: of all G' of
   that rank the one with the least mean of |(G - G') x|^2. With C = L L' and the largest eigenvectors V of
   (G L)' (G L) it is (G L V) (V' L^-1); no gradient, no labels.

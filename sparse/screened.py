@@ -13,7 +13,7 @@ from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.graph import place_of_head
+from edgeinfer.graph import find_head
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.quality.gate import (
     MAX_KLD,
@@ -90,7 +90,7 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
         _write(writer, source, screen)
         writer.add_file(QUALITY_FILE, to_json(known), "quality")
         shutil.rmtree(work)
-    head = place_of_head(session.graph).head.weight
+    head = find_head(session.graph).head.weight
     nbytes = session.graph.types[head.name].nbytes(head.shape)
     return Screened(Path(destination), screen, screen.share + screen.nbytes / nbytes,
                     tuple(max(of_setting, key=lambda one: kld_of(one[1])) for of_setting in zip(

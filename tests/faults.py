@@ -42,7 +42,7 @@ DELETE = ("delete", "remove ")
 """Requests that no message may contain."""
 
 
-class Place:
+class Workspace:
     """A directory with a checkpoint, what its conversion gives, and a cache that has the kernels and nothing else."""
 
     def __init__(self, directory: Path, **shape: Any):
@@ -90,39 +90,39 @@ def killed(start: Callable[[], subprocess.Popen[str]], rng: random.Random, most_
 
 def killed_conversions(directory: Path, count: int, seed: int) -> str:
     """Kill conversions over an older bundle: what is there is the older or the newer, whole."""
-    place, rng = Place(directory, hidden_size=256, intermediate_size=1024), random.Random(seed)
+    workspace, rng = Workspace(directory, hidden_size=256, intermediate_size=1024), random.Random(seed)
     target = directory / "out" / "b"
     target.parent.mkdir()
     began = time.monotonic()
-    told_well(place.start("convert", place.checkpoint, target))
+    told_well(workspace.start("convert", workspace.checkpoint, target))
     seconds = time.monotonic() - began
     for _ in range(count):
-        killed(lambda: place.start("convert", place.checkpoint, target, "--overwrite"), rng, 1.1 * seconds)
-        place.check(target)
-    told_well(place.start("convert", place.checkpoint, target, "--overwrite"))
-    place.check(target)
+        killed(lambda: workspace.start("convert", workspace.checkpoint, target, "--overwrite"), rng, 1.1 * seconds)
+        workspace.check(target)
+    told_well(workspace.start("convert", workspace.checkpoint, target, "--overwrite"))
+    workspace.check(target)
     assert not (left := strays(target.parent, "b")), left
     return f"{count} conversions killed within {seconds:.1f} s: the bundle was whole each time"
 
 
 def killed_first_runs(directory: Path, count: int, seed: int) -> str:
     """Kill first runs of a checkpoint, some of them with cold kernels; the run after each gives its tokens."""
-    place, rng, cold = Place(directory, hidden_size=256, intermediate_size=1024), random.Random(seed), 0
-    words = ("run", place.checkpoint, "Once", "-n", 1, "--temp", 0, "--no-stats")
+    workspace, rng, cold = Workspace(directory, hidden_size=256, intermediate_size=1024), random.Random(seed), 0
+    words = ("run", workspace.checkpoint, "Once", "-n", 1, "--temp", 0, "--no-stats")
     for number in range(count):
-        shutil.rmtree(place.cache / "bundles", ignore_errors=True)
+        shutil.rmtree(workspace.cache / "bundles", ignore_errors=True)
         if number % 10 == 9:  # they compile: killed in the middle of it, and all that is left is used by the next one
-            shutil.rmtree(place.cache / "kernels")
-            killed(lambda: place.start(*words), rng, 8.0)
+            shutil.rmtree(workspace.cache / "kernels")
+            killed(lambda: workspace.start(*words), rng, 8.0)
             cold += 1
         else:
-            killed(lambda: place.start(*words), rng, 1.2)
-            told_well(place.start(*words))
-            bundles = [path for path in (place.cache / "bundles").iterdir() if not path.name.startswith(".")]
+            killed(lambda: workspace.start(*words), rng, 1.2)
+            told_well(workspace.start(*words))
+            bundles = [path for path in (workspace.cache / "bundles").iterdir() if not path.name.startswith(".")]
             assert len(bundles) == 1, bundles
-            place.check(bundles[0])
-    told_well(place.start(*words))
-    assert not (left := strays(place.cache / "kernels", *kernel_sets(place.cache))), left
+            workspace.check(bundles[0])
+    told_well(workspace.start(*words))
+    assert not (left := strays(workspace.cache / "kernels", *kernel_sets(workspace.cache))), left
     return f"{count} first runs killed, {cold} of them while compiling: each run after one gave the right tokens"
 
 
@@ -273,27 +273,27 @@ def each_write(action: Callable[[], Any], check: Callable[[], Any]) -> int:
 
 def full_disks(directory: Path, count: int, seed: int) -> str:
     """Fail each write of a conversion, a first run, a prompt cache and a device profile once."""
-    place, out = Place(directory), directory / "out"
+    workspace, out = Workspace(directory), directory / "out"
     out.mkdir()
 
     def converted() -> None:
-        convert(place.checkpoint, out / "bundle", overwrite=True)
+        convert(workspace.checkpoint, out / "bundle", overwrite=True)
 
     def checked(*known: str) -> None:
-        place.check(out / "bundle")
+        workspace.check(out / "bundle")
         assert not (left := strays(out, *known)), left
 
     conversions = each_write(converted, lambda: checked("bundle"))
 
     def first_run() -> None:
-        shutil.rmtree(place.cache / "bundles", ignore_errors=True)
-        place.check(resolve(place.checkpoint))
+        shutil.rmtree(workspace.cache / "bundles", ignore_errors=True)
+        workspace.check(resolve(workspace.checkpoint))
 
     def here(source: Path, destination: Path, weights: str, group_size: int, **_: object) -> list[str]:
         convert(source, destination, weights=weights, group_size=group_size, overwrite=True)
         return []
 
-    cache = mock.patch.dict(os.environ, EDGEINFER_CACHE=str(place.cache))
+    cache = mock.patch.dict(os.environ, EDGEINFER_CACHE=str(workspace.cache))
     with cache, mock.patch("edgeinfer.converters.convert_apart", here):  # it converts in another process, else
         runs = each_write(first_run, lambda: None)
         first_run()
@@ -319,24 +319,26 @@ def full_disks(directory: Path, count: int, seed: int) -> str:
 
 def together(directory: Path, count: int, seed: int) -> str:
     """Two and five processes convert and run the same at once, in one and in two namespaces of process ids."""
-    place, target, rounds = Place(directory, hidden_size=256), directory / "out" / "bundle", 0
+    workspace, target, rounds = Workspace(directory, hidden_size=256), directory / "out" / "bundle", 0
     target.parent.mkdir()
     spaces: list[list[str]] = [[]]
     if not subprocess.run([*PID_NAMESPACE, "true"], capture_output=True).returncode:
         spaces.append(PID_NAMESPACE)
     for number in range(max(1, count // 10)):
         for n, space in ((n, space) for n in (2, 5) for space in spaces):
-            shutil.rmtree(place.cache / "bundles", ignore_errors=True)
-            runs = [place.start("run", place.checkpoint, "Once", "-n", 1, "--no-stats", before=space if i % 2 else [])
+            shutil.rmtree(workspace.cache / "bundles", ignore_errors=True)
+            runs = [workspace.start("run", workspace.checkpoint, "Once", "-n", 1, "--no-stats", before=space if i % 2
+                                    else [])
                     for i in range(n)]
-            writers = [place.start("convert", place.checkpoint, target, "--overwrite", before=space if i % 2 else [])
+            writers = [workspace.start("convert", workspace.checkpoint, target, "--overwrite", before=space if i % 2
+                                       else [])
                        for i in range(n)] if number % 2 == 0 else []
             for child in (*runs, *writers):
                 told_well(child)
-            for bundle in (path for path in (place.cache / "bundles").iterdir() if not path.name.startswith(".")):
-                place.check(bundle)
+            for bundle in (path for path in (workspace.cache / "bundles").iterdir() if not path.name.startswith(".")):
+                workspace.check(bundle)
             if writers:
-                place.check(target)
+                workspace.check(target)
             assert not (left := strays(target.parent, "bundle")), left
             rounds += 1
     return f"{rounds} rounds of two and five processes at once, in {len(spaces)} kind(s) of namespaces: all ended well"

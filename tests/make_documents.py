@@ -25,7 +25,8 @@ serve all layers. x is the residual stream, h a normalised input, q a quantised 
 inside.
 """
 PROGRAM = """
-`edgeinfer info demo --program`: a record is one call of a kernel. The names are the same with every instruction set.
+`edgeinfer info demo --program`: an instruction is one call of a kernel. The names are the same with every instruction
+set.
 """
 
 
@@ -37,11 +38,11 @@ def demo_program() -> str:
         session = Session(bundle, RuntimeConfig(ctx=CONTEXT, threads=THREADS))
         try:
             tokens = session.plan.request.tokens
-            places = {name: at for name, at in session.plan.places.items() if at.region == "activations"}
+            allocations = {name: at for name, at in session.plan.allocations.items() if at.region == "activations"}
         finally:
             session.close()
     names: dict[tuple[int, int], list[str]] = {}
-    for name, at in places.items():
+    for name, at in allocations.items():
         names.setdefault((at.offset, at.nbytes), []).append(name)
     rows = [f"{'offset':>8} {'bytes':>8}  tensors"]
     rows += [f"{offset:8} {nbytes:8}  {' '.join(found)}" for (offset, nbytes), found in sorted(names.items())]

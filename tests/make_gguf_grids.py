@@ -11,7 +11,7 @@ PATH = Path(__file__).parents[1] / "converters" / "gguf" / "grids.npz"
 
 
 def grids() -> dict[str, NDArray[np.int8]]:
-    """Return the levels that each place of a code book stands for, by the type's name."""
+    """Return the levels that each index of a code book stands for, by the type's name."""
     from gguf import quants
 
     out = {}

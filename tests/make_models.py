@@ -63,28 +63,20 @@ done, so that a tensor's original can be found again.
 | family | what | where it went |
 |---|---|---|
 | Gemma 1 to 3 | norms stored as what they differ from 1 | 1 + w is stored (GGUF files have it already) |
-| Gemma 1 to 3 | embeddings times sqrt(hidden_size) | nowhere: a step behind the lookup (`embedding_scale`), because the
-table may be the head |
+| Gemma 1 to 3 | embeddings times sqrt(hidden_size) | nowhere: a step behind the lookup (`embedding_scale`), because the table may be the head |
 | Gemma 2, 3, Granite, GPT-Neo | what scores are multiplied by | a number of the attention (`attention_scale`) |
-| Granite | residual_multiplier r | the stream is 1 / r times as large: `embedding_scale` is embedding_multiplier / r,
-`rms_norm_eps` is divided by r^2. No matrix is touched, so codes of a GGUF file are kept |
+| Granite | residual_multiplier r | the stream is 1 / r times as large: `embedding_scale` is embedding_multiplier / r, `rms_norm_eps` is divided by r^2. No matrix is touched, so codes of a GGUF file are kept |
 | Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
 | Command-R, GLM-4 | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
-| Gemma 4 | the row of a token times sqrt(width), what is added to it times 1 / sqrt(hidden_size), the sum times 1 /
-sqrt(2) | the row is as it is stored: the norm of what is added is divided by sqrt(width), and two norms have another
-eps |
+| Gemma 4 | the row of a token times sqrt(width), what is added to it times 1 / sqrt(hidden_size), the sum times 1 / sqrt(2) | the row is as it is stored: the norm of what is added is divided by sqrt(width), and two norms have another eps |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
-| DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows
-transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
+| DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
 | DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
-| StableLM 2 12B, Command-R+ | layer norms of heads, each with its own weight | one norm of all heads without weights,
-then one multiplication of columns |
-| Ministral 3 | queries times a factor of their position | a second rotation of queries alone, whose cosines are the
-factors and whose sines are 0 |
-| Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed, where the shapes of a layer's
-stacks say so |
-| Granite MoE with a shared FFN, GPT-BigCode, GPT-2, GPT-NeoX, Falcon, Phi-3, GLM-4 | q, k and v, gate and up in one
-tensor | read as rows of it | """
+| StableLM 2 12B, Command-R+ | layer norms of heads, each with its own weight | one norm of all heads without weights, then one multiplication of columns |
+| Ministral 3 | queries times a factor of their position | a second rotation of queries alone, whose cosines are the factors and whose sines are 0 |
+| Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed, where the shapes of a layer's stacks say so |
+| Granite MoE with a shared FFN, GPT-BigCode, GPT-2, GPT-NeoX, Falcon, Phi-3, GLM-4 | q, k and v, gate and up in one tensor | read as rows of it |
+"""
 LIMITS = """
 ## What is left out
 

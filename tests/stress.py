@@ -64,7 +64,7 @@ def aligned(nbytes: int) -> np.ndarray:
     return whole[-whole.ctypes.data % 64 :][:nbytes]
 
 
-def walks(bundle: Path) -> None:
+def passes(bundle: Path) -> None:
     """Thousands of short forward passes, back to back and after pauses, by fewer and more threads than cores."""
     rng = np.random.default_rng(0)
     for threads, n in ((1, 3000), (2, 2000), (3, 1000), (7, 500)):
@@ -78,7 +78,7 @@ def walks(bundle: Path) -> None:
         sums.executor.close()
 
 
-def ways(bundle: Path) -> None:
+def modes(bundle: Path) -> None:
     """Forward passes by one thread and by all, with the caller and with the helper, in any order; some are cancelled.
 
     On more threads than cores, while other threads take the cores away: whoever is slow to leave the last barrier of a
@@ -392,7 +392,7 @@ def _open(bundle: Path, **options: Any) -> Session:
     return Session(Bundle.open(bundle), RuntimeConfig(**options))
 
 
-MODES = {f.__name__: f for f in (walks, ways, open_close, drop, leave, fork, fork_importing, fork_holding,
+MODES = {f.__name__: f for f in (passes, modes, open_close, drop, leave, fork, fork_importing, fork_holding,
                                    interrupts, ctrl_c, flow)}
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import typer
 from edgeinfer.bundle import Bundle
 from edgeinfer.cli.app import make_app
 from edgeinfer.config import GenerationConfig, RuntimeConfig
+from edgeinfer.converters import convert
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
@@ -45,10 +46,14 @@ NOT_RUN = {
     "edgeinfer run model-Q8_0.gguf": "needs a file with a tokenizer; the one that stands in has none",
     "edgeinfer run ollama:": "needs what ollama has pulled; tests/system/test_gguf_stores.py writes a store",
     "pip install": "needs a package index; .ci/run installs with the same extras",
+    "pip uninstall": "removes edgeinfer from the environment that runs this test",
+    "uv ": "needs uv and a package index",
+    "pipx ": "needs pipx and a package index",
     "python -m pytest": "is this very run",
     ".ci/run": "runs this test",
     ".ci/release": "compiles every instruction set; .ci/run calls it",
     "edgeinfer devices --probe": "measures for minutes; tests/system/test_devices_probe.py takes small sizes",
+    "edgeinfer cache clear": "empties the cache of all tests; tests/cli/test_run.py clears its own",
     "edgeinfer pull": "needs a download; tests/cli/test_local.py has a server",
     "edgeinfer rm smollm2-135m": "needs what was pulled; tests/cli/test_local.py removes it",
     "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; test_convert_hub.py has a server",
@@ -102,6 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("reader")
     for name in ("my-bundle", "my-f32-bundle"):
         (home / name).symlink_to(demo_path())
+    small = make_checkpoint(home / "small", vocab_size=4096, max_position_embeddings=1024, tokenizer=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_path() / name, small)
+    convert(small, home / "my-draft")
     make_checkpoint(home / "TinyLlama-1.1B-Chat")
     write_gguf(home / "model-Q8_0.gguf", make_checkpoint(home / "odd", **SIZES), "Q8_0")
     (home / "question.txt").write_text("Once upon a time")

@@ -7,7 +7,7 @@ The best instruction set of the machine has all kernels. Of the others the lowes
 tested: the code that depends on an instruction set (products of integers, widening, rounding) meets every type of
 weights in the plain product, and every loop around it (gates, experts, embedding, screened heads) with a few types;
 another type in such a loop would show nothing that neither the type nor the loop has shown. EDGEINFER_TEST_ALL=1 tests
-every kernel on every instruction set, EDGEINFER_ISA one instruction set with all kernels, EDGEINFER_TEST_RUNGS these.
+every kernel on every instruction set, EDGEINFER_ISA one instruction set with all kernels, EDGEINFER_TEST_ISAS these.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def levels() -> list[str]:
     if "EDGEINFER_ISA" in os.environ:
         return [choose().name]
     there = [isa.name for isa in available()]
-    if asked := os.environ.get("EDGEINFER_TEST_RUNGS", "").split():
+    if asked := os.environ.get("EDGEINFER_TEST_ISAS", "").split():
         return [name for name in there if name in asked]
     return there if everything() else list(dict.fromkeys([there[0], *there[-2:]]))
 

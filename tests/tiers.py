@@ -71,7 +71,7 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
 def choose_levels(config: pytest.Config) -> None:
     """Have README's command test the best level of the machine; workers and the programs of tests get it from here."""
     if not is_whole(config) and "EDGEINFER_ISA" not in os.environ:
-        os.environ.setdefault("EDGEINFER_TEST_RUNGS", tested.levels()[0])
+        os.environ.setdefault("EDGEINFER_TEST_ISAS", tested.levels()[0])
 
 
 def name_of(path: Path) -> str:

@@ -26,7 +26,7 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
         return  # the whole tensor belongs to one weight
     stored = uses[0][1].stored
     shape = stored if len(stored) > 1 else (*stored, 1)
-    taken = [_places(source, shape) for _, source, _ in uses]
+    taken = [_ranges(source, shape) for _, source, _ in uses]
     masks = np.zeros((len(uses), shape[-1]), bool)
     for mask, (_, columns) in zip(masks, taken, strict=True):
         mask[columns] = True
@@ -57,7 +57,7 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
             )
 
 
-def _places(source: Source, shape: tuple[int, ...]) -> tuple[Indices, Indices]:
+def _ranges(source: Source, shape: tuple[int, ...]) -> tuple[Indices, Indices]:
     """Rows (counted over all items) and columns of the tensor that a source takes."""
     rows, columns = np.arange(source.shape[0]), np.arange(prod(source.shape[1:]))
     for step in reversed(source.steps):

@@ -46,14 +46,14 @@ class SourceReader:
         return self._block(source, np.arange(source.shape[0]), np.arange(start, stop))
 
     def _block(self, source: Source, rows: Indices, columns: Indices) -> NDArray[np.float32]:
-        """Go back from the wanted places to those in the tensor, then forward with the values."""
-        places = [(rows, columns)]
+        """Go back from the wanted indices to those in the tensor, then forward with the values."""
+        indices = [(rows, columns)]
         for step in reversed(source.steps):
-            places.append(step.origin(*places[-1]))
-        values = self._stored(source, *places.pop())
+            indices.append(step.origin(*indices[-1]))
+        values = self._stored(source, *indices.pop())
         with np.errstate(over="ignore"):  # what becomes too large is refused below
             for step in source.steps:
-                values = step.apply(values, *places.pop(), self._elements)
+                values = step.apply(values, *indices.pop(), self._elements)
         if source.steps:
             name = f"{source.name} after its steps"
             quantise.check_finite(values, name, lambda row, column: [int(rows[row]), int(columns[column])])
@@ -82,11 +82,11 @@ class SourceReader:
                 pieces = self._checkpoint.read(name, (starts[i : i + step] + low).tolist(), span)
                 values[i : i + step] = pieces if _is_range(columns) else pieces[:, columns - low]
 
-        def place(row: int, column: int) -> list[int]:
+        def index_of(row: int, column: int) -> list[int]:
             element = starts[row] + columns[column]
             return [int(i) for i in np.unravel_index(element, shape if len(shape) > 1 else (*shape, 1))]
 
-        quantise.check_finite(values, name, place)
+        quantise.check_finite(values, name, index_of)
         self.count(name, values.size)
         return values
 

@@ -69,7 +69,7 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
         parts = parts_of(blocks[first : first + step].transpose(0, 2, 1), name)
         for halves in parts.halves:
             check_halves(halves, name, "scale")
-        _place(parts, out[first : first + step], per_record)
+        _write_records(parts, out[first : first + step], per_record)
     return out.reshape(-1)
 
 
@@ -123,7 +123,7 @@ def _not_finite(name: str, what: str) -> CheckpointError:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def _place(parts: Parts, out: Bytes, per_record: int) -> None:
+def _write_records(parts: Parts, out: Bytes, per_record: int) -> None:
     """Fill records (tiles, records, bytes) of so many lines of codes; an absent last group stays zeros."""
     n_tiles, n_records, _ = out.shape
     words = out.view(np.uint32).reshape(n_tiles, n_records, -1, TILE_ROWS)

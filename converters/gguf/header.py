@@ -78,7 +78,7 @@ class PassedOver:
     """Arrays of texts that were passed over, so that the same vocabulary in the next file is passed in one step.
 
     An array is taken for a known one where their counts, their first and their last bytes are the same. Whoever is
-    misled by a file that was made for it ends at a place where no field begins, and reads again without this.
+    misled by a file that was made for it ends where no field begins, and reads again without this.
     """
 
     def __init__(self) -> None:
@@ -236,13 +236,13 @@ class HeaderReader:
 
     def _leap(self, nbytes: int, end: bytes) -> bool:
         """Skip so many bytes, if those before the target are these; the bytes in between are not read."""
-        place = self.presumed + self._at + nbytes
+        start = self.presumed + self._at + nbytes
         here = self._file.tell()
-        self._file.seek(place - len(end))
+        self._file.seek(start - len(end))
         if self._file.read(len(end)) != end:
             self._file.seek(here)
             return False
-        self._size, self.presumed, self._data, self._at = self._whole - place, place, b"", 0
+        self._size, self.presumed, self._data, self._at = self._whole - start, start, b"", 0
         return True
 
     def _text(self) -> str:

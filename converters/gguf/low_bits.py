@@ -1,6 +1,6 @@
 """Values of GGUF's types below 4 bits and of NVFP4 in NumPy, bit for bit those of ggml's own dequantisation.
 
-IQ1 to IQ3 store places in code books of 4 or 8 levels each, which ggml's ggml-common.h lists; `grids.npz` has them
+IQ1 to IQ3 store indices into code books of 4 or 8 levels each, which ggml's ggml-common.h lists; `grids.npz` has them
 (made by tests/make_gguf_grids.py). Every product here is exact in float32, so the order of factors does not matter.
 """
 
@@ -29,7 +29,7 @@ def half(blocks: Bytes, at: int) -> Floats:
 
 @lru_cache(1)
 def _grids() -> dict[str, Floats]:
-    """Levels by type, (places, 4 or 8)."""
+    """Levels by type, (indices, 4 or 8)."""
     with np.load(GRIDS) as stored:
         return {kind: stored[kind].astype(np.float32) for kind in stored.files}
 
@@ -68,31 +68,31 @@ def _nibble_scales(scales: Bytes) -> Floats:
 
 
 def _iq2_xxs(b: Bytes) -> Floats:
-    """For 32 columns four places of a byte, then four times 7 sign bits and a scale of 4 bits in a word."""
+    """For 32 columns four indices of a byte, then four times 7 sign bits and a scale of 4 bits in a word."""
     words = _words(b, 2, 66, "<u4").reshape(len(b), 8, 2)
-    places = np.ascontiguousarray(words[:, :, :1]).view(np.uint8)
+    indices = np.ascontiguousarray(words[:, :, :1]).view(np.uint8)
     signs = words[:, :, 1:] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)
     scales = half(b, 0) * (np.float32(0.5) + (words[:, :, 1] >> np.uint32(28)).astype(np.float32)) * np.float32(0.25)
-    return _scaled(scales, _grids()["IQ2_XXS"][places] * _even_signs()[signs])
+    return _scaled(scales, _grids()["IQ2_XXS"][indices] * _even_signs()[signs])
 
 
 def _iq2_xs(b: Bytes) -> Floats:
-    """For 8 columns a place of 9 bits and 7 sign bits; scales of 4 bits for 16."""
+    """For 8 columns an index of 9 bits and 7 sign bits; scales of 4 bits for 16."""
     codes = _words(b, 2, 66, "<u2")
     scales = half(b, 0) * (np.float32(0.5) + _nibble_scales(b[:, 66:])) * np.float32(0.25)
     return _scaled(scales, _grids()["IQ2_XS"][codes & 511] * _even_signs()[codes >> 9])
 
 
 def _iq2_s(b: Bytes) -> Floats:
-    """For 8 columns a place of 8 + 2 bits and 8 sign bits; scales of 4 bits for 16."""
+    """For 8 columns an index of 8 + 2 bits and 8 sign bits; scales of 4 bits for 16."""
     further = b[:, 66:74, None] >> _EIGHT[:8:2] & 3
-    places = b[:, 2:34] | further.reshape(len(b), 32).astype(np.uint16) << 8
+    indices = b[:, 2:34] | further.reshape(len(b), 32).astype(np.uint16) << 8
     scales = half(b, 0) * (np.float32(0.5) + _nibble_scales(b[:, 74:])) * np.float32(0.25)
-    return _scaled(scales, _grids()["IQ2_S"][places] * _signs()[b[:, 34:66]])
+    return _scaled(scales, _grids()["IQ2_S"][indices] * _signs()[b[:, 34:66]])
 
 
 def _iq3_xxs(b: Bytes) -> Floats:
-    """For 4 columns a place of a byte; for 32 a word as in IQ2_XXS."""
+    """For 4 columns an index of a byte; for 32 a word as in IQ2_XXS."""
     words = _words(b, 66, 98, "<u4")
     signs = words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)
     scales = half(b, 0) * (np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)) * np.float32(0.5)
@@ -101,10 +101,10 @@ def _iq3_xxs(b: Bytes) -> Floats:
 
 
 def _iq3_s(b: Bytes) -> Floats:
-    """For 4 columns a place of 8 + 1 bits; 8 sign bits for 8; scales of 4 bits for 32."""
+    """For 4 columns an index of 8 + 1 bits; 8 sign bits for 8; scales of 4 bits for 32."""
     further = b[:, 66:74, None] >> _EIGHT & 1
-    places = b[:, 2:66] | further.reshape(len(b), 64).astype(np.uint16) << 8
-    levels = _grids()["IQ3_S"][places].reshape(len(b), 256)
+    indices = b[:, 2:66] | further.reshape(len(b), 64).astype(np.uint16) << 8
+    levels = _grids()["IQ3_S"][indices].reshape(len(b), 256)
     return _scaled(half(b, 0) * (1 + 2 * _nibble_scales(b[:, 106:])), levels * _signs()[b[:, 74:106]].reshape(-1, 256))
 
 
@@ -112,12 +112,12 @@ def _iq3_s(b: Bytes) -> Floats:
 
 
 def _iq1_s(b: Bytes) -> Floats:
-    """For 8 columns a place of 8 + 3 bits; for 32 a scale of 3 bits, and whether an eighth is added or taken."""
+    """For 8 columns an index of 8 + 3 bits; for 32 a scale of 3 bits, and whether an eighth is added or taken."""
     high = _words(b, 34, 50, "<u2")
     further = high[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7
-    places = b[:, 2:34] | further.reshape(len(b), 32) << 8
+    indices = b[:, 2:34] | further.reshape(len(b), 32) << 8
     delta = np.where(high >> 15, -_DELTA, _DELTA)[:, :, None, None]
-    levels = _grids()["IQ1_S"][places].reshape(len(b), 8, 4, 8) + delta
+    levels = _grids()["IQ1_S"][indices].reshape(len(b), 8, 4, 8) + delta
     return _scaled(half(b, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32), levels)
 
 
@@ -127,8 +127,8 @@ def _iq1_m(b: Bytes) -> Floats:
     outer = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint32), axis=1)
     scales = (2 * (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7) + 1).reshape(len(b), 16)
     high = np.stack([b[:, 32:48] & 15, b[:, 32:48] >> 4], axis=2).reshape(len(b), 32)
-    places = b[:, :32] | (high & 7).astype(np.uint16) << 8
-    levels = _grids()["IQ1_S"][places] + np.where(high & 8, -_DELTA, _DELTA)[:, :, None]
+    indices = b[:, :32] | (high & 7).astype(np.uint16) << 8
+    levels = _grids()["IQ1_S"][indices] + np.where(high & 8, -_DELTA, _DELTA)[:, :, None]
     return _scaled(outer.astype(np.uint16).view(np.float16).astype(np.float32)[:, None] * scales.astype(np.float32),
                    levels)
 

@@ -53,7 +53,7 @@ class GgufFile:
     def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
         """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count).
 
-        All begin at the same place of a block, as parts of rows do.
+        All begin at the same offset of a block, as parts of rows do.
         """
         kind = BY_NAME[self.tensors[name].dtype]
         skipped = starts[0] % kind.elements if starts else 0

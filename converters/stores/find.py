@@ -67,7 +67,7 @@ def lm_studio_folders() -> list[Path]:
     pointed = _text(user / ".lmstudio-home-pointer").strip()
     residency = [*([Path(pointed)] if pointed else []), user / ".lmstudio", user / ".cache" / "lm-studio"]
     settings = [*residency, _application_data() / "LM Studio"]
-    named = [Path(folder) for place in settings if (folder := _downloads(place / "settings.json"))]
+    named = [Path(folder) for directory in settings if (folder := _downloads(directory / "settings.json"))]
     found = {os.path.realpath(folder): folder for folder in [*named, *(home / "models" for home in residency)]
              if folder.is_absolute() and is_folder(folder)}
     return list(found.values())

@@ -16,7 +16,7 @@ from ..kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, Kernels, a
 from ..quant import TYPES, WeightType
 from ..runtime import Executor, Instruction, Program, allocate
 
-Places = tuple[tuple[str, int], ...]
+Operands = tuple[tuple[str, int], ...]
 """Operands of an instruction."""
 
 
@@ -71,12 +71,12 @@ class FfnBench:
         self.q8 = abi.q8_row_bytes(s.hidden, s.group)
         self.f_q8 = abi.q8_row_bytes(s.neurons, s.group)
         self.width, self.f_width = 4 * round_up(s.hidden, 16), 4 * round_up(s.neurons, 16)
-        places = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0],
+        operands = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0],
                   "mask": abi.neuron_mask_bytes(s.neurons), "bias": 2 * self.f_width, "norm": self.width,
                   "sums": abi.neuron_sums_bytes(s.neurons, s.hidden, s.group, s.dtype)}
         self.at: dict[str, tuple[str, int]] = {}
         total = 0
-        for name, nbytes in places.items():
+        for name, nbytes in operands.items():
             self.at[name] = ("activations", total)
             total += round_up(nbytes, 64) + 64
         self.activations = allocate(total)
@@ -113,16 +113,16 @@ class FfnBench:
                               out_stride=self.f_width, chunk=max(2, chunk_bytes // (2 * gate_up) // 2 * 2),
                               activation=ACTIVATIONS["silu"], **self._fused(abi.FUSED_NORM, s.hidden, self.q8),
                               **common)
-            places: Places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0),
+            operands: Operands = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0),
                               self.at["x"], self.at["norm"])
-            instructions.append(Instruction(f"gated_{kernel}", "gated", places, tuple(parameters)))
+            instructions.append(Instruction(f"gated_{kernel}", "gated", operands, tuple(parameters)))
             offset += 2 * gate_tiles * gate_up
             chunk = max(2, min(chunk_bytes // down, tiles // (4 * threads)) // 2 * 2)
             parameters = fill(LINEAR, tiles=tiles, tile_bytes=down, records=-(-s.neurons // (2 * s.group)),
                               out_stride=self.width, chunk=chunk,
                               **self._fused(abi.FUSED_QUANTISE, s.neurons, self.f_q8), **common)
-            places = (("weights", offset), self.at["fq"], self.at["x"], self.at["bias"], ("scratch", 0), self.at["f"])
-            instructions.append(Instruction(f"linear_{kernel}", "down", places, tuple(parameters), abi.FLAG_RESIDUAL))
+            operands = (("weights", offset), self.at["fq"], self.at["x"], self.at["bias"], ("scratch", 0), self.at["f"])
+            instructions.append(Instruction(f"linear_{kernel}", "down", operands, tuple(parameters), abi.FLAG_RESIDUAL))
             offset += tiles * down
         return instructions
 
@@ -137,13 +137,13 @@ class FfnBench:
             weights = ("weights", layer * s.neurons * 3 * s.part_bytes)
             parameters = fill(NEURON_GATED, **common, out_stride=self.f_width, chunk=rows,
                               activation=ACTIVATIONS[activation], **self._fused(abi.FUSED_NORM, s.hidden, self.q8))
-            places: Places = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
+            operands: Operands = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
                               self.at["sums"], self.at["x"], self.at["norm"])
-            instructions.append(Instruction(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
+            instructions.append(Instruction(f"neuron_gated_{s.dtype}", "gated", operands, tuple(parameters), flags))
             parameters = fill(NEURON_DOWN, **common, group=s.group, x_stride=self.f_width, out_stride=self.width,
                               width=s.hidden, chunk=lines)
-            places = (weights, self.at["f"], self.at["x"], ("scratch", 0), self.at["norm"], self.at["sums"])
-            instructions.append(Instruction(f"neuron_down_{s.dtype}", "down", places, tuple(parameters),
+            operands = (weights, self.at["f"], self.at["x"], ("scratch", 0), self.at["norm"], self.at["sums"])
+            instructions.append(Instruction(f"neuron_down_{s.dtype}", "down", operands, tuple(parameters),
                                   abi.FLAG_RESIDUAL | (flags & abi.FLAG_DENSE)))
         return instructions
 
@@ -165,9 +165,9 @@ class FfnBench:
         floats(self.activations, self.at["bias"], 2 * self.shape.neurons)[: self.shape.neurons] = gate
 
 
-def floats(memory: NDArray[np.uint8], place: tuple[str, int], n: int) -> NDArray[np.float32]:
-    """Floats at a place of the activations."""
-    return memory[place[1] : place[1] + 4 * n].view(np.float32)
+def floats(memory: NDArray[np.uint8], operand: tuple[str, int], n: int) -> NDArray[np.float32]:
+    """Floats at an offset of the activations."""
+    return memory[operand[1] : operand[1] + 4 * n].view(np.float32)
 
 
 def seconds(executor: Executor) -> float:

@@ -55,7 +55,7 @@ class ReplayedSampler(Sampler):
     """The same of a draft's."""
 
     def sample(self, logits: Any) -> Sampled:
-        """Return the text's next token, or a wrong one: for a place in the text always the same."""
+        """Return the text's next token, or a wrong one: for a position in the text always the same."""
         sampled = super().sample(logits)
         if self._position >= len(self.text):
             return sampled
@@ -69,9 +69,9 @@ class ReplayedSampler(Sampler):
         return other
 
 
-def stated(text: Items[int], place: int, right: float, vocab_size: int) -> int:
-    """Return the token at a place of a text, or in a share of the places a wrong one."""
-    return (text[place] + (random.Random(place).random() >= right)) % vocab_size
+def stated(text: Items[int], position: int, right: float, vocab_size: int) -> int:
+    """Return the token at a position of a text, or in a share of the positions a wrong one."""
+    return (text[position] + (random.Random(position).random() >= right)) % vocab_size
 
 
 class StatedProposals(Drafter):
@@ -85,7 +85,8 @@ class StatedProposals(Drafter):
     def propose(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Return the text's next tokens, some of them wrong."""
         ends = [(len(text.tokens), min(len(text.tokens) + n, len(self._text))) for text in texts]
-        return [[stated(self._text, place, self._right, self._vocab_size) for place in range(*end)] for end in ends]
+        return [[stated(self._text, position, self._right, self._vocab_size) for position in range(*end)]
+                for end in ends]
 
     def release(self, texts: Items[Any]) -> None:
         """There is nothing to give back."""
@@ -200,7 +201,7 @@ def ahead_seconds(runner: Runner, ahead: DraftRunner, prompt: Items[int], repeti
 
 def gain(seconds: Mapping[int, float], draft: float, accept: float, n: int) -> float:
     """Return the speed of passes over n draft tokens beside that of single tokens (arXiv 2211.17192, theorem 3.8)."""
-    tokens = sum(accept**place for place in range(n + 1))
+    tokens = sum(accept**position for position in range(n + 1))
     return tokens * seconds[1] / (n * draft + seconds[n + 1])
 
 

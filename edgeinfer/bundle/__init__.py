@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Predictor,
         Statistics,
         neuron_layers,
-        part_places,
+        part_extents,
         predictor_settings,
         read_predictor,
         read_statistics,
@@ -49,13 +49,13 @@ __all__ = ["APPROXIMATING", "COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADE
            "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold",
            "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry",
            "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json",
-           "header_to_json", "is_bundle", "named", "neuron_layers", "pack_cold", "part_places",
+           "header_to_json", "is_bundle", "named", "neuron_layers", "pack_cold", "part_extents",
            "predictor_settings", "read_cold", "read_predictor", "read_screen", "read_statistics", "screen_settings",
            "watch", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
     "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics neuron_layers "
-             "part_places predictor_settings read_predictor read_statistics weights_identity",
+             "part_extents predictor_settings read_predictor read_statistics weights_identity",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen screen_settings",
 })

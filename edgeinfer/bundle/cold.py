@@ -135,8 +135,8 @@ def read_cold(bundle: Bundle) -> Cold | None:
     made = layers_of(bundle.config, arrays, {"clusters": ((n, nbytes), "u1"), "checksums": ((n,), "<u4")}, where,
                      entries)
     path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "cold")
-    places = offsets(path, arrays)
-    found = tuple(places.get(f"layers.{i}.clusters", 0) for i in range(bundle.config.num_hidden_layers))
+    begin = offsets(path, arrays)
+    found = tuple(begin.get(f"layers.{i}.clusters", 0) for i in range(bundle.config.num_hidden_layers))
     if any(offset % UNIT_BYTES for offset in found):
         raise BundleError(f"{where} has clusters that do not begin at multiples of {UNIT_BYTES} bytes; make it again.")
     return Cold(path, neurons, nbytes, found, tuple(sums.copy() for sums in made["checksums"]))

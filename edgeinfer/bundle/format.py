@@ -1,4 +1,4 @@
-"""Contents of a bundle: its entries, and their places in weights.bin."""
+"""Contents of a bundle: its entries, and their offsets in weights.bin."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def next_offset(end: int, nbytes: int) -> int:
     return round_up(end, LARGE_ALIGNMENT if nbytes >= LARGE_TENSOR_BYTES else LINE_BYTES)
 
 
-class Places:
-    """Placement of one tensor after the other in weights.bin.
+class TensorLayout:
+    """Offsets of tensors in weights.bin, one after the other.
 
     Attributes
     ----------
     end : int
-        End of the last tensor, or of the place that several share.
+        End of the last tensor, or of the allocation that several share.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Places:
         self._shared = 0, 0
 
     def add(self, nbytes: int, pieces: int = 0, stride: int = 0) -> int:
-        """Return where a tensor of so many bytes begins; raises `BundleError` for what cannot share a place."""
+        """Return where a tensor of so many bytes begins; raises `BundleError` for what cannot share an allocation."""
         if not pieces:
             self.close()
             offset = next_offset(self.end, nbytes)
@@ -137,9 +137,9 @@ class Places:
         return self._at + begins
 
     def close(self) -> None:
-        """Raise `BundleError` if a place that tensors share is not full."""
+        """Raise `BundleError` if an allocation that tensors share is not full."""
         if self._filled:
-            raise BundleError("does not follow on tensors that share a place and fill it")
+            raise BundleError("does not follow on tensors that share an allocation and fill it")
 
 
 def end_of_file(end: int, version: int = FORMAT_VERSION) -> int:
@@ -170,7 +170,7 @@ def weights_file_bytes(graph: Graph) -> int:
 
 
 def _placed(graph: Graph) -> tuple[dict[str, int], int]:
-    places, strides = Places(), graph.strides
-    offsets = {weight.name: places.add(graph.types[weight.name].nbytes(weight.shape), weight.pieces,
+    layout, strides = TensorLayout(), graph.strides
+    offsets = {weight.name: layout.add(graph.types[weight.name].nbytes(weight.shape), weight.pieces,
                                        strides.get(weight.name, 0)) for weight in graph.weights}
-    return offsets, places.end
+    return offsets, layout.end

@@ -13,7 +13,7 @@ from edgeinfer.base.units import MAX_BYTES
 from edgeinfer.errors import BundleError
 
 from .config_json import config_from_json
-from .format import FORMAT_NAME, FORMAT_VERSION, Header, Places, UnknownError, end_of_file
+from .format import FORMAT_NAME, FORMAT_VERSION, Header, TensorLayout, UnknownError, end_of_file
 from .rows import exact_fields, file_from_json, quantisation_from_json, tensor_from_json, tensor_to_json
 
 HEADER_FILE = "bundle.json"
@@ -76,7 +76,7 @@ def header_from_json(text: bytes) -> Header:
         maker = re.sub(r"[^ -~]", "?", maker)[:60] or "an unknown program"
         raise BundleError(f"{error}; the bundle was written by {maker}: upgrade edgeinfer, or convert the model again "
                           "with this one.") from None
-    _check_places(header)
+    _check_layout(header)
     return header
 
 
@@ -111,15 +111,15 @@ def _parse(text: bytes) -> dict[str, Any]:
     return data
 
 
-def _check_places(header: Header) -> None:
+def _check_layout(header: Header) -> None:
     """Tensors follow each other without overlap, with only the holes of their alignment, up to the file's end."""
-    places, names = Places(), set()
+    layout, names = TensorLayout(), set()
     for entry in header.tensors:
         if entry.name in names:
             raise BundleError(f"tensor {entry.name!r} occurs twice in {HEADER_FILE}.")
         names.add(entry.name)
         try:
-            want = places.add(entry.nbytes, entry.pieces, entry.stride)
+            want = layout.add(entry.nbytes, entry.pieces, entry.stride)
         except BundleError as error:
             raise BundleError(f"tensor {entry.name!r} {error}.") from None
         if entry.offset != want:
@@ -129,12 +129,12 @@ def _check_places(header: Header) -> None:
     if not header.tensors:
         raise BundleError(f"{HEADER_FILE} lists no tensors.")
     try:
-        places.close()
+        layout.close()
     except BundleError as error:
         raise BundleError(f"the end of the tensors {error}.") from None
     if header.config.experts and not any(entry.pieces for entry in header.tensors):
         raise BundleError("the matrices of an expert lie apart, as bundles once had them; convert the model again.")
-    if header.weights_bytes != (want := end_of_file(places.end, header.version)):
+    if header.weights_bytes != (want := end_of_file(layout.end, header.version)):
         raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
     for entry in header.tensors if header.version < 3 else ():
         if entry.type.layout == "neuron":

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_SA_SIGINFO, _SI_CODE, _SI_ADDR = 4, 8, 16  # a flag, and places in siginfo_t
+_SA_SIGINFO, _SI_CODE, _SI_ADDR = 4, 8, 16  # a flag, and offsets in siginfo_t
 
 
 class _Action(ctypes.Structure):
@@ -138,11 +138,11 @@ def _install() -> None:
 
 
 def _on_fault(number: int, info: int, context: int) -> None:
-    place = ctypes.c_void_p.from_address(info + _SI_ADDR).value or 0
+    address = ctypes.c_void_p.from_address(info + _SI_ADDR).value or 0
     sent = ctypes.c_int.from_address(info + _SI_CODE).value <= 0  # by kill: no address
     for start, mapped in () if sent else tuple(_mapped.items()):
-        if start <= place < mapped.end:
-            _give_up(f"{mapped.path} can no longer be read at byte {place - start}: another program cut it short, or "
+        if start <= address < mapped.end:
+            _give_up(f"{mapped.path} can no longer be read at byte {address - start}: another program cut it short, or "
                      "its disk failed; convert or copy the model again.")
     ctypes.CDLL(None).sigaction(number, ctypes.byref(_before), None)  # not ours: the instruction is tried again
     if sent:

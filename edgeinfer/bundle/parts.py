@@ -39,9 +39,9 @@ class Predictor:
 
     Arrays are by layer, those of layers in tiles empty.
 
-    The score is, by kind: ``sign``, hidden_size minus twice the places where the signs of x and of the gate row differ;
-    ``lowrank``, outer (inner x), x and inner x quantised to int8 in groups of 32; ``threshold``, the magnitude of the
-    gate's activation.
+    The score is, by kind: ``sign``, hidden_size minus twice the positions where the signs of x and of the gate row
+    differ; ``lowrank``, outer (inner x), x and inner x quantised to int8 in groups of 32; ``threshold``, the magnitude
+    of the gate's activation.
     """
 
     kind: str
@@ -146,7 +146,7 @@ def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:
     return dict(sorted(found.items()))
 
 
-def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
+def part_extents(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
     """Return the file of a part, and of each of its arrays offset and bytes there, for readers that do not map it.
 
     What reads the part says whether they are good; raises `BundleError` if there is none.
@@ -154,8 +154,8 @@ def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, i
     if (opened := open_part(bundle, part, FIELDS[part])) is None:
         raise BundleError(f"The bundle {bundle.path} has no {part}.")
     path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == part)
-    places = offsets(path, opened[1])
-    return path, {name: (places[name], array.nbytes) for name, array in opened[1].items()}
+    begin = offsets(path, opened[1])
+    return path, {name: (begin[name], array.nbytes) for name, array in opened[1].items()}
 
 
 def predictor_settings(bundle: Bundle) -> dict[str, str | float]:

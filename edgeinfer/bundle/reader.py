@@ -163,15 +163,15 @@ class Bundle:
             self._check(expected)
 
     def check_graph(self, graph: Graph) -> None:
-        """Refuse a bundle whose tensors are not exactly a graph's weights, or do not share places as these do."""
+        """Refuse a bundle whose tensors are not exactly a graph's weights, or do not share allocations as these do."""
         strides = graph.strides
         with self._using():
             self._check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
             shared = [(entry.name, entry.pieces, entry.stride) for entry in self.header.tensors if entry.pieces]
             if shared != [(weight.name, weight.pieces, strides[weight.name]) for weight in graph.weights
                           if weight.pieces]:
-                raise BundleError(f"the tensors that share a place are not those of a {self.config.model_type} model, "
-                                  "or stand in another order; convert the model again.")
+                raise BundleError("the tensors that share an allocation are not those of a "
+                                  f"{self.config.model_type} model, or are in another order; convert the model again.")
 
     def check_contents(self, threads: int | None = None, progress: Counted | None = None, cold: bool = False) -> None:
         """Compare the checksums of the weights, once per state of their file, which the user's cache remembers.

@@ -14,14 +14,14 @@ from edgeinfer.quant import TYPES, StorageType, WeightType
 from .format import PARTS, FileEntry, Quantisation, TensorEntry, UnknownError
 
 _OF_TABLE = {"bits": int, "grid": list, "table": list, "scale": str, "minimum": bool}
-_PLACE = {"shape": list, "offset": int, "nbytes": int, "sha256": str}
+_ENTRY = {"shape": list, "offset": int, "nbytes": int, "sha256": str}
 # By version; those of 3 are as in 2.
 _TYPE = {
     1: {"layout": str, "dtype": str, "group_size": int},
     2: {"layout": str, "group_size": int, **_OF_TABLE},
 }
 _SHARED = {"pieces": int, "stride": int}
-"""Additional fields of tensors that share a place with others."""
+"""Additional fields of tensors that share an allocation with others."""
 _FILE = {1: {"name": str, "nbytes": int, "sha256": str}}
 _FILE[2] = _FILE[1] | {"part": str}
 _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": str}
@@ -40,7 +40,7 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
     shared = _SHARED if isinstance(row, dict) and _SHARED.keys() & row.keys() else {}
-    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _PLACE | shared, f"tensors[{index}]")
+    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _ENTRY | shared, f"tensors[{index}]")
     name = data["name"]
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")

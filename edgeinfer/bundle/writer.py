@@ -18,7 +18,7 @@ from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.quant import WeightType
 
-from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Places, Quantisation, TensorEntry, end_of_file
+from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry, TensorLayout, end_of_file
 from .header import HEADER_FILE, header_from_json, header_to_json
 from .write_back import WriteBack
 
@@ -63,7 +63,7 @@ class BundleWriter(Destination):
         self._source = source
         self._file: BinaryIO | None = None
         self._write_back: WriteBack | None = None
-        self._places = Places()
+        self._layout = TensorLayout()
         self._tensors: list[TensorEntry] = []
         self._files: dict[str, FileEntry] = {}
 
@@ -88,16 +88,16 @@ class BundleWriter(Destination):
         data : bytes-like, uint8 array, or iterable of these
             The stored bytes, in order; streamed, so a large tensor never has to be in memory as a whole.
         pieces, stride : int
-            Where it shares a place with the tensors in front or behind: pieces, and bytes from one to the next
+            Where it shares an allocation with the tensors in front or behind: pieces, and bytes from one to the next
             (`Graph.strides`). What comes first leaves gaps, which the others fill.
 
         Returns
         -------
         TensorEntry
         """
-        nbytes, before = weight_type.nbytes(shape), self._places.end
+        nbytes, before = weight_type.nbytes(shape), self._layout.end
         try:
-            offset = self._places.add(nbytes, pieces, stride)
+            offset = self._layout.add(nbytes, pieces, stride)
         except BundleError as error:
             raise BundleError(f"tensor {name!r} {error}.") from None
         entry = TensorEntry(name, weight_type, tuple(shape), offset, nbytes, "", pieces, stride)
@@ -171,9 +171,9 @@ class BundleWriter(Destination):
         return entry
 
     def _commit(self) -> None:
-        end = end_of_file(self._places.end)
-        self._weights.seek(self._places.end)
-        self._weights.write(bytes(end - self._places.end))
+        end = end_of_file(self._layout.end)
+        self._weights.seek(self._layout.end)
+        self._weights.write(bytes(end - self._layout.end))
         if self._write_back:
             self._write_back.wait()
         _sync(self._weights)

@@ -40,19 +40,20 @@ class View:
         """Return f32 rows in place, of shape (tokens, width): the model continues with what is written there."""
         if tensor.dtype != "f32":
             raise UsageError(f"The tensor {tensor} is not stored in f32, so it cannot be changed in place.")
-        place = self._session.plan.places[tensor.name]
-        memory = self._session.executor.regions[place.region][place.offset :][: self.tokens * place.stride]
+        allocation = self._session.plan.allocations[tensor.name]
+        memory = self._session.executor.regions[allocation.region][allocation.offset :][: self.tokens
+                                                                                        * allocation.stride]
         return memory.view(np.float32).reshape(self.tokens, -1)[:, : tensor.width]
 
     def values(self, tensor: Tensor) -> Floats:
         """Return a copy of the rows, of shape (tokens, width); quantised ones as the products see them."""
         if tensor.dtype == "f32":
             return self.floats(tensor).copy()
-        place, group = self._session.plan.places[tensor.name], tensor.group_size
-        address = self._session.executor.regions[place.region].ctypes.data + place.offset
+        allocation, group = self._session.plan.allocations[tensor.name], tensor.group_size
+        address = self._session.executor.regions[allocation.region].ctypes.data + allocation.offset
         _, padded, offsets = abi.q8_row_bytes(tensor.width, group)
         tiles = self._session.executor.kernels.isa.token_tiles
-        blocks = reference.q8_blocks(address, self.tokens, place.stride, padded, offsets, group, tiles)
+        blocks = reference.q8_blocks(address, self.tokens, allocation.stride, padded, offsets, group, tiles)
         codes, scales = reference.read_q8(blocks)
         values = codes.reshape(self.tokens, -1, group) * scales[:, :, None]
         return np.ascontiguousarray(values.reshape(self.tokens, -1)[:, : tensor.width], np.float32)

@@ -26,16 +26,17 @@ STAGES = {
     "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
+WAITING = "waiting for the process that compiles the kernels"
 IN_BYTES = ("download", "convert", "verify", "write", "load", "export", "lower")
-IN_TOKENS = ("prompt", "evaluate")
+IN_TOKENS, ONE_BY_ONE = ("prompt", "evaluate"), ("compile", "look")
 COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "look": " models"}
 """Units of the stages that count something other than bytes and have a name for it."""
 REPEAT_SECONDS, TICK_SECONDS, LINE_SECONDS = 0.1, 0.25, 10.0
 """Between two drawings of the bar, between two looks at the clock while nothing is reported, and between two lines."""
 RATE_SECONDS = 10.0
 """Rates and the time that is left follow from what was done so long ago and now."""
-SILENT_SECONDS = 0.3
-"""Duration below which no bar is shown."""
+SILENT_SECONDS, TOLD_SECONDS = 0.3, 2.0
+"""Durations below which no bar is shown, and below which no line is printed."""
 PROMPT_SECONDS, JUDGED_SECONDS = 2.0, 0.5
 """Least predicted time of a prompt that gets a bar, and the time after which its first tokens predict it."""
 NEVER_SILENT = ("load",)
@@ -107,7 +108,7 @@ class ProgressLine:
     def _due(self, elapsed: float) -> bool:
         """Whether a stage has taken, or will take, long enough to be shown."""
         if self._stage != "prompt":
-            return elapsed >= SILENT_SECONDS or self._stage in NEVER_SILENT
+            return elapsed >= (SILENT_SECONDS if self._draws else TOLD_SECONDS) or self._stage in NEVER_SILENT
         if not self._draws:
             return elapsed >= LINE_SECONDS
         expected = elapsed * self._total / self._done if self._done and elapsed >= JUDGED_SECONDS else 0.0
@@ -118,14 +119,14 @@ class ProgressLine:
         elapsed = now - self._began
         if not self._shown and not self._due(elapsed):
             return
-        name = STAGES.get(self._stage, self._stage)
+        name = WAITING if self._stage == "compile" and not self._total else STAGES.get(self._stage, self._stage)
         if not self._draws:
             if not self._shown and self._stage not in UNTOLD:
                 self._shown = now
                 say(f"{name} ...")
             elif now - (self._shown or 0.0) >= LINE_SECONDS:
                 self._shown = now
-                say(", ".join(filter(None, (f"{name}: {self._share().strip()}", *self._tuner(now)))))
+                say(f"{name}: {', '.join(filter(None, (self._share().strip(), *self._tuner(now))))}")
         elif now - self._shown >= REPEAT_SECONDS or self._done == self._total:
             if self._bar is None:
                 self._bar = _bar()
@@ -142,6 +143,8 @@ class ProgressLine:
         """Return how much is done, of how much."""
         if not self._total:
             return ""
+        if self._stage in ONE_BY_ONE:
+            return f"{self._done:,} of {self._total:,}{COUNTED[self._stage]}"
         size = format_size(self._total) if self._stage in IN_BYTES else \
             f"{self._total:,}{COUNTED.get(self._stage, '')}"
         return f"{100 * self._done // self._total:3d} % of {size}"
@@ -175,7 +178,7 @@ class ProgressLine:
     def _finish(self, now: float) -> None:
         """End a stage with how long it took."""
         self._clear()
-        if self._shown and self._stage not in UNTOLD:
+        if self._shown and self._stage not in UNTOLD and now - self._began >= TOLD_SECONDS:
             say(f"{STAGES.get(self._stage, self._stage)} took {now - self._began:.1f} s")
         self._stage, self._shown = "", 0.0
 

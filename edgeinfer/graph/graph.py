@@ -35,7 +35,8 @@ class Graph:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Bytes from one expert's matrices to the next's, of each weight that shares a place (`Weight.pieces`)."""
+        """Bytes from one expert's matrices to the next's, of each weight that shares an allocation
+        (`Weight.pieces`)."""
         found: dict[str, int] = {}
         for pieces, run in groupby(self.weights, key=lambda weight: weight.pieces):
             if pieces:

@@ -250,8 +250,8 @@ class Weight:
     tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
     short or empty."""
     pieces: int = 0
-    """Experts whose matrices it has. Weights of as many that follow each other share a place, expert by expert, so
-    that all of an expert is in one piece; 0: it is in one piece itself."""
+    """Experts whose matrices it has. Weights of as many that follow each other share an allocation, expert by expert,
+    so that all of an expert is in one piece; 0: it is in one piece itself."""
     ordered: bool = False
     """Whether column i multiplies not input i, but the one that the vector `order_name` says."""
 

@@ -46,7 +46,7 @@ def cached_bundle(
     if usable:
         return usable
     if not may_make:
-        raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
+        raise ModelNotFoundError(f"{model} has not been converted yet; 'edgeinfer run' or 'edgeinfer convert' does it.")
     turn = DestinationLock(directory / f"{target.name}.making")
     try:
         cache_dir.make_directories(directory)
@@ -61,7 +61,7 @@ def cached_bundle(
         if usable:
             return usable
         if reason:
-            say(f"{model} {reason}; it is converted again.")
+            say(f"{model} {reason}; converting it again.")
         make(target)
         for path in {*older, *(path for pattern in changed for path in directory.glob(pattern))} - {target}:
             shutil.rmtree(path, ignore_errors=True)
@@ -81,9 +81,9 @@ def _usable(paths: tuple[Path, ...], n_allowed: int, progress: OnProgress | None
                     if n_allowed == 1:
                         bundle.check_contents(progress=progress and partial(progress, "load"))  # to be mended, not told
                     return path, ""
-                return None, f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
+                return None, f"was converted by {bundle.header.made_by} to bundle format {bundle.header.version}"
         except BundleError as error:
-            reason = f"was converted before, but: {str(error).rstrip('.')}"
+            reason = f"has an unusable bundle ({str(error).rstrip('.')})"
             if n_allowed == 1:
                 return None, reason
     return None, ""
@@ -97,7 +97,7 @@ class _Waiting:
 
     def __call__(self) -> None:
         if not self._told:
-            say(f"Another process makes the bundle of {self._model}; this one waits for it.")
+            say(f"Another process is converting {self._model}; waiting for it.")
             self._told = True
         if self._progress:
             self._progress("wait", 0, 0, "")

@@ -31,7 +31,7 @@ from ..graph import (
 from ..quant import KV_TYPES as STORED_KV
 from ..quant import TYPES, embedding_type
 from ..registry import with_techniques
-from .names import DEMO, KNOWN_NAMES, demo_path, is_hub_id, unknown_model
+from .names import DEMO, KNOWN_NAMES, LISTING, demo_path, is_hub_id, missing_path, unknown_model
 from .resolve import gguf_path
 from .storage import GROUP_SIZE, WEIGHTS, Storage
 
@@ -333,9 +333,9 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
 def _unknown(name: str) -> str:
     if os.path.lexists(Path(name).expanduser()):
         return f"{name} is neither a file nor a directory, or a link that leads nowhere."
-    if Path(name).suffix in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
-        return f"There is no file or directory {name!r}."
-    known = [DEMO, *builtin_shapes(), *KNOWN_NAMES]
-    near = difflib.get_close_matches(Path(name).name.lower(), known, n=3, cutoff=0.5)
-    return unknown_model(name, "file", near, known, "a bundle, a checkpoint, a config.json, a GGUF file, or an id on "
-                         "the hub such as owner/name")
+    if missing := missing_path(name):
+        return missing
+    shapes = builtin_shapes()
+    near = difflib.get_close_matches(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
+    return unknown_model(name, near, "Give a GGUF file, a checkpoint, a bundle, a config.json, an id on the hub such as "
+                         f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

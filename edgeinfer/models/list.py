@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.memory_planner import (
     MemoryPlan,
-    Place,
+    Placer,
     Planner,
     default_ctx,
     default_threads,
@@ -87,7 +87,7 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: OnP
     Returns
     -------
     iterator of LocalModel
-        Of a file that lies in several places the first; ollama may call one by several names.
+        Of a file that lies in several folders the first; ollama may call one by several names.
     """
     from edgeinfer.converters import find_models, models_below
 
@@ -159,7 +159,7 @@ class _Judge:
                           not reason, reason, remedy, planned.total_bytes <= self.budget, planned.total_bytes,
                           planned.mode)
 
-    def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int, place: Place | None = None) -> MemoryPlan:
+    def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int, place: Placer | None = None) -> MemoryPlan:
         """Return the plan of a run with default settings, with weights read from storage where it only fits so."""
         config = RuntimeConfig(default_ctx(model), threads=self.threads, draft_tokens=DEFAULT_DRAFT_TOKENS)
         planner, place = Planner(graph, weight_bytes), place or placer(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,10 @@ KNOWN_NAMES = {
 OLLAMA, HUB_FILE = "ollama:", "hf:"
 """Beginnings of the names of GGUF files that lie in ollama's store, and on the hub."""
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
-"""The command that lists all names, and how many a message has."""
+"""The command that lists the built-in shapes, and how many names a message has."""
+RUNNABLE = ("Give a GGUF file, the directory of a checkpoint or bundle, ollama:NAME, an id on the hub such as owner/name, "
+            f"or a known name such as {DEMO} or {next(iter(KNOWN_NAMES))}; 'edgeinfer models' lists what is on this "
+            "machine.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
@@ -51,26 +54,37 @@ def unknown_name(name: str) -> str:
     shapes = builtin_shapes()
     if shape := shapes.get(name.lower()):
         return _shape_only(name, shape)
+    if missing := missing_path(name):
+        return missing
+    typed, here = name.lower(), (DEMO, *KNOWN_NAMES, *_models_in(Path()))
+    near = _ollamas(name)[:SHOWN_NAMES] or _nearest(typed, here, 0.7) or _nearest(typed, (*here, *shapes), 0.5)
+    return unknown_model(name, near, RUNNABLE)
+
+
+def missing_path(name: str) -> str:
+    """Return what to say of a path at which there is nothing; empty for what may be a name."""
     path = Path(name).expanduser()
-    candidates = {known: known for known in (DEMO, *KNOWN_NAMES)}
-    if path.parent.is_dir():
-        candidates |= {other: str(path.parent / other) for other in _model_directories(path.parent)}
-    by_lower = {key.lower(): value for key, value in candidates.items()}
-    typed = path.name.lower()
-    near = difflib.get_close_matches(typed, by_lower, n=3, cutoff=0.7) or difflib.get_close_matches(
-        typed, [*by_lower, *shapes], n=3, cutoff=0.5)
-    found = _ollamas(name)[:SHOWN_NAMES] or [by_lower.get(key, key) for key in near]
-    return unknown_model(name, "directory", found, (DEMO, *KNOWN_NAMES),
-                         "the directory of a bundle or checkpoint, or an id on the hub such as owner/name")
+    if path.suffix not in (".json", ".gguf", ".safetensors") and "/" not in name and path.name == name:
+        return ""
+    near = [str(path.parent / other) for other in _nearest(path.name.lower(), _models_in(path.parent), 0.6)]
+    return f"There is no file or directory {name!r}{_did_you_mean(near) or '.'}"
 
 
-def unknown_model(name: str, kind: str, near: Sequence[str], known: Sequence[str], what: str) -> str:
-    """Return what to say of a name that means no model: the nearest names, or a few and where all are."""
-    if near:
-        hint = f"did you mean {' or '.join(map(repr, near))}?"
-    else:
-        hint = f"known are {', '.join(known[:SHOWN_NAMES])} and others, which '{LISTING}' lists; or give {what}."
-    return f"Unknown model {name!r}: no such {kind} and no known name; {hint}"
+def unknown_model(name: str, near: Sequence[str], remedy: str) -> str:
+    """Return what to say of a name that means no model: the nearest names, or what MODEL can be."""
+    return f"Unknown model {name!r}{_did_you_mean(near) or f'. {remedy}'}"
+
+
+def _did_you_mean(near: Sequence[str]) -> str:
+    if not near:
+        return ""
+    *others, last = map(repr, near)
+    return f"; did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
+
+
+def _nearest(typed: str, known: Iterable[str], cutoff: float) -> list[str]:
+    by_lower = {name.lower(): name for name in known}
+    return [by_lower[key] for key in difflib.get_close_matches(typed, by_lower, n=3, cutoff=cutoff)]
 
 
 def _ollamas(name: str) -> list[str]:
@@ -87,14 +101,13 @@ def _ollamas(name: str) -> list[str]:
 
 def _shape_only(name: str, shape: Shape) -> str:
     """Return what to say of a model of which only the shape is known, where its weights are wanted."""
-    return (f"Of {name!r} only the shape is known here, without weights: 'edgeinfer plan {name}' and 'edgeinfer "
-            f"estimate {name}' work. To run it, give its checkpoint's directory, or its id on the hub, {shape.source}.")
+    return (f"{name!r} is a built-in shape without weights, for 'edgeinfer plan {name}' and 'edgeinfer estimate {name}'. "
+            f"To run the model, give its GGUF file, its checkpoint or its id on the hub, {shape.source}.")
 
 
-def _model_directories(parent: Path) -> list[str]:
-    """Return the names of bundles and checkpoints in a directory."""
+def _models_in(parent: Path) -> list[str]:
+    """Return the names of GGUF files, bundles and checkpoints in a directory."""
     try:
-        entries = [path for path in parent.iterdir() if path.is_dir()]
+        return [path.name for path in parent.iterdir() if path.suffix == ".gguf" or (path.is_dir() and is_model(path))]
     except OSError:
         return []
-    return [path.name for path in entries if is_model(path)]

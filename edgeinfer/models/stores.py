@@ -35,7 +35,7 @@ def in_stores(name: str) -> Path | None:
     from ..converters import ollama_file
 
     try:
-        path, called = ollama_file(name), f"ollama's model {name}, as {OLLAMA}{name}"
+        path, called = ollama_file(name), f"ollama's model {OLLAMA}{name}"
     except ModelNotFoundError:
         found = _of_lm_studio(name)
         if len(found) > 1:
@@ -46,7 +46,7 @@ def in_stores(name: str) -> Path | None:
         path, called = found[0], f"LM Studio's model {found[0]}"
     if name not in _told:
         _told.add(name)
-        say(f"{name} is {called}.")
+        say(f"Using {called}.")
     return path
 
 

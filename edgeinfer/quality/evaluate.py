@@ -194,7 +194,7 @@ class _Sums:
         self._at = 0.99 * (total - 1)
         """Place of the 99th percentile among all divergences in order, between two of them."""
         self._most = total - math.floor(self._at)
-        """So many of the largest are kept: the place lies between the first two of these."""
+        """So many of the largest are kept: the percentile lies between the first two of these."""
         self._largest: list[float] = []
 
     def add(self, targets: Sequence[int], counted: Sequence[bool], logits: Floats, others: Floats | None) -> None:

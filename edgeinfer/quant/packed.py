@@ -1,9 +1,9 @@
 """Layout tile16 of codes of 2 to 8 bits with any factors: the specification of what other formats' types become.
 
-As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as places in the type's table. A code
-is one piece of 2, 4 or 8 bits, or two: its lowest 2 or 4 bits and the others (`StorageType.planes`). Steps of 4 columns
-go in runs, of as many as fill whole lines with either piece: 2 steps with 4 bits, 8 with 3 or 5, 4 with 6. The lines of
-the lowest bits come first; a line of pieces of b bits has those of 8 / b steps, step s of them in bits b s to
+As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as indices into the type's table. A
+code is one piece of 2, 4 or 8 bits, or two: its lowest 2 or 4 bits and the others (`StorageType.planes`). Steps of 4
+columns go in runs, of as many as fill whole lines with either piece: 2 steps with 4 bits, 8 with 3 or 5, 4 with 6. The
+lines of the lowest bits come first; a line of pieces of b bits has those of 8 / b steps, step s of them in bits b s to
 b s + b - 1 of each byte.
 
 Behind the codes of all groups of a record come its factors, each for 16 rows:
@@ -41,7 +41,7 @@ class Factors(NamedTuple):
 
 
 def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes:
-    """Bytes of a matrix (rows, cols) of levels, or of places in the type's table."""
+    """Bytes of a matrix (rows, cols) of levels, or of indices into the type's table."""
     (rows, cols), row = codes.shape, stored.storage
     n_tiles, n_records, width = -(-rows // TILE_ROWS), stored.tile_records(cols), stored.padded_columns(cols)
     padded = np.zeros((n_tiles * TILE_ROWS, width), np.uint8)
@@ -49,16 +49,16 @@ def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes
     padded[:rows, cols : -(-cols // stored.group_size) * stored.group_size] = row.offset
     out = np.zeros((n_tiles, n_records, stored.record_bytes), np.uint8)
     lines = _lines(padded.view(np.uint32).reshape(n_tiles, TILE_ROWS, -1), row)
-    place_lines(out, lines)
+    write_lines(out, lines)
     at = 16 * (width // n_records) * row.bits // 8
     for part, each in _in_order(factors, row.record_groups(stored.group_size)):
         whole = np.zeros((n_tiles * TILE_ROWS, n_records * each), part.dtype)
         whole[:rows, : part.shape[1]] = part
-        at = place_factors(out, whole.reshape(n_tiles, TILE_ROWS, -1), at)
+        at = write_factors(out, whole.reshape(n_tiles, TILE_ROWS, -1), at)
     return out.reshape(-1)
 
 
-def place_lines(out: Bytes, lines: Words) -> None:
+def write_lines(out: Bytes, lines: Words) -> None:
     """Put words (tiles, 16, lines) at the beginning of records (tiles, records, bytes)."""
     n_tiles, n_records, _ = out.shape
     words = lines.reshape(n_tiles, TILE_ROWS, n_records, -1)
@@ -66,7 +66,7 @@ def place_lines(out: Bytes, lines: Words) -> None:
     room[:, :, : words.shape[3]] = words.transpose(0, 2, 3, 1)
 
 
-def place_factors(out: Bytes, values: NDArray, at: int) -> int:
+def write_factors(out: Bytes, values: NDArray, at: int) -> int:
     """Put factors (tiles, 16, records x n) at byte `at` of records (tiles, records, bytes); gives where they end."""
     n_tiles, n_records, _ = out.shape
     ordered = values.reshape(n_tiles, TILE_ROWS, n_records, -1).transpose(0, 2, 3, 1)

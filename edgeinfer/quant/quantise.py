@@ -114,14 +114,15 @@ def quantise(
         return codes, scales, sum(pool.map(block, starts), ErrorSums())
 
 
-def check_finite(weights: Floats, name: str, place: Callable[..., list[int]] = lambda *where: [*where]) -> None:
-    """Refuse NaN and infinity, naming the tensor and the first place; `place` makes it of a place in `weights`."""
+def check_finite(weights: Floats, name: str, index_of: Callable[..., list[int]] = lambda *where: [*where]) -> None:
+    """Refuse NaN and infinity, naming the tensor and the first index; `index_of` makes it of an index into
+    `weights`."""
     with np.errstate(invalid="ignore"):  # one pass, because NaN and infinity survive sums
         total = np.add.reduce(weights, axis=None, dtype=np.float64)
     if not np.isfinite(total):
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(weights))[0])
         raise CheckpointError(
-            f"The tensor {name} has the value {weights[where]} at {place(*where)}; weights must be finite."
+            f"The tensor {name} has the value {weights[where]} at {index_of(*where)}; weights must be finite."
         )
 
 

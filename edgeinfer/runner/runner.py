@@ -216,7 +216,7 @@ class Runner(abc.ABC):
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
                 spec: int = 0, told: OnPromptProgress | None = None) -> Logits:
-        """Process a prompt in chunks; `draw` is that of its last token, see `Segment.sample_specs`.
+        """Process a prompt in chunks; `spec` applies to its last token, see `Segment.sample_specs`.
 
         `told` is called with (done, total) in tokens, before the first chunk and after each.
 

@@ -14,7 +14,7 @@ from edgeinfer.memory_planner import (
     Alternative,
     Beside,
     MemoryPlan,
-    Place,
+    Placer,
     Planner,
     alternatives,
     fit,
@@ -41,7 +41,7 @@ class PlannedRun(NamedTuple):
     """If weights are read from storage, the first smaller request that would fit without."""
 
 
-def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
+def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
              beside: Beside | None = None) -> PlannedRun:
     """Plan a run.
 
@@ -79,7 +79,7 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
     return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
 
 
-def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: Place | None,
+def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: Placer | None,
               beside: Beside | None) -> BudgetError:
     """Return why a run does not fit, with the run without its approximations where that does."""
     exact = without_approximations(config.recipe)

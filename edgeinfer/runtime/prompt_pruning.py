@@ -2,7 +2,7 @@
 
 All chunks of a prompt go through the layers of a stage, then those of its tokens that go on through the next:
 importance is how much the prompt's last tokens attend to a token, and only the end of the prompt knows it. A token that
-was left behind keeps its place, its K and V in the layers that it has gone through, and a flag in the others
+was left behind keeps its position, its K and V in the layers that it has gone through, and a flag in the others
 (`abi.FLAG_PRUNED`).
 """
 
@@ -49,8 +49,8 @@ class Pruned(NamedTuple):
         n, *others = self.tokens
         if not others:
             return f"New prompt tokens: {n}, fewer than {LEAST_PROMPT}, so all of them went through all layers."
-        places = zip(self.schedule.layers, others, strict=True)
-        went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in places)
+        stages = zip(self.schedule.layers, others, strict=True)
+        went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in stages)
         return f"Of {n} prompt tokens went on: {went}; {self.share:.0%} of the tokens' layers were computed."
 
 
@@ -208,8 +208,8 @@ class PruningStages:
 
     def _rows_of(self, tensor: Tensor, n: int) -> Floats:
         """The first n rows of an activation, in place."""
-        place = self._session.plan.places[tensor.name]
-        memory = self._session.executor.regions[place.region][place.offset :][: n * place.stride]
+        allocation = self._session.plan.allocations[tensor.name]
+        memory = self._session.executor.regions[allocation.region][allocation.offset :][: n * allocation.stride]
         return memory.view(np.float32).reshape(n, -1)[:, : tensor.width]
 
     def _note(self, counts: tuple[int, ...]) -> None:
@@ -229,7 +229,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
     Computed from the stored keys, a head at a time, with sums in a fixed order: the same for any threads and chunks.
     Returns early, with anything, once `ended`: no forward pass follows.
     """
-    group, n, places = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
+    group, n, positions = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
     sinks, slopes = _sinks(session, attention), _slopes(attention)
     there = ~session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.ones(n_tokens, bool)
     out = np.zeros(n_tokens)
@@ -239,13 +239,13 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
         keys = session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens]
         rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) * np.float32(attention.scale)
         for behind, q in enumerate(rows[::-1]):
-            place = n_tokens - 1 - behind
-            sees = there & (places <= place) & (places > place - (attention.window or n_tokens))
+            position = n_tokens - 1 - behind
+            sees = there & (positions <= position) & (positions > position - (attention.window or n_tokens))
             scores = np.einsum("gd,pd->gp", q, keys)
             if attention.cap:
                 scores = attention.cap * np.tanh(scores / attention.cap)
             for i, slope in enumerate(slopes[head]):
-                scores[i] += alibi_bias(attention.alibi, slope, attention.scale, places, place)  # type: ignore[arg-type]
+                scores[i] += alibi_bias(attention.alibi, slope, attention.scale, positions, position)  # type: ignore[arg-type]
             scores[:, ~sees] = -np.inf
             largest = scores.max(axis=1, keepdims=True)
             scores -= largest
@@ -262,8 +262,8 @@ def _sinks(session: Session, attention: Attention) -> NDArray[np.float64]:
     """The sink of each head, (KV heads, heads of each, 1); -inf if there are none."""
     if not attention.sinks:
         return np.full((attention.kv_heads, 1, 1), -np.inf)
-    place = session.plan.places[attention.sinks.name]
-    found = session.executor.regions[place.region][place.offset :][: 4 * attention.heads].view(np.float32)
+    allocation = session.plan.allocations[attention.sinks.name]
+    found = session.executor.regions[allocation.region][allocation.offset :][: 4 * attention.heads].view(np.float32)
     return found.astype(np.float64).reshape(attention.kv_heads, -1, 1)
 
 

@@ -87,7 +87,7 @@ class SelfDraftPlan(NamedTuple):
         if host.parts or host.cold or host.experts:
             return None
         for planner in self.planners:
-            own = [weight.name for weight in planner.graph.weights if weight.name not in host.places]
+            own = [weight.name for weight in planner.graph.weights if weight.name not in host.allocations]
             cheaper = own or _layers(planner.graph) < planner.graph.config.num_hidden_layers
             if cheaper and not (own and any(region.name == "resident" for region in host.regions)):
                 return Planned(planner.graph, _plan(planner, host, bool(own)))
@@ -117,7 +117,7 @@ class SelfDraftSession(Session):
         self.config = replace(host.config, outputs=plan.request.outputs, draft_tokens=0)
         regions = {name: memory for name, memory in host.executor.regions.items() if name not in OWN}
         regions |= {region.name: allocate(region.nbytes) for region in plan.regions if region.name != "tables"}
-        own = [weight for weight in graph.weights if weight.name not in host.plan.places]
+        own = [weight for weight in graph.weights if weight.name not in host.plan.allocations]
         load_parts(self.bundle, own, plan, regions)
         kernels, tuner = host.executor.kernels, host.executor.tuner
         program = Lowering(graph, plan, kernels.isa.token_tiles).program()
@@ -164,10 +164,11 @@ def _plan(planner: Planner, host: MemoryPlan, resident: bool) -> MemoryPlan:
     request = replace(host.request, tokens=host.request.sequences, outputs=host.request.sequences, residency=(), hot=(),
                       slots=0)
     plan, names = planner.plan(request), (*OWN, "resident") if resident else OWN
-    shared = {weight.name: host.places[weight.name] for weight in planner.graph.weights if weight.name in host.places}
+    shared = {weight.name: host.allocations[weight.name] for weight in planner.graph.weights
+              if weight.name in host.allocations}
     layers, masks = planner.graph.config.num_hidden_layers, " with masks" if resident else ""
     how = f"draft tokens of {_layers(planner.graph)} of {layers} layers{masks}"
     regions = tuple(replace(region, reason=f"{how}: {region.reason}") for region in plan.regions
                     if region.name in names)
-    return replace(plan, regions=regions, places={**plan.places, **shared}, kv_blocks=host.kv_blocks,
+    return replace(plan, regions=regions, allocations={**plan.allocations, **shared}, kv_blocks=host.kv_blocks,
                    kv_layers=host.kv_layers, pruned=host.pruned, windowed=host.windowed)

@@ -19,7 +19,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import Beside, Place
+from edgeinfer.memory_planner import Beside, Placer
 from edgeinfer.registry import each, in_use, technique
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
 from edgeinfer.technique import ALWAYS, DECODED
@@ -74,7 +74,7 @@ class Session(ModelRunner):
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
                  loading: Callable[[int, int, str], None] | None = None, host: Session | None = None,
-                 place: Place | None = None, beside: Beside | None = None):
+                 place: Placer | None = None, beside: Beside | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()

@@ -89,9 +89,9 @@ class Drafting(NamedTuple):
             return SelfDraftPlan.of(model.config, config.recipe, _parts(model), partial(planner, model.name)).beside
         if self.model is None:
             return None
-        from ..engine.speculation.load import check_context
+        from ..engine.speculation.load import check_described
 
-        check_context(self.model, describe(self.model, *stored).config, model.config, config)
+        check_described(describe(self.model, *stored), model, config)
         return beside_draft(planner(self.model))
 
     def speculation(self, asked: GenerationConfig, runner: Runner, draft: Runner | None, kept: list[Any],

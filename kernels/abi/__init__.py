@@ -1,15 +1,17 @@
 """The kernel ABI: the layout of an instruction (what never changes) and of the ctx block (all that changes).
 
-``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering and references share these
-numbers, and all of them say ``abi.NAME``: record.py has instructions, flags and regions; ctx.py ctx, its counts and
-tables; kv.py KV blocks and attention; rows.py quantised rows; neurons.py layout neuron; draws.py the choice of tokens;
+``int64 kernel(inst, ctx, tid, n_threads)``: inst and ctx are addresses. Kernels, lowering and references share these
+numbers, and all of them say ``abi.NAME``: instruction.py has instructions, flags and regions; ctx.py ctx, its counts
+and
+tables; kv.py KV blocks and attention; rows.py quantised rows; neurons.py layout neuron; sampling.py the choice of
+tokens;
 reading.py what is read while tokens flow.
 """
 
 from .ctx import *
-from .draws import *
+from .instruction import *
 from .kv import *
 from .neurons import *
 from .reading import *
-from .record import *
 from .rows import *
+from .sampling import *

@@ -127,7 +127,7 @@ TOKEN_BYTES = 64
 TOKEN_ID = 0
 TOKEN_SEQUENCE = 8
 TOKEN_POSITION = 16
-"""Place in the text: what RoPE turns by."""
+"""Position in the text: what RoPE turns by."""
 TOKEN_SLOT = 24
 """2 int32, for each block table where K and V are stored: block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS."""
 TOKEN_MASK = 32

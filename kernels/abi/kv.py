@@ -53,11 +53,12 @@ PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 
 
 def score_row_bytes(splits: int) -> int:
-    """Bytes of the scores of one (token, query head): 4 for each place and block, 8 for each split, 16 for the choice.
+    """Bytes of the scores of one (token, query head): 4 for each position and block, 8 for each split, 16 for the
+    choice.
 
     A block has the largest of its scores; a split has the largest and the sum of exp(score - largest); the choice is
-    the least score that is wanted, the last place at which that score is, then of all splits the largest and the sum.
-    The place is int32, all else float32.
+    the least score that is wanted, the last position at which that score is, then of all splits the largest and the
+    sum. The position is int32, all else float32.
     """
     return -(-(splits * (4 * SPLIT_BLOCKS * (BLOCK_TOKENS + 1) + 8) + 16) // 64) * 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
-    """Return the layout of a quantised activation row: (stride, place of the f32 scales, place of the int32 offsets).
+    """Return the layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 offsets).
 
     All in bytes. The int8 values come first, padded with zeros to whole pairs of groups, as the weights' instructions
     are. An offset is -8 x the sum of a group's values: what products with 4-bit codes start from. Rows of several

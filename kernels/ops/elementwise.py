@@ -10,6 +10,7 @@ from edgeinfer.quant import TYPES
 from ..abi import CTX_OUTPUTS, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
+from ..vector.instruction import claim, count, float_parameter, inline, operand, outlined, parameter, token
 from ..vector.lanes import (
     first_lane,
     keep_first,
@@ -36,7 +37,6 @@ from ..vector.memory import (
 )
 from ..vector.packed import level_of
 from ..vector.packed_formats import FORMS
-from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
 from ..vector.scalars import div_f32, div_i64, f32_of, max_f32, sqrt_f32
 from ..vector.targets import f32_from_f16_bits, fma, token_tiles
 
@@ -120,27 +120,27 @@ def in_order(x, order, out, width):
 
 
 @kernel("quantize")
-def quantize(rec, ctx, tid, n_threads):
+def quantize(inst, ctx, tid, n_threads):
     """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0.
 
     Elements may be taken in the order of operand 2; operand 3 then holds a row of floats per thread.
     """
-    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
-    width, heads, blocks = parameter(rec, ROWS.width), max(parameter(rec, ROWS.heads), 1), n_blocks(rows)
+    x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
+    width, heads, blocks = parameter(inst, ROWS.width), max(parameter(inst, ROWS.heads), 1), n_blocks(rows)
     unit = claim(ctx)
     while unit < blocks * heads:
         head = div_i64(unit, blocks)
         first, n = block(unit - head * blocks, 0, rows)
-        base, start = out + head * parameter(rec, ROWS.head_out), x + 4 * head * width
-        base += first * parameter(rec, ROWS.out_stride)
+        base, start = out + head * parameter(inst, ROWS.head_out), x + 4 * head * width
+        base += first * parameter(inst, ROWS.out_stride)
         for j in range(n):
-            row = start + (first + j) * parameter(rec, ROWS.in_stride)
-            if parameter(rec, ROWS.ordered):
-                ordered = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
-                in_order(row, operand(rec, ctx, 2), ordered, width)
+            row = start + (first + j) * parameter(inst, ROWS.in_stride)
+            if parameter(inst, ROWS.ordered):
+                ordered = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
+                in_order(row, operand(inst, ctx, 2), ordered, width)
                 row = ordered
-            quantise_row(row, base, j, n, width, parameter(rec, ROWS.group), parameter(rec, ROWS.scales),
-                         parameter(rec, ROWS.offsets))
+            quantise_row(row, base, j, n, width, parameter(inst, ROWS.group), parameter(inst, ROWS.scales),
+                         parameter(inst, ROWS.offsets))
         unit = claim(ctx)
     return 0
 
@@ -165,34 +165,34 @@ def normalise(x, weight, out, width, scale):
 
 
 @kernel("rms_norm_f32")
-def rms_norm_f32(rec, ctx, tid, n_threads):
+def rms_norm_f32(inst, ctx, tid, n_threads):
     """RMS norm (arXiv 1910.07467, equation 4) of f32 rows."""
-    x, out, weight = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
+    x, out, weight = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    width, rows = parameter(inst, ROWS.width), count(ctx, parameter(inst, ROWS.rows))
     t = claim(ctx)
     while t < rows:
-        source = x + t * parameter(rec, ROWS.in_stride)
-        normalise(source, weight, out + t * parameter(rec, ROWS.out_stride), width,
-                  norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+        source = x + t * parameter(inst, ROWS.in_stride)
+        normalise(source, weight, out + t * parameter(inst, ROWS.out_stride), width,
+                  norm_scale(source, width, float_parameter(inst, ROWS.eps)))
         t = claim(ctx)
     return 0
 
 
 @kernel("rms_norm_q8")
-def rms_norm_q8(rec, ctx, tid, n_threads):
-    """RMS norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
-    x, out, weight = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
-    row = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
+def rms_norm_q8(inst, ctx, tid, n_threads):
+    """RMS norm of f32 rows, quantised on the way out; operand 3 holds a row of floats per thread."""
+    x, out, weight = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    width, rows = parameter(inst, ROWS.width), count(ctx, parameter(inst, ROWS.rows))
+    row = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
     unit = claim(ctx)
     while unit < n_blocks(rows):
         first, n = block(unit, 0, rows)
-        base = out + first * parameter(rec, ROWS.out_stride)
+        base = out + first * parameter(inst, ROWS.out_stride)
         for j in range(n):
-            source = x + (first + j) * parameter(rec, ROWS.in_stride)
-            normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
-            quantise_row(row, base, j, n, width, parameter(rec, ROWS.group), parameter(rec, ROWS.scales),
-                         parameter(rec, ROWS.offsets))
+            source = x + (first + j) * parameter(inst, ROWS.in_stride)
+            normalise(source, weight, row, width, norm_scale(source, width, float_parameter(inst, ROWS.eps)))
+            quantise_row(row, base, j, n, width, parameter(inst, ROWS.group), parameter(inst, ROWS.scales),
+                         parameter(inst, ROWS.offsets))
         unit = claim(ctx)
     return 0
 
@@ -214,15 +214,15 @@ def fused_input(source, weight, kind, width, group, scales, offsets, eps, row, s
 
 
 @kernel("gather_outputs")
-def gather_outputs(rec, ctx, tid, n_threads):
+def gather_outputs(inst, ctx, tid, n_threads):
     """Copy the rows whose logits are wanted (ctx: list of token numbers)."""
-    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
     chosen = load_i64(ctx + CTX_OUTPUTS)
     t = claim(ctx)
     while t < rows:
-        source = x + load_i64(chosen + 8 * t) * parameter(rec, ROWS.in_stride)
-        target = out + t * parameter(rec, ROWS.out_stride)
-        for i in range(0, parameter(rec, ROWS.width), 16):
+        source = x + load_i64(chosen + 8 * t) * parameter(inst, ROWS.in_stride)
+        target = out + t * parameter(inst, ROWS.out_stride)
+        for i in range(0, parameter(inst, ROWS.width), 16):
             store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
         t = claim(ctx)
     return 0
@@ -344,19 +344,19 @@ def _row_f32(group):
 
 def _register_embed(name, row):
     @kernel(name)
-    def embed(rec, ctx, tid, n_threads):
-        table, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    def embed(inst, ctx, tid, n_threads):
+        table, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
         t = claim(ctx)
         while t < rows:
-            number, target = token(ctx, t, TOKEN_ID), out + t * parameter(rec, ROWS.out_stride)
-            left, piece = parameter(rec, ROWS.width), parameter(rec, ROWS.piece)
+            number, target = token(ctx, t, TOKEN_ID), out + t * parameter(inst, ROWS.out_stride)
+            left, piece = parameter(inst, ROWS.width), parameter(inst, ROWS.piece)
             tile, lane = number >> 4, number & 15
             if piece > 0:
                 tile, lane = number, 0
             else:
                 piece = left
             while left > 0:
-                row(table + tile * parameter(rec, ROWS.tile_bytes), lane, target, min(piece, left))
+                row(table + tile * parameter(inst, ROWS.tile_bytes), lane, target, min(piece, left))
                 target, left, lane = target + 4 * piece, left - piece, lane + 1
             t = claim(ctx)
         return 0

@@ -20,8 +20,8 @@ from edgeinfer.quant import TYPES
 from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
+from ..vector.instruction import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ..vector.memory import load_f32x16, store_f32x16
-from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ..vector.scalars import div_i64
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
@@ -67,22 +67,22 @@ def _matmul_f32(group, m, n):
 
 
 @inline
-def input_rows(rec, ctx, scratch):
+def input_rows(inst, ctx, scratch):
     """Address of x: quantised rows, or for one token the row that this thread makes of the source."""
-    kind = parameter(rec, LINEAR.fused)
+    kind = parameter(inst, LINEAR.fused)
     if kind and count(ctx, COUNT_SEVERAL) == 0:
         row = scratch + GATED_SCRATCH_BYTES
         return fused_input(
-            operand(rec, ctx, 5), operand(rec, ctx, 6), kind, parameter(rec, LINEAR.width),
-            parameter(rec, LINEAR.group), parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_offsets),
-            float_parameter(rec, LINEAR.eps), row + parameter(rec, LINEAR.x_stride), row)
-    return operand(rec, ctx, 1)
+            operand(inst, ctx, 5), operand(inst, ctx, 6), kind, parameter(inst, LINEAR.width),
+            parameter(inst, LINEAR.group), parameter(inst, LINEAR.x_scales), parameter(inst, LINEAR.x_offsets),
+            float_parameter(inst, LINEAR.eps), row + parameter(inst, LINEAR.x_stride), row)
+    return operand(inst, ctx, 1)
 
 
-class Place(NamedTuple):
+class Addresses(NamedTuple):
     """A product's instruction and addresses."""
 
-    rec: int
+    inst: int
     w: int
     x: int
     out: int
@@ -93,8 +93,9 @@ class Place(NamedTuple):
 def in_blocks(steps):
     """Run steps over units of row tiles for all tokens, in the blocks that activations are interleaved in.
 
-    `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending.
-    If fewer units are left, two go through together, or one. A function takes (place, unit, t, units, how many units
+    `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending. If
+    fewer units are left, two go through together, or one. A function takes (addresses, unit, t, units,
+                                                                                how many units
     further the weights are that come next, how many units lie between two that go through together); `following` is
     the unit that comes behind the last one.
     """
@@ -105,13 +106,13 @@ def in_blocks(steps):
     def run(at, unit, end, following, t, tokens, gap):
         stop = tokens - (tokens - t) % n
         if t < stop:
-            place = unit
-            while place < end:
-                units = together if place + together <= end else min(end - place, 2)
-                after = place + units if place + units < end else following
+            start = unit
+            while start < end:
+                units = together if start + together <= end else min(end - start, 2)
+                after = start + units if start + units < end else following
                 for first in range(t, stop, n):
-                    step(at, place, first, units, after - place, gap)
-                place += units
+                    step(at, start, first, units, after - start, gap)
+                start += units
         go_on(at, unit, end, following, stop, tokens, gap)
 
     return run
@@ -145,16 +146,16 @@ def _rows(make_matmul, group, n):
 
     @inline
     def step(at, tile, t, tiles, following, gap):
-        rec, heads = at.rec, parameter(at.rec, LINEAR.head_tiles)
+        inst, heads = at.inst, parameter(at.inst, LINEAR.head_tiles)
         stride, out_stride, size = \
-            parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
-        base, bits, (pair, pairs) = at.x + t * stride, flags(rec), between(tiles, gap)
+            parameter(inst, LINEAR.x_stride), parameter(inst, LINEAR.out_stride), parameter(inst, LINEAR.tile_bytes)
+        base, bits, (pair, pairs) = at.x + t * stride, flags(inst), between(tiles, gap)
         to, apart = at.out + t * out_stride + 64 * tile, (64 * pair, 64 * pairs)
         if heads:
-            base += div_i64(tile, heads) * parameter(rec, LINEAR.head_x)
-            to += div_i64(tile, heads) * parameter(rec, LINEAR.head_gap)
-        acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
-                      base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
+            base += div_i64(tile, heads) * parameter(inst, LINEAR.head_x)
+            to += div_i64(tile, heads) * parameter(inst, LINEAR.head_gap)
+        acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(inst, LINEAR.records), base, stride,
+                      base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets),
                       following * size)
         if bits & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, apart)
@@ -209,12 +210,13 @@ def _register_matmul(name, chunk_of):
     run_chunks = in_chunks(chunk_of)
 
     @kernel(name)
-    def run(rec, ctx, tid, n_threads):
-        scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
-        at = Place(rec, operand(rec, ctx, 0), input_rows(rec, ctx, scratch), operand(rec, ctx, 2), operand(rec, ctx, 3),
+    def run(inst, ctx, tid, n_threads):
+        scratch = operand(inst, ctx, 4) + tid * parameter(inst, LINEAR.scratch)
+        at = Addresses(inst, operand(inst, ctx, 0), input_rows(inst, ctx, scratch), operand(inst, ctx, 2),
+                   operand(inst, ctx, 3),
                    scratch)
-        run_chunks(at, ctx, parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk),
-                   count(ctx, parameter(rec, LINEAR.rows)))
+        run_chunks(at, ctx, parameter(inst, LINEAR.tiles), parameter(inst, LINEAR.chunk),
+                   count(ctx, parameter(inst, LINEAR.rows)))
         return 0
 
 
@@ -233,23 +235,23 @@ def _gated(make_matmul, group, n):
 
     @inline
     def step(at, unit, t, units, following, gap):
-        rec, scratch = at.rec, at.scratch
+        inst, scratch = at.inst, at.scratch
         stride, out_stride, size = \
-            parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
-        records, base = parameter(rec, LINEAR.records), at.x + t * stride
-        scales, offsets = base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets)
+            parameter(inst, LINEAR.x_stride), parameter(inst, LINEAR.out_stride), parameter(inst, LINEAR.tile_bytes)
+        records, base = parameter(inst, LINEAR.records), at.x + t * stride
+        scales, offsets = base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets)
         pair, pairs = (1, 0) if parts == 1 else between(units, 2 * gap)
         for part in range(parts):
             left = 2 * following - part if part + 1 == parts else 1
             acc = matmul(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
                           scales, offsets, left * size)
-            if flags(rec) & FLAG_BIAS:
+            if flags(inst) & FLAG_BIAS:
                 acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
             store_block(1, acc, scratch + 64 * n * m * part, 64)
         for i in range(units):
             gate = scratch + 64 * n * i
-            _act(gate, gate + 64 * n * together, n, parameter(rec, LINEAR.activation),
-                 float_parameter(rec, LINEAR.limit), at.out + 64 * (unit + i * gap) + t * out_stride, out_stride)
+            _act(gate, gate + 64 * n * together, n, parameter(inst, LINEAR.activation),
+                 float_parameter(inst, LINEAR.limit), at.out + 64 * (unit + i * gap) + t * out_stride, out_stride)
 
     return together, step
 

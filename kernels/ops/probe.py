@@ -6,10 +6,10 @@ from numba.extending import intrinsic
 
 from ..isa import INT8_CHAINS
 from ..registry import kernel
+from ..vector.instruction import claim, operand, parameter
 from ..vector.int8_dot import dot_u8, scale_add, start_u4
 from ..vector.lanes import splat_f32, splat_i32, sum_lanes_i32
 from ..vector.memory import load_f32, load_i32, load_line, prefetch, store_i32
-from ..vector.record import claim, operand, parameter
 from ..vector.simd import VI, F32x16, I8x64, I32x16, Tile, define, per_row
 from ..vector.targets import emit_fma, f32_chains, fma_rows_f32
 from ..vector.tiles import store_block, store_tile, zero_tile
@@ -36,9 +36,10 @@ def fma_all(context, tile, x, y):
 
 
 @kernel("stream_read")
-def stream_read(rec, ctx, tid, n_threads):
-    """Read place 0 in chunks of parameter 0 bytes (a multiple of 256), parameter 1 of them, adding up what is read."""
-    base, out, size, chunks = operand(rec, ctx, 0), operand(rec, ctx, 1), parameter(rec, 0), parameter(rec, 1)
+def stream_read(inst, ctx, tid, n_threads):
+    """Read operand 0 in chunks of parameter 0 bytes (a multiple of 256), parameter 1 of them, adding up what is
+    read."""
+    base, out, size, chunks = operand(inst, ctx, 0), operand(inst, ctx, 1), parameter(inst, 0), parameter(inst, 1)
     a, b, c, d = splat_i32(0), splat_i32(0), splat_i32(0), splat_i32(0)
     chunk = claim(ctx)
     while chunk < chunks:
@@ -54,16 +55,16 @@ def stream_read(rec, ctx, tid, n_threads):
 
 
 @kernel("random_read")
-def random_read(rec, ctx, tid, n_threads):
-    """Read the pieces of place 0 that a list names, as sparse kernels read rows, adding up what is read.
+def random_read(inst, ctx, tid, n_threads):
+    """Read the pieces of operand 0 that a list names, as sparse kernels read rows, adding up what is read.
 
-    Place 1 holds int32 numbers of pieces; place 2 gets the sums. Parameters: bytes of a piece (a multiple of 64),
+    Operand 1 holds int32 numbers of pieces; operand 2 gets the sums. Parameters: bytes of a piece (a multiple of 64),
     pieces that a thread takes at a time, how often that is in all, by how many pieces to look ahead in the list (it
     goes on that far), how many bytes of that piece to prefetch.
     """
-    base, names, out = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    size, batch, batches = parameter(rec, 0), 4 * parameter(rec, 1), parameter(rec, 2)
-    ahead, head = 4 * parameter(rec, 3), parameter(rec, 4)
+    base, names, out = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    size, batch, batches = parameter(inst, 0), 4 * parameter(inst, 1), parameter(inst, 2)
+    ahead, head = 4 * parameter(inst, 3), parameter(inst, 4)
     a, b, c, d = splat_i32(0), splat_i32(0), splat_i32(0), splat_i32(0)
     chunk = claim(ctx)
     while chunk < batches:
@@ -86,13 +87,13 @@ def random_read(rec, ctx, tid, n_threads):
 
 
 @kernel("int8_peak")
-def int8_peak(rec, ctx, tid, n_threads):
+def int8_peak(inst, ctx, tid, n_threads):
     """Parameter 0 rounds of INT8_CHAINS independent products of a line with 4 values (Isa.round_operations).
 
-    All results are stored (1024 bytes a thread at place 1), else the compiler would leave products out.
+    All results are stored (1024 bytes a thread at operand 1), else the compiler would leave products out.
     """
-    base, out = operand(rec, ctx, 0), operand(rec, ctx, 1)
-    line, rounds = load_line(base), parameter(rec, 0)
+    base, out = operand(inst, ctx, 0), operand(inst, ctx, 1)
+    line, rounds = load_line(base), parameter(inst, 0)
     ints = start_u4(1, INT8_CHAINS, base)
     for _ in range(rounds):
         ints = dot_u8(ints, line, base)
@@ -101,13 +102,13 @@ def int8_peak(rec, ctx, tid, n_threads):
 
 
 @kernel("f32_peak")
-def f32_peak(rec, ctx, tid, n_threads):
+def f32_peak(inst, ctx, tid, n_threads):
     """Parameter 0 rounds of v = v * x + y on CHAINS vectors v of 16 (Isa.round_operations).
 
-    Place 0 holds x, y, 1 and, from byte 64 on, 12 vectors. The results are stored (1024 bytes a thread at place 1).
+    Operand 0 holds x, y, 1 and, from byte 64 on, 12 vectors. The results are stored (1024 bytes a thread at operand 1).
     """
-    base, out = operand(rec, ctx, 0), operand(rec, ctx, 1)
-    x, y, rounds = splat_f32(load_f32(base)), splat_f32(load_f32(base + 4)), parameter(rec, 0)
+    base, out = operand(inst, ctx, 0), operand(inst, ctx, 1)
+    x, y, rounds = splat_f32(load_f32(base)), splat_f32(load_f32(base + 4)), parameter(inst, 0)
     vectors = fma_rows_f32(zero_tile(CHAINS), 1, base + 64, base + 8, 0)
     for _ in range(rounds):
         vectors = fma_all(vectors, x, y)

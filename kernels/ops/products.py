@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+from ..vector.instruction import inline
 from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products, zero_sums
 from ..vector.memory import prefetch
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
 from ..vector.packed_formats import FORMS, is_fine
 from ..vector.pair_sums import add_sums, has_pair_sums, widen_pairs
-from ..vector.record import inline
 from ..vector.scalars import opaque
 from ..vector.small_groups import add_scaled, start_of_fine, zero_scaled
 from ..vector.targets import load_scales

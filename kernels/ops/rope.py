@@ -23,6 +23,7 @@ from ..abi import (
 )
 from ..parameters import ROPE
 from ..registry import kernel
+from ..vector.instruction import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ..vector.lanes import clamp_i8, first_lane, keep_first, max_lanes, round_to_i32, splat_f32, vabs, vmax
 from ..vector.memory import (
     load_f32x16,
@@ -35,7 +36,6 @@ from ..vector.memory import (
     store_first,
     store_i16,
 )
-from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ..vector.scalars import div_f32, div_i64
 from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
 from .attention.attention_paths import block_parts, value_at
@@ -140,20 +140,21 @@ def store_f32(k, v, parts, slot, n):
 
 def _register(kv, store):
     @kernel(f"rope_store_{kv}")
-    def rope_store(rec, ctx, tid, n_threads):
-        heads, kv_heads, n = parameter(rec, ROPE.heads), parameter(rec, ROPE.kv_heads), parameter(rec, ROPE.head_dim)
-        group, stride, eps = div_i64(heads, kv_heads), parameter(rec, ROPE.table_stride), float_parameter(rec, ROPE.eps)
-        rotary, apart, bits = parameter(rec, ROPE.rotary), parameter(rec, ROPE.apart), flags(rec)
-        norm, units = bits & FLAG_HEAD_NORM, count(ctx, parameter(rec, ROPE.rows)) * kv_heads
+    def rope_store(inst, ctx, tid, n_threads):
+        heads, kv_heads, n = parameter(inst, ROPE.heads), parameter(inst, ROPE.kv_heads), parameter(inst, ROPE.head_dim)
+        group, stride, eps = div_i64(heads, kv_heads), parameter(inst, ROPE.table_stride), float_parameter(inst,
+                                                                                                           ROPE.eps)
+        rotary, apart, bits = parameter(inst, ROPE.rotary), parameter(inst, ROPE.apart), flags(inst)
+        norm, units = bits & FLAG_HEAD_NORM, count(ctx, parameter(inst, ROPE.rows)) * kv_heads
         unit = claim(ctx)
         while unit < units:
             t = div_i64(unit, kv_heads)
             h = unit - t * kv_heads
-            row = operand(rec, ctx, 0) + t * parameter(rec, ROPE.stride)
-            table = operand(rec, ctx, 1) + token(ctx, t, TOKEN_POSITION) * stride
+            row = operand(inst, ctx, 0) + t * parameter(inst, ROPE.stride)
+            table = operand(inst, ctx, 1) + token(ctx, t, TOKEN_POSITION) * stride
             for q in range(h * group, (h + 1) * group):
                 if norm:
-                    norm_head(row + 4 * n * q, operand(rec, ctx, 3), n, eps)
+                    norm_head(row + 4 * n * q, operand(inst, ctx, 3), n, eps)
                 rotate(row + 4 * n * q, table, rotary, apart, stride)
             if bits & FLAG_QUERIES == 0:
                 k, v = row + 4 * n * (heads + h), row + 4 * n * (heads + kv_heads + h)
@@ -162,11 +163,11 @@ def _register(kv, store):
                 elif bits & FLAG_VALUE_NORM:
                     make_value(v, v, n, eps, True)
                 if norm:
-                    norm_head(k, operand(rec, ctx, 4), n, eps)
+                    norm_head(k, operand(inst, ctx, 4), n, eps)
                 rotate(k, table, rotary, apart, stride)
-                slot = slot_of(ctx, t, parameter(rec, ROPE.recent))
-                n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
-                parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
+                slot = slot_of(ctx, t, parameter(inst, ROPE.recent))
+                n_blocks, size = parameter(inst, ROPE.blocks), parameter(inst, ROPE.block_bytes)
+                parts = block_parts(operand(inst, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
                 store(k, v, parts, slot & 15, n)
             unit = claim(ctx)
         return 0

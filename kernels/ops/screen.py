@@ -33,6 +33,7 @@ from ..abi import (
 )
 from ..parameters import SCREEN
 from ..registry import kernel
+from ..vector.instruction import claim, count, inline, operand, parameter, token
 from ..vector.lanes import (
     first_lane,
     keep_first,
@@ -46,14 +47,13 @@ from ..vector.lanes import (
     vmax,
 )
 from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16
-from ..vector.record import claim, count, inline, operand, parameter, token
 from ..vector.scalars import div_i64, f32_from_bits, sqrt_f32
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
-from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
+from .linear import Addresses, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_ffn.neuron_parts import q8_block
 from .products import matmul_of
-from .sampling.draw import sample_spec_of
+from .sampling.sample import sample_spec_of
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
@@ -81,20 +81,20 @@ def inside(v, i, vocab_size):
 
 
 @kernel("screen_maxima")
-def screen_maxima(rec, ctx, tid, n_threads):
+def screen_maxima(inst, ctx, tid, n_threads):
     """The largest estimate of each chunk."""
-    vocab_size, rows = parameter(rec, SCREEN.vocab_size), count(ctx, COUNT_SAMPLES)
+    vocab_size, rows = parameter(inst, SCREEN.vocab_size), count(ctx, COUNT_SAMPLES)
     chunks = div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)
     unit = claim(ctx)
     while unit < rows * chunks:
         r = div_i64(unit, chunks)
         chunk = unit - r * chunks
         if screened(ctx, r):
-            estimates = operand(rec, ctx, 3) + r * parameter(rec, SCREEN.out_stride)
+            estimates = operand(inst, ctx, 3) + r * parameter(inst, SCREEN.out_stride)
             top, first = splat_f32(-_INFINITY), chunk * SAMPLE_CHUNK
             for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
                 top = vmax(top, inside(load_f32x16(estimates + 4 * i), i, vocab_size))
-            store_f32(operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride) + SCREEN_MAXIMA + 4 * chunk,
+            store_f32(operand(inst, ctx, 5) + r * parameter(inst, SCREEN.work_stride) + SCREEN_MAXIMA + 4 * chunk,
                       max_lanes(top))
         unit = claim(ctx)
     return 0
@@ -140,10 +140,10 @@ def _alone(make_matmul, group, n):
     matmul = make_matmul(group, 1, n, alone=True)
 
     @inline
-    def compute(rec, w, base, tile, scratch):
-        size = parameter(rec, SCREEN.tile_bytes)
-        acc = matmul(w + tile * size, (0, 0), parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
-                      base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets), 0)
+    def compute(inst, w, base, tile, scratch):
+        size = parameter(inst, SCREEN.tile_bytes)
+        acc = matmul(w + tile * size, (0, 0), parameter(inst, SCREEN.records), base, parameter(inst, SCREEN.x_stride),
+                      base + n * parameter(inst, SCREEN.x_scales), base + n * parameter(inst, SCREEN.x_offsets), 0)
         store_block(1, acc, scratch, 64)
 
     return compute
@@ -153,18 +153,18 @@ def _of_block(steps, single):
     """Run the function of so many tokens: of pairs of tokens and functions, or the one of a single token."""
     if not steps:
         @inline
-        def alone(n, rec, w, base, tile, scratch):
-            single(rec, w, base, tile, scratch)
+        def alone(n, inst, w, base, tile, scratch):
+            single(inst, w, base, tile, scratch)
 
         return alone
     (height, compute), other = steps[0], _of_block(steps[1:], single)
 
     @inline
-    def run(n, rec, w, base, tile, scratch):
+    def run(n, inst, w, base, tile, scratch):
         if n == height:
-            compute(rec, w, base, tile, scratch)
+            compute(inst, w, base, tile, scratch)
         else:
-            other(n, rec, w, base, tile, scratch)
+            other(n, inst, w, base, tile, scratch)
 
     return run
 
@@ -173,27 +173,27 @@ def _register_least(name, make_matmul, group):
     of_block = _of_block([(n, _alone(make_matmul, group, n)) for n in token_tiles()], _alone(make_matmul, group, 1))
 
     @inline
-    def exact(rec, w, x, r, tokens, tile, scratch):
+    def exact(inst, w, x, r, tokens, tile, scratch):
         """The logits of a tile for row r."""
-        base, j, n = q8_block(x, parameter(rec, SCREEN.x_stride), r, tokens)
-        of_block(n, rec, w, base, tile, scratch)
+        base, j, n = q8_block(x, parameter(inst, SCREEN.x_stride), r, tokens)
+        of_block(n, inst, w, base, tile, scratch)
         return load_f32x16(scratch + 64 * j)
 
     @kernel(name)
-    def run(rec, ctx, tid, n_threads):
-        scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
-        vocab_size, tokens = parameter(rec, SCREEN.vocab_size), count(ctx, parameter(rec, SCREEN.rows))
+    def run(inst, ctx, tid, n_threads):
+        scratch = operand(inst, ctx, 7) + tid * parameter(inst, SCREEN.scratch)
+        vocab_size, tokens = parameter(inst, SCREEN.vocab_size), count(ctx, parameter(inst, SCREEN.rows))
         r = claim(ctx)
         while r < count(ctx, COUNT_SAMPLES):
-            work = operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride)
+            work = operand(inst, ctx, 5) + r * parameter(inst, SCREEN.work_stride)
             least, far = first_lane(splat_f32(-_INFINITY)), first_lane(splat_f32(0.0))
             if screened(ctx, r):
-                estimates = operand(rec, ctx, 3) + r * parameter(rec, SCREEN.out_stride)
+                estimates = operand(inst, ctx, 3) + r * parameter(inst, SCREEN.out_stride)
                 tile = best_tile(estimates, work + SCREEN_MAXIMA, vocab_size)
-                logits = exact(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), r, tokens, tile, scratch)
+                logits = exact(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), r, tokens, tile, scratch)
                 least = max_lanes(inside(logits, 16 * tile, vocab_size))
-                far = reach(operand(rec, ctx, 6) + r * parameter(rec, SCREEN.low_stride),
-                            parameter(rec, SCREEN.width), parameter(rec, SCREEN.rank))
+                far = reach(operand(inst, ctx, 6) + r * parameter(inst, SCREEN.low_stride),
+                            parameter(inst, SCREEN.width), parameter(inst, SCREEN.rank))
             store_f32(work + SCREEN_LEAST, least)
             store_f32(work + SCREEN_REACH, far)
             r = claim(ctx)
@@ -203,7 +203,7 @@ def _register_least(name, make_matmul, group):
 class Estimated(NamedTuple):
     """A product, and addresses of what tells which of its tiles matter."""
 
-    matmul: Place
+    matmul: Addresses
     estimates: int
     bounds: int
     work: int
@@ -215,19 +215,19 @@ def _step(make_matmul, group, n):
 
     @inline
     def step(at, tile, t, tiles, following, gap):
-        rec, out, estimates, bounds = at.matmul.rec, at.matmul.out, at.estimates, at.bounds
-        scratch, stride, wanted = at.matmul.scratch, parameter(rec, SCREEN.out_stride), 0
+        inst, out, estimates, bounds = at.matmul.inst, at.matmul.out, at.estimates, at.bounds
+        scratch, stride, wanted = at.matmul.scratch, parameter(inst, SCREEN.out_stride), 0
         for j in range(n):
-            row, place = at.work + (t + j) * parameter(rec, SCREEN.work_stride), (t + j) * stride + 64 * tile
-            estimate = load_f32x16(estimates + place)
+            row, offset = at.work + (t + j) * parameter(inst, SCREEN.work_stride), (t + j) * stride + 64 * tile
+            estimate = load_f32x16(estimates + offset)
             most = estimate + load_f32x16(bounds + 64 * tile) * splat_f32(load_f32(row + SCREEN_REACH))
-            most = inside(most, 16 * tile, parameter(rec, SCREEN.vocab_size))
+            most = inside(most, 16 * tile, parameter(inst, SCREEN.vocab_size))
             if lanes_above(splat_f32(load_f32(row + SCREEN_LEAST)), most) == _ALL:  # NaN is above and below nothing
-                store_f32x16(out + place, estimate)
+                store_f32x16(out + offset, estimate)
             else:
                 wanted |= 1 << j
         if wanted:
-            compute(rec, at.matmul.w, at.matmul.x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
+            compute(inst, at.matmul.w, at.matmul.x + t * parameter(inst, SCREEN.x_stride), tile, scratch)
             for j in range(n):
                 if wanted >> j & 1:
                     store_f32x16(out + (t + j) * stride + 64 * tile, load_f32x16(scratch + 64 * j))
@@ -240,15 +240,15 @@ def _register_head(name, make_matmul, group):
     whole_chunks = in_chunks(chunk_of_rows(make_matmul, group))
 
     @kernel(name)
-    def run(rec, ctx, tid, n_threads):
-        scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
-        matmul = Place(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), 0, scratch)
-        tokens, tiles = count(ctx, parameter(rec, SCREEN.rows)), parameter(rec, SCREEN.tiles)
-        chunk = parameter(rec, SCREEN.chunk)
+    def run(inst, ctx, tid, n_threads):
+        scratch = operand(inst, ctx, 7) + tid * parameter(inst, SCREEN.scratch)
+        matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
+        tokens, tiles = count(ctx, parameter(inst, SCREEN.rows)), parameter(inst, SCREEN.tiles)
+        chunk = parameter(inst, SCREEN.chunk)
         if count(ctx, COUNT_SAMPLES) == 0:  # nobody has made estimates
             whole_chunks(matmul, ctx, tiles, chunk, tokens)
             return 0
-        at = Estimated(matmul, operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5))
+        at = Estimated(matmul, operand(inst, ctx, 3), operand(inst, ctx, 4), operand(inst, ctx, 5))
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):

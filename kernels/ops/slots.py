@@ -22,8 +22,8 @@ from ..abi import (
     STREAM_PIECES,
     STREAM_RELEASED,
 )
+from ..vector.instruction import inline
 from ..vector.memory import load_i64, store_i64
-from ..vector.record import inline
 from ..vector.targets import atomic_add, atomic_load, atomic_store
 from .stream import redeem
 

@@ -36,8 +36,8 @@ from ..abi import (
     TOKEN_ROW,
     TOKEN_SLOT,
 )
+from ..vector.instruction import count, inline
 from ..vector.memory import load_f64, load_i32, load_i64, store_i32, store_i64
-from ..vector.record import count, inline
 
 
 @inline

@@ -28,6 +28,7 @@ from ..abi import (
     CTX_FUTEX_NUMBER,
     CTX_HOST_FUTEX,
     CTX_STREAM,
+    INST_PARAMETERS,
     PART_BEHIND,
     PART_BYTES,
     PART_LEFT,
@@ -38,7 +39,6 @@ from ..abi import (
     PIECE_OFFSET,
     PIECE_PART,
     PIECE_TO,
-    REC_PARAMETERS,
     STREAM_BUSY,
     STREAM_DROP,
     STREAM_ENDS,
@@ -59,10 +59,10 @@ from ..abi import (
     STREAM_STATE,
 )
 from ..registry import kernel
+from ..vector.instruction import inline
 from ..vector.memory import load_i32, load_i64, store_i64
-from ..vector.record import inline
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call4, call6
-from .walk import FUTEX_WAKE_PRIVATE, await_change, change
+from .forward import FUTEX_WAKE_PRIVATE, await_change, change
 
 TRIES = 3
 """Calls of `pread` for one piece: a signal may cut one short."""
@@ -141,39 +141,39 @@ def await_release(ctx, stream, free):
 
 
 @kernel("reader")
-def reader(rec, ctx, tid, n_threads):
-    """The life of a thread that reads; `rec` is the STREAM_* block.
+def reader(inst, ctx, tid, n_threads):
+    """The life of a thread that reads; `inst` is the STREAM_* block.
 
     With `tid` < 0: set the state to `n_threads`, wake all readers and return. Who looks at the state sees all that was
     written before, and who set it sees how many are busy with the last one.
     """
-    gate = rec + STREAM_GATE
+    gate = inst + STREAM_GATE
     if tid < 0:
-        atomic_store(rec + STREAM_STATE, n_threads)
+        atomic_store(inst + STREAM_STATE, n_threads)
         change(ctx, gate, atomic_load(gate) + 1)
         return 0
     while True:
         seen = atomic_load(gate)
-        if atomic_load(rec + STREAM_STATE) == STREAM_ENDS:
-            atomic_add(rec + STREAM_BUSY, -1)
+        if atomic_load(inst + STREAM_STATE) == STREAM_ENDS:
+            atomic_add(inst + STREAM_BUSY, -1)
             return 0
-        if reads(rec):
-            claim = atomic_add(rec + STREAM_NEXT, 1)
-            await_buffer(ctx, rec, claim)
-            if reads(rec):
-                fetch(ctx, rec, claim % load_i64(rec + STREAM_N_PIECES))
+        if reads(inst):
+            claim = atomic_add(inst + STREAM_NEXT, 1)
+            await_buffer(ctx, inst, claim)
+            if reads(inst):
+                fetch(ctx, inst, claim % load_i64(inst + STREAM_N_PIECES))
         else:
-            atomic_add(rec + STREAM_BUSY, -1)
+            atomic_add(inst + STREAM_BUSY, -1)
             await_change(ctx, gate, seen, 0)
-            atomic_add(rec + STREAM_BUSY, 1)
+            atomic_add(inst + STREAM_BUSY, 1)
 
 
 @kernel("stream_release")
-def stream_release(rec, ctx, tid, n_threads):
+def stream_release(inst, ctx, tid, n_threads):
     """Give the buffer of a part back to the readers: all threads are done with it."""
     if tid == 0:
         stream = load_i64(ctx + CTX_STREAM)
-        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * load_i32(rec + REC_PARAMETERS), 0)
+        atomic_store(load_i64(stream + STREAM_EVENTS) + 8 * load_i32(inst + INST_PARAMETERS), 0)
         atomic_add(stream + STREAM_RELEASED, 1)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     return 0

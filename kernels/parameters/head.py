@@ -11,9 +11,9 @@ class _Sample(NamedTuple):
     work_stride: int
     """Bytes from one row of work to the next."""
     sums: int
-    """Place of the sums of chunks in a row of work (abi.sample_row)."""
+    """Offset of the sums of chunks in a row of work (abi.sample_row)."""
     candidates: int
-    """Place of the candidates."""
+    """Offset of the candidates."""
 
 
 class _Screen(NamedTuple):

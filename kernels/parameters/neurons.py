@@ -35,9 +35,9 @@ class _NeuronGated(NamedTuple):
     eps: int
     """Fused input: epsilon of the norm, float32 bits."""
     x_scales: int
-    """Place of the scales in a row of x: behind its values, padding included."""
+    """Offset of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
-    """Place of the offsets (-8 x sum of a group) in a row of x."""
+    """Offset of the offsets (-8 x sum of a group) in a row of x."""
     mask_stride: int
     """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
     cold: int
@@ -99,9 +99,9 @@ class _NeuronMask(NamedTuple):
     token_tiles: int
     """Signs: tokens of the blocks (abi.pack_token_tiles): compiled into the kernel."""
     x_scales: int
-    """Signs: place of the scales in a row of x: behind its values, padding included."""
+    """Signs: offset of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
-    """Signs: place of the offsets in a row of x."""
+    """Signs: offset of the offsets in a row of x."""
     group: int
     """Signs: elements of x that share a scale."""
 

@@ -14,9 +14,9 @@ class _Linear(NamedTuple):
     x_stride: int
     """Bytes from one token's x to the next."""
     x_scales: int
-    """Place of the scales in a row of x: behind its values, padding included."""
+    """Offset of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
-    """Place of the offsets (-8 x sum of a group) in a row of x."""
+    """Offset of the offsets (-8 x sum of a group) in a row of x."""
     out_stride: int
     rows: int
     """Index of the count of tokens."""

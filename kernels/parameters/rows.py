@@ -13,9 +13,9 @@ class _Rows(NamedTuple):
     rows: int
     """Index of the count of rows."""
     scales: int
-    """q8 output: place of the scales in a row: behind its values, padding included."""
+    """q8 output: offset of the scales in a row: behind its values, padding included."""
     offsets: int
-    """q8 output: place of the offsets (-8 x sum of a group) in a row."""
+    """q8 output: offset of the offsets (-8 x sum of a group) in a row."""
     group: int
     """q8 output: elements that share a scale."""
     eps: int

@@ -1,6 +1,7 @@
 """NumPy references: what each kernel must leave in memory, computed from memory as it was before.
 
-`REFERENCES[name](InstructionView(record, ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
+`REFERENCES[name](InstructionView(instruction,
+                                  ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
 memory holds it. The mathematics stands in functions of plain arrays (`linear_values` and the like), which specify the
 kernels; the references only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
 """
@@ -42,7 +43,7 @@ from .neuron_ffn.neuron_resolve import Cache, resolve, resolve_reference
 from .norms import norm_f32_reference, norm_q8_reference
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_reference, rotate
-from .sampling.draw import EDIT, blocks_reference, choose_reference, edit_reference
+from .sampling.sample import EDIT, blocks_reference, choose_reference, edit_reference
 from .screen import head_reference, least_reference, maxima_reference, reach
 from .stream import stream_release_reference
 from .tolerances import TOLERANCES
@@ -72,9 +73,9 @@ REFERENCES: dict[str, Reference] = {
     "neuron_mask_signs": signs_reference,
     "neuron_resolve": resolve_reference,
     "screen_maxima": maxima_reference,
-    "draw_edit": edit_reference,
-    "draw_blocks": blocks_reference,
-    "draw_choose": choose_reference,
+    "sample_edit": edit_reference,
+    "sample_blocks": blocks_reference,
+    "sample_choose": choose_reference,
     "stream_release": stream_release_reference,
 }
 for _weights in WEIGHTS:

@@ -73,9 +73,9 @@ def _deviation(one: Expected) -> str | None:
         return None
     at = np.unravel_index(int(excess.argmax()), excess.shape)
     wrong = int((excess > 0).sum())
-    place = ", ".join(str(int(i)) for i in at)
+    index = ", ".join(str(int(i)) for i in at)
     return (
-        f"{one.name}[{place}] is {have[at]:.9g}, its reference gives {want[at]:.9g} (tolerance "
+        f"{one.name}[{index}] is {have[at]:.9g}, its reference gives {want[at]:.9g} (tolerance "
         f"{float(allowed[at]):.3g}); "
         f"{wrong} of {excess.size} values deviate."
     )

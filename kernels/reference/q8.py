@@ -36,7 +36,7 @@ def q8_blocks(
     padded : int
         Values of a row, which is the offset of the scales, too.
     offsets : int
-        Place of the offsets in a row.
+        Offset of the offsets in a row.
     """
     blocks = []
     for first, n in token_blocks(n_tokens, token_tiles):

@@ -33,8 +33,8 @@ def _estimates(view: InstructionView, p: Any, rows: int) -> Floats:
     return view.array(3, np.float32, (rows, p.vocab_size), (p.out_stride, 4)).copy()
 
 
-def _work(view: InstructionView, p: Any, r: int, place: int, n: int = 1) -> Floats:
-    return view.array(5, np.float32, (n,), at=r * p.work_stride + place)
+def _work(view: InstructionView, p: Any, r: int, offset: int, n: int = 1) -> Floats:
+    return view.array(5, np.float32, (n,), at=r * p.work_stride + offset)
 
 
 def maxima_reference(view: InstructionView) -> list[Expected]:

@@ -51,7 +51,7 @@ def _activated(view: InstructionView) -> list[Expected]:
 def positions_reference(view: InstructionView) -> list[Expected]:
     """The reference of ``add_positions``: one float32 addition a value."""
     p, n = view.parameters(POSITIONS), view.count(view.parameters(POSITIONS).rows)
-    places = view.tokens(TOKEN_POSITION)[:n] + p.offset
+    positions = view.tokens(TOKEN_POSITION)[:n] + p.offset
     rows = view.array(0, np.float32, (n, p.width), (p.stride, 4))
-    tiles = view.array(1, np.float32, (int(places.max(initial=-1)) // 16 + 1, p.width, 16), (p.tile_bytes, 64, 4))
-    return [Expected("rows", rows, rows + tiles[places // 16, :, places % 16])]
+    tiles = view.array(1, np.float32, (int(positions.max(initial=-1)) // 16 + 1, p.width, 16), (p.tile_bytes, 64, 4))
+    return [Expected("rows", rows, rows + tiles[positions // 16, :, positions % 16])]

@@ -50,11 +50,11 @@ class InstructionView:
     @property
     def flags(self) -> int:
         """FLAG_* bits."""
-        return ctypes.c_int32.from_address(self.instruction + abi.REC_FLAGS).value
+        return ctypes.c_int32.from_address(self.instruction + abi.INST_FLAGS).value
 
     def address(self, index: int) -> int:
         """Address of operand `index`."""
-        word = self._word(self.instruction + abi.REC_OPERANDS + 8 * index)
+        word = self._word(self.instruction + abi.INST_OPERANDS + 8 * index)
         base = self._word(self.ctx + abi.CTX_REGIONS + 8 * (word >> abi.REGION_SHIFT))
         return base + (word & ((1 << abi.REGION_SHIFT) - 1))
 
@@ -68,7 +68,7 @@ class InstructionView:
         """Parameters by name: a tuple like LINEAR of kernels.parameters, with the instruction's values."""
         kind = type(family)
         if kind not in self._named:
-            words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.instruction + abi.REC_PARAMETERS)[:]
+            words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.instruction + abi.INST_PARAMETERS)[:]
             self._named[kind] = kind(*(words[i] for i in family))  # type: ignore[arg-type]
         return self._named[kind]
 

@@ -44,7 +44,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     if extension:
         import_module(extension)
     else:
-        from ..ops import elementwise, linear, norms, probe, rope, screen, stream, values, walk  # noqa: F401
+        from ..ops import elementwise, forward, linear, norms, probe, rope, screen, stream, values  # noqa: F401
         from ..ops.attention import (  # noqa: F401
             attention,
             attention_merge,
@@ -55,7 +55,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
         )
         from ..ops.experts import experts, experts_input, experts_resolve, route  # noqa: F401
         from ..ops.neuron_ffn import neuron_down, neuron_gated, neuron_mask, neuron_resolve  # noqa: F401
-        from ..ops.sampling import draw  # noqa: F401
+        from ..ops.sampling import sample  # noqa: F401
 
     return KERNELS
 
@@ -125,7 +125,7 @@ def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[by
 
 def _keep_apart(module: Any) -> None:
     """Tell LLVM to leave outlined helpers alone; it would inline nearly all of them, and each into several places."""
-    from ..vector.record import OUTLINED
+    from ..vector.instruction import OUTLINED
 
     names = {made.fndesc.mangled_name for helper in OUTLINED for made in helper.overloads.values()}
     for function in module.functions:
@@ -134,15 +134,15 @@ def _keep_apart(module: Any) -> None:
 
 
 def _entry(name: str, mangled: str, module: Any) -> str:
-    """IR of ``int64 name(rec, ctx, tid, n_threads)``, which calls Numba's function by its own convention."""
+    """IR of ``int64 name(inst, ctx, tid, n_threads)``, which calls Numba's function by its own convention."""
     return f"""
         target datalayout = "{module.data_layout}"
         target triple = "{module.triple}"
         declare i32 @"{mangled}"(ptr, ptr, i64, i64, i64, i64)
-        define i64 @{name}(i64 %rec, i64 %ctx, i64 %tid, i64 %n) {{
+        define i64 @{name}(i64 %inst, i64 %ctx, i64 %tid, i64 %n) {{
           %result = alloca i64
           %error = alloca ptr
-          %status = call i32 @"{mangled}"(ptr %result, ptr %error, i64 %rec, i64 %ctx, i64 %tid, i64 %n)
+          %status = call i32 @"{mangled}"(ptr %result, ptr %error, i64 %inst, i64 %ctx, i64 %tid, i64 %n)
           %value = load i64, ptr %result
           ret i64 %value
         }}"""

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 180.0
 """Longest wait for another process that compiles the same set: it may have been stopped."""
 TICK_SECONDS = 0.5
 _DAY_SECONDS = 86400
-_EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
+_EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
 _REMEDY = "Set EDGEINFER_CACHE to a directory that you can write and nobody else."
 _unkept: dict[KernelSet, dict[str, bytes]] = {}
 """Kernels that this process has compiled and could not store."""
@@ -137,9 +137,9 @@ class _Compilation:
 
         more = " more" if any(self._directory.glob("*.o")) else ""
         n_processes = build.processes(n)
-        say(f"Compiling {n}{more} kernel{'s' * (n != 1)} for {self._wanted.isa.name}, once on this machine. "
+        say(f"Compiling {n}{more} kernel{'s' * (n != 1)} for {self._wanted.isa.name}, once for this machine. "
             f"{n_processes} compiler process{'es use' if n_processes != 1 else ' uses'} up to "
-            f"{build.COMPILER_BYTES / 1e6:.0f} MB each; they end before the model runs and are not in its plan.")
+            f"{build.COMPILER_BYTES / 1e6:.0f} MB each, before the model runs and outside its plan.")
 
     def _prepare(self) -> None:
         from .tidy import tidy

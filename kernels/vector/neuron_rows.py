@@ -152,7 +152,7 @@ def next_quarters(b, scales):
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
-def _places(b, q, sides, first, half_group, address, stride, tokens):
+def _addresses(b, q, sides, first, half_group, address, stride, tokens):
     """Pointers to a part's sums: per token, quarter and side (low nibbles, high nibbles) a vector of 16 outputs.
 
     Low nibbles of byte p of a line are output 2 p - p % half_group, high ones half_group further; bytes of int8 (one
@@ -172,7 +172,7 @@ def _places(b, q, sides, first, half_group, address, stride, tokens):
 
 @intrinsic(prefer_literal=True)
 def load_columns(context, tokens, q, sides, first, half_group, address, stride):
-    """Sums of q quarters from byte `first` of a line on, for some tokens, as a tile; see `_places`."""
+    """Sums of q quarters from byte `first` of a line on, for some tokens, as a tile; see `_addresses`."""
     n, quarters, both = literal(tokens), literal(q), literal(sides)
     if n is None or quarters is None or both is None:
         return None
@@ -180,9 +180,9 @@ def load_columns(context, tokens, q, sides, first, half_group, address, stride):
 
     def lower(context, b, sig, args):
         out = ir.Constant(tile.llvm, ir.Undefined)
-        places = _places(b, quarters, both, args[3], args[4], args[5], args[6], n)
-        for k, place in enumerate(places):
-            out = b.insert_value(out, b.load(place, typ=VF, align=4), k)
+        addresses = _addresses(b, quarters, both, args[3], args[4], args[5], args[6], n)
+        for k, address in enumerate(addresses):
+            out = b.insert_value(out, b.load(address, typ=VF, align=4), k)
         return out
 
     return tile(tokens, q, sides, first, half_group, address, stride), lower
@@ -196,9 +196,9 @@ def store_columns(context, tile, tokens, q, sides, first, half_group, address, s
         return None
 
     def lower(context, b, sig, args):
-        places = _places(b, quarters, both, args[4], args[5], args[6], args[7], n)
-        for k, place in enumerate(places):
-            b.store(b.extract_value(args[0], k), place, align=4)
+        addresses = _addresses(b, quarters, both, args[4], args[5], args[6], args[7], n)
+        for k, address in enumerate(addresses):
+            b.store(b.extract_value(args[0], k), address, align=4)
         return context.get_dummy_value()
 
     return types.none(tile, tokens, q, sides, first, half_group, address, stride), lower
@@ -239,8 +239,8 @@ def _column_step(codes, sides):
             floats = [codes(b, b.add(args[3], ir.Constant(I64, 16 * (first + i)))) for i in range(quarters)]
             for t in range(n):
                 for i in range(quarters):
-                    place = pointer(b, row(b, args[4], args[5], t), 4 * (first + i))
-                    factor = splat(b, b.load(place, typ=F32, align=4), VF)
+                    address = pointer(b, row(b, args[4], args[5], t), 4 * (first + i))
+                    factor = splat(b, b.load(address, typ=F32, align=4), VF)
                     for side in range(sides):
                         k = (t * quarters + i) * sides + side
                         out = b.insert_value(out, emit_fma(b, floats[i][side], factor, b.extract_value(out, k)), k)

@@ -117,12 +117,12 @@ def dot_run(name: str, paired: bool = False):
             more = [line(i, form.first_lines) if len(form.planes) > 1 else None for i in range(count)]
             for at in range(form.run_steps // 2):
                 both = [_steps(b, form, line(i, at * form.planes[0] // 4), more[i], at) for i in range(count)]
-                place = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
+                address = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
                     else activations
                 if paired:
-                    block_value = pair_block(b, block, block_value, both, place, signed)
+                    block_value = pair_block(b, block, block_value, both, address, signed)
                 else:
-                    block_value = dot_block(b, block, block_value, both, place, dot, small)
+                    block_value = dot_block(b, block, block_value, both, address, dot, small)
             return block_value
 
         return block(block, m, address, apart, x), lower

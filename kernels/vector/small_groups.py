@@ -48,8 +48,8 @@ def unsigned_codes():
 def _lanes(b, v, lanes):
     """As many lanes; further ones are zeros."""
     n = v.type.count
-    places = [min(i, n) for i in range(lanes)]
-    return b.shuffle_vector(v, ir.Constant(v.type, None), ir.Constant(ir.VectorType(I32, lanes), places))
+    indices = [min(i, n) for i in range(lanes)]
+    return b.shuffle_vector(v, ir.Constant(v.type, None), ir.Constant(ir.VectorType(I32, lanes), indices))
 
 
 def _offsets(b, x, n, steps, offset):

@@ -50,13 +50,13 @@ def store_tile(context, tile, address, stride):
     return types.none(tile, address, stride), lower
 
 
-def _places(b, n, tile, address, stride, apart):
+def _addresses(b, n, tile, address, stride, apart):
     """Pointers to the vectors of a block of n tokens: k is row tile k // n, and in it token k % n, a stride on each."""
     return [pointer(b, row(b, row_tile(b, address, apart, k // n), stride, k % n)) for k in range(tile.n)]
 
 
-def _store(b, n, tile, value, *places):
-    for k, at in enumerate(_places(b, n, tile, *places)):
+def _store(b, n, tile, value, *addresses):
+    for k, at in enumerate(_addresses(b, n, tile, *addresses)):
         b.store(b.extract_value(value, k), at, align=4)
 
 
@@ -96,7 +96,7 @@ def add_block(context, m, block, address, stride, apart):
         return None
 
     def lower(context, b, sig, args):
-        places = _places(b, block.n // count, block, *args[2:])
-        return per_row(b, block, args[1], lambda b, v, k: b.fadd(b.load(places[k], typ=VF, align=4), v))
+        addresses = _addresses(b, block.n // count, block, *args[2:])
+        return per_row(b, block, args[1], lambda b, v, k: b.fadd(b.load(addresses[k], typ=VF, align=4), v))
 
     return block(m, block, address, stride, apart), lower

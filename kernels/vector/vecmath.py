@@ -5,8 +5,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..parameters import ACTIVATIONS
+from .instruction import inline
 from .lanes import first_lane, splat_f32, vabs, vmax
-from .record import inline
 from .scalars import div_f32
 from .simd import VF, VI, F32x16, constant, define
 from .targets import emit_fma, fma

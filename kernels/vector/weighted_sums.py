@@ -38,11 +38,11 @@ def zero_sums(context, n):
 
 def _fours(b, p, p_stride, rows):
     """The weights of each row for the four lines of a block, as ``fours(row, line)``."""
-    places = [row(b, p, p_stride, t) for t in range(rows)]
+    rows_at = [row(b, p, p_stride, t) for t in range(rows)]
     if has("neon"):  # sdot takes them from a lane
-        whole = [b.bitcast(b.load(pointer(b, at), typ=_WEIGHTS, align=1), neon.LANES) for at in places]
+        whole = [b.bitcast(b.load(pointer(b, at), typ=_WEIGHTS, align=1), neon.LANES) for at in rows_at]
         return lambda t, line: b.bitcast(neon.pick(b, whole[t], whole[t], [line] * 4), neon.BYTES)
-    return lambda t, line: b.bitcast(splat(b, b.load(pointer(b, places[t], 4 * line), typ=I32, align=4), VI), VB)
+    return lambda t, line: b.bitcast(splat(b, b.load(pointer(b, rows_at[t], 4 * line), typ=I32, align=4), VI), VB)
 
 
 def _add(b, total, line, four):

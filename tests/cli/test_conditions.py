@@ -88,7 +88,7 @@ def test_ctrl_c_that_falls_into_a_callback_is_not_lost() -> None:
 @pytest.mark.slow
 def test_the_suite_runs_where_ctrl_c_is_ignored() -> None:
     """As in the background of a shell: children that are to be interrupted listen again."""
-    chosen = ["tests/system/test_convert_disturbed.py::test_ctrl_c_leaves_nothing",
+    chosen = ["tests/system/test_convert_interrupted.py::test_ctrl_c_leaves_nothing",
               "tests/cli/test_conditions.py::test_ctrl_c_while_the_program_begins"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ),

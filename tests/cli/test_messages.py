@@ -57,7 +57,7 @@ def test_what_is_shortened_and_what_is_not() -> None:
 def test_a_known_shape_is_not_answered_with_another_model(name: str) -> None:
     """`run` needs weights: what works without them is said, and what to give."""
     sentence = edgeinfer("run", name.upper(), "Once").sentence
-    assert sentence.startswith(f"Of '{name.upper()}' only the shape is known here, without weights: 'edgeinfer plan ")
+    assert sentence.startswith(f"'{name.upper()}' is a built-in shape without weights, for 'edgeinfer plan ")
     assert sentence.endswith(f"or its id on the hub, {builtin_shapes()[name].source}.")
 
 
@@ -66,9 +66,10 @@ def test_an_unknown_name_gets_a_few_names_and_the_command_that_lists_all(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for command in ("run", "plan", "estimate", "convert"):
-        sentence = edgeinfer(command, "zzzzzz", "x").sentence if command in ("run", "convert") else \
-            edgeinfer(command, "zzzzzz", "--machine", "m1").sentence
-        assert "which 'edgeinfer plan --list' lists" in sentence and len(sentence) < 300
+        weights = command in ("run", "convert")
+        sentence = edgeinfer(command, "zzzzzz", *(("x",) if weights else ("--machine", "m1"))).sentence
+        listing = "edgeinfer models" if weights else "edgeinfer plan --list"
+        assert f"'{listing}' lists" in sentence and len(sentence) < 300
     assert "did you mean 'llama-3.2-1b'" in edgeinfer("run", "llama-3.2-1", "x").sentence
     listed = edgeinfer("plan", "--list", "--json").json["models"]
     assert [item["name"] for item in listed] == list(builtin_shapes())

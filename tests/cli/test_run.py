@@ -149,7 +149,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["run", "dmeo", "x"], 1, "Unknown model 'dmeo': no such directory and no known name; did you mean 'demo'?"),
+        (["run", "dmeo", "x"], 1, "Unknown model 'dmeo'; did you mean 'demo'?"),
         (["run", "demo", ""], 1, "The prompt is empty; give some text."),
         (["run", "demo"], 1, "The prompt is empty; give some text."),
         (["run", "demo", "x" * 4000], 1, "more than the context of 1024; the model takes 1024 at most, so shorten it."),
@@ -188,8 +188,8 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["cache", "lst"], 2, "There is no command 'lst'; did you mean list? See 'edgeinfer cache --help'."),
         (["convert", "demo"], 2, "See 'edgeinfer convert --help'."),
         (["convert", "no-such-checkpoint", "dst"], 1, "Unknown model 'no-such-checkpoint'"),
-        (["info", "/no/such/bundle"], 1, "Unknown model '/no/such/bundle'"),
-        (["verify", "/no/such/bundle"], 1, "Unknown model '/no/such/bundle'"),
+        (["info", "/no/such/bundle"], 1, "There is no file or directory '/no/such/bundle'."),
+        (["verify", "/no/such/bundle"], 1, "There is no file or directory '/no/such/bundle'."),
         (["eval", "demo"], 2, "See 'edgeinfer eval --help'."),
         (["eval", "demo", "--text", "/no/such/file"], 1, "The text /no/such/file cannot be read: No such file"),
         (["warmup", "--isa", "mmx"], 2, "Instruction set 'mmx' is not available here; choose one of"),

@@ -285,6 +285,7 @@ def test_what_is_pasted_is_one_message(terminals: list[Terminal], tmp_path: Path
     assert terminal.ended() == 0
     messages = [message for message, _ in json.loads(file.read_text())["turns"]]
     assert messages == ["The fox\nsaw it.", "one\ntwo", "three\nfour"]
+    assert "\x1b[6n" not in terminal.shown  # the terminal is not asked for its cursor: its answer would be typed text
 
 
 @pytest.mark.slow

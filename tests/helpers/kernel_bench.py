@@ -69,7 +69,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 class Bench:
-    """Memory for one instruction. `put` and `reserve` give places, `run` runs."""
+    """Memory for one instruction. `put` and `reserve` give operands, `run` runs."""
 
     def __init__(self) -> None:
         self.regions = {name: aligned(1 << 16) for name in abi.REGIONS}
@@ -84,7 +84,7 @@ class Bench:
         self.sample_specs = np.zeros(0, np.int64)
 
     def reserve(self, region: str, nbytes: int) -> int:
-        """Take 0xFF bytes of a region, 64-byte aligned; gives their place."""
+        """Take 0xFF bytes of a region, 64-byte aligned; gives their address."""
         start = self.used[region]
         self.used[region] = -(-(start + nbytes + SLACK_BYTES) // 64) * 64
         while self.used[region] > len(self.regions[region]):
@@ -94,22 +94,23 @@ class Bench:
         return abi.REGIONS.index(region) << abi.REGION_SHIFT | start
 
     def scratch(self, nbytes: int, threads: int = 1) -> int:
-        """Take scratch of so many bytes for each thread; gives its place. Nothing else of the region may be written."""
-        place = self.reserve("scratch", nbytes * threads)
-        self._scratch.append((place & ((1 << abi.REGION_SHIFT) - 1), nbytes, threads))
-        return place
+        """Take scratch of so many bytes for each thread; gives its address. Nothing else of the region may be
+        written."""
+        address = self.reserve("scratch", nbytes * threads)
+        self._scratch.append((address & ((1 << abi.REGION_SHIFT) - 1), nbytes, threads))
+        return address
 
     def put(self, region: str, data: np.ndarray) -> int:
-        """Copy an array into a region; gives its place."""
+        """Copy an array into a region; gives its address."""
         data = np.ascontiguousarray(data)
-        place = self.reserve(region, data.nbytes)
-        self.array(place, np.uint8, (data.nbytes,))[:] = data.reshape(-1).view(np.uint8)
-        return place
+        address = self.reserve(region, data.nbytes)
+        self.array(address, np.uint8, (data.nbytes,))[:] = data.reshape(-1).view(np.uint8)
+        return address
 
-    def array(self, place: int, dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
-        """Live view of a place."""
-        region = self.regions[abi.REGIONS[place >> abi.REGION_SHIFT]]
-        return np.ndarray(shape, dtype, region, place & ((1 << abi.REGION_SHIFT) - 1), strides)
+    def array(self, address: int, dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
+        """Live view of an address."""
+        region = self.regions[abi.REGIONS[address >> abi.REGION_SHIFT]]
+        return np.ndarray(shape, dtype, region, address & ((1 << abi.REGION_SHIFT) - 1), strides)
 
     def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0, rows=None, bases=-1, masks=-1,
                roles=-1) -> None:
@@ -131,7 +132,7 @@ class Bench:
         self._recent = recent
 
     def run(
-        self, isa: str, name: str, places: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
+        self, isa: str, name: str, operands: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
         keep: bool = False, reference: Callable[[InstructionView], list[Expected]] | None = None,
     ) -> dict[str, np.ndarray]:
         """Run a kernel, compare with its reference, see that nothing else changed; gives what the reference's arrays
@@ -140,7 +141,7 @@ class Bench:
         Arrays of one name (blocks of tokens) come as one, block after block. Memory is put back afterwards unless
         `keep`. `reference` stands in for the kernel's own.
         """
-        instruction, ctx, alive = self._instruction(places, parameters, flags), self._ctx(), self.regions
+        instruction, ctx, alive = self._instruction(operands, parameters, flags), self._ctx(), self.regions
         before = {region: data.copy() for region, data in alive.items()}
         reference = reference or reference_of(name)
         assert reference, f"{name} has no reference"
@@ -159,12 +160,12 @@ class Bench:
         return found
 
     @staticmethod
-    def _instruction(places: Sequence[int], parameters: Sequence[int], flags: int) -> np.ndarray:
+    def _instruction(operands: Sequence[int], parameters: Sequence[int], flags: int) -> np.ndarray:
         instruction = aligned(abi.INSTRUCTION_BYTES)
         instruction[:] = 0
-        instruction[abi.REC_FLAGS : abi.REC_FLAGS + 4].view(np.int32)[:] = flags
-        instruction[abi.REC_OPERANDS : abi.REC_OPERANDS + 8 * len(places)].view(np.int64)[:] = places
-        instruction[abi.REC_PARAMETERS : abi.REC_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
+        instruction[abi.INST_FLAGS : abi.INST_FLAGS + 4].view(np.int32)[:] = flags
+        instruction[abi.INST_OPERANDS : abi.INST_OPERANDS + 8 * len(operands)].view(np.int64)[:] = operands
+        instruction[abi.INST_PARAMETERS : abi.INST_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
         return instruction
 
     def _ctx(self) -> np.ndarray:
@@ -200,10 +201,10 @@ class Bench:
 
     def _check_untouched(self, before: dict[str, np.ndarray], written: list[np.ndarray], threads: int) -> None:
         """Everything outside the `written` views, and outside the scratch of these threads, is as it was."""
-        places = [(view, view.__array_interface__["data"][0]) for view in written if view.size]
+        operands = [(view, view.__array_interface__["data"][0]) for view in written if view.size]
         for region, data in self.regions.items():
             start, old = data.ctypes.data, before[region].copy()
-            for view, address in places:
+            for view, address in operands:
                 at = address - start
                 if 0 <= at < len(data):
                     np.ndarray(view.shape, view.dtype, old, at, view.strides)[...] = view

@@ -51,8 +51,8 @@ class PythonKernels:
         self.base = 0
         self._entries = {name: ENTRY(functools.partial(self._call, f)) for name, f in functions.items()}
 
-    def _call(self, function: Callable[[int, int], int | None], rec: int, ctx: int, tid: int, n_threads: int) -> int:
-        return function((rec - self.base) // abi.INSTRUCTION_BYTES, tid) or 0
+    def _call(self, function: Callable[[int, int], int | None], inst: int, ctx: int, tid: int, n_threads: int) -> int:
+        return function((inst - self.base) // abi.INSTRUCTION_BYTES, tid) or 0
 
     def addresses(self, names: tuple[str, ...]) -> dict[str, int]:
         return {name: ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0 for name in names}

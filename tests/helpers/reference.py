@@ -56,16 +56,16 @@ class _State:
         return [self._part(source) for source in weight.sources]
 
     def _part(self, source: Any) -> np.ndarray:
-        """A part of a checkpoint tensor: steps backwards over all its places, then forwards over the values."""
+        """A part of a checkpoint tensor: steps backwards over all its origins, then forwards over the values."""
         whole = self._tensor(source)[source.index].astype(self.dtype)
         assert whole.shape == source.stored[len(source.index) :], source.name
-        places = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
+        origins = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
         for step in reversed(source.steps):
-            places.append(step.origin(*places[-1]))
-        rows, columns = places.pop()
+            origins.append(step.origin(*origins[-1]))
+        rows, columns = origins.pop()
         values = whole.reshape(len(whole), -1)[rows][:, columns]
         for step in source.steps:
-            values = step.apply(values, *places.pop(), lambda by, which: self._part(by)[which])
+            values = step.apply(values, *origins.pop(), lambda by, which: self._part(by)[which])
         return values.reshape(source.shape)
 
     def _tensor(self, source: Any) -> np.ndarray:
@@ -386,7 +386,7 @@ def latent_attention(state: _State, op: Any, queries: np.ndarray) -> np.ndarray:
     return np.einsum("hqk,kd->qhd", weights, v).reshape(n, -1)
 
 
-def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
+def sample(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     """Nothing here: tests of the sampler have an oracle of their own."""
     return np.zeros((len(logits), op.out.width), logits.dtype)
 
@@ -395,7 +395,7 @@ OPS = {f.__name__: f for f in (embed, token_rows, add_positions, activate, layer
                                gather_outputs, quantize, rms_norm, linear, linear_part, gated, neuron_gated,
                                neuron_down, route, sort_routes, experts_input, experts_gated, experts_down,
                                sigmoid_gate, rope_store, rotate_queries, attention, quantize_heads, head_linear,
-                               store_latent, latent_attention, draw)}
+                               store_latent, latent_attention, sample)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

@@ -58,8 +58,8 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, heights: tupl
             for t in range(first, first + n):
                 k, g, j = np.arange(at_scales), np.arange(4), t - first
                 np.testing.assert_array_equal(flat[base + k // 4 * 4 * n + 4 * j + k % 4].view(np.int8), codes[t])
-                places = [base + n * at + 4 * (g * n + j) + np.arange(4)[:, None] for at in (at_scales, at_offsets)]
-                words = [flat[place].T for place in places]
+                operands = [base + n * at + 4 * (g * n + j) + np.arange(4)[:, None] for at in (at_scales, at_offsets)]
+                words = [flat[place].T for place in operands]
                 np.testing.assert_array_equal(np.ascontiguousarray(words[0]).view(np.float32)[:, 0], scales[t])
                 sums = codes[t].reshape(4, group).sum(axis=1, dtype=np.int32)
                 np.testing.assert_array_equal(np.ascontiguousarray(words[1]).view(np.int32)[:, 0], -8 * sums)
@@ -68,9 +68,9 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, heights: tupl
             np.testing.assert_array_equal(have, want)
 
 
-def run_fused(isa: str, kind: int, bench: Bench, name: str, places: list[int], width: int, group: int,
+def run_fused(isa: str, kind: int, bench: Bench, name: str, operands: list[int], width: int, group: int,
               parameters: list[int]) -> dict[str, np.ndarray]:
-    """Run a product whose last two places are source and norm or order: on rows quantised before, then by itself.
+    """Run a product whose last two operands are source and norm or order: on rows quantised before, then by itself.
 
     The bits are the same, and the rows are not read in the second case.
     """
@@ -80,16 +80,16 @@ def run_fused(isa: str, kind: int, bench: Bench, name: str, places: list[int], w
                 offsets=offsets, group=group, eps=1e-5, scratch=floats,
                 ordered=int(kind == abi.FUSED_ORDERED), token_tiles=abi.pack_token_tiles(token_tiles(isa)))
     bench.tokens([0])
-    bench.array(places[1], np.uint8, (stride,))[:] = 0xFF
+    bench.array(operands[1], np.uint8, (stride,))[:] = 0xFF
     scratch = bench.scratch(floats)
     maker = "rms_norm_q8" if kind == abi.FUSED_NORM else "quantize"
-    bench.run(isa, maker, [places[-2], places[1], places[-1], scratch], rows, keep=True)
+    bench.run(isa, maker, [operands[-2], operands[1], operands[-1], scratch], rows, keep=True)
     bench.counts[abi.COUNT_SEVERAL] = 1  # a forward pass of several: the rows are there
-    want = bench.run(isa, name, places, parameters)
+    want = bench.run(isa, name, operands, parameters)
     bench.counts[abi.COUNT_SEVERAL] = 0
-    bench.array(places[1], np.uint8, (stride,))[:] = 0xFF
+    bench.array(operands[1], np.uint8, (stride,))[:] = 0xFF
     for threads in (1, 2):
-        found = bench.run(isa, name, places, parameters, 0, threads)
+        found = bench.run(isa, name, operands, parameters, 0, threads)
         for array, values in want.items():
             np.testing.assert_array_equal(found[array], values, err_msg=array)
     return want
@@ -97,7 +97,7 @@ def run_fused(isa: str, kind: int, bench: Bench, name: str, places: list[int], w
 
 def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, kind: int
                    ) -> tuple[list[int], dict[str, int | float]]:
-    """Places of source and norm or order, and the parameters of a fused input; NaN follows the source."""
+    """Operands of source and norm or order, and the parameters of a fused input; NaN follows the source."""
     stride, scales, offsets = abi.q8_row_bytes(width, group)
     floats = rng.standard_normal(-(-width // 16) * 16 + 16).astype(np.float32)
     floats[width:] = np.nan
@@ -119,12 +119,12 @@ def test_a_single_token_that_matmuls_quantise_for_themselves(dtype: str, group: 
     own = WeightType(dtype, group).input_group
     for gated in (False, True):
         matmul = random_matmul(rng, dtype, group, 96, width, 1, gated=gated)
-        places, fused = fused_operands(rng, matmul.bench, width, own, kind)
+        operands, fused = fused_operands(rng, matmul.bench, width, own, kind)
         scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
-        places = [*matmul.places[:4], matmul.bench.scratch(scratch, 2), *places]
+        operands = [*matmul.operands[:4], matmul.bench.scratch(scratch, 2), *operands]
         for isa in isas(matmul.name):
             parameters = matmul.parameters(isa, scratch=scratch, **fused)
-            run_fused(isa, kind, matmul.bench, matmul.name, places, width, own, parameters)
+            run_fused(isa, kind, matmul.bench, matmul.name, operands, width, own, parameters)
 
 
 @pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM])
@@ -132,11 +132,12 @@ def test_a_single_token_that_matmuls_quantise_for_themselves(dtype: str, group: 
 def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, group: int, kind: int) -> None:
     rng, width = np.random.default_rng(group), 172
     ffn = random_ffn(rng, dtype, group, 96, width, 1)
-    places, fused = fused_operands(rng, ffn.bench, width, group, kind)
-    places = [ffn.weights, ffn.x_place, ffn.f_place, ffn.masks, ffn.scratch_place, ffn.bias, ffn.sums, *places]
+    operands, fused = fused_operands(rng, ffn.bench, width, group, kind)
+    operands = [ffn.weights, ffn.x_operand, ffn.f_operand, ffn.masks, ffn.scratch_operand, ffn.bias, ffn.sums,
+                *operands]
     for isa in ISAS:
         parameters = fill(
             NEURON_GATED, **{**ffn.values, **fused}, out_stride=ffn.f_stride, chunk=3, activation=ACTIVATIONS["silu"],
             token_tiles=abi.pack_token_tiles(token_tiles(isa)))
-        want = run_fused(isa, kind, ffn.bench, f"neuron_gated_{dtype}", places, width, group, parameters)
+        want = run_fused(isa, kind, ffn.bench, f"neuron_gated_{dtype}", operands, width, group, parameters)
         assert np.abs(want["f"]).max() > 0

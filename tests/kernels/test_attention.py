@@ -76,7 +76,7 @@ class Layer:
         group = self.heads // self.kv_heads  # no more: what is written behind it shows
         self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim, group)
         partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
-        self.places = [
+        self.operands = [
             self.bench.put("activations", qkv),
             self.bench.reserve("activations", tokens * self.out_stride),
             self.bench.put("kv", self._stale_blocks(rng)),
@@ -94,7 +94,7 @@ class Layer:
     def part(self, plane: int, h: int, block: int) -> int:
         """Return the offset of the K (plane 0), V (1) or scales (2) of a KV head in a block."""
         size = 64 if plane == 2 else self.block_bytes
-        start = self.places[2] + plane * self.kv_heads * self.blocks * self.block_bytes
+        start = self.operands[2] + plane * self.kv_heads * self.blocks * self.block_bytes
         return start + (h * self.blocks + block) * size
 
     def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
@@ -122,8 +122,8 @@ class Layer:
             rotary=self.head_dim if self.rotary is None else self.rotary,
             apart=self.apart or (self.head_dim if self.rotary is None else self.rotary) // 2, recent=self.recent,
         )
-        places = [self.places[0], self.table, self.places[2], *self.norms]
-        return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
+        operands = [self.operands[0], self.table, self.operands[2], *self.norms]
+        return self.bench.run(isa, f"rope_store_{self.kv}", operands, parameters, self.flags, threads, keep=keep)
 
     def parameters(self, tile: int | None = None) -> list[int]:
         return fill(
@@ -147,7 +147,7 @@ class Layer:
         return self._run(isa, "attention_merge", threads)
 
     def _run(self, isa: str, name: str, threads: int, tile: int | None = None, keep: bool = False) -> np.ndarray | None:
-        found = self.bench.run(isa, name, self.places, self.parameters(tile), self.attention_flags, threads, keep)
+        found = self.bench.run(isa, name, self.operands, self.parameters(tile), self.attention_flags, threads, keep)
         return found.get("out")
 
     def only(self, t: int) -> None:
@@ -155,8 +155,8 @@ class Layer:
         self.batch = {name: [values[t]] for name, values in self.batch.items()}
         self.positions = self.batch["positions"]
         self.bench.tokens(**self.batch)
-        self.places[0] += t * self.q_stride
-        self.places[1] += t * self.out_stride
+        self.operands[0] += t * self.q_stride
+        self.operands[1] += t * self.out_stride
 
 
 def chain_of(new: int, past: int = 0) -> list[Sequence]:
@@ -336,7 +336,7 @@ def test_a_dominant_key_is_attended_alone(isa: str) -> None:
             k = layer.bench.array(layer.part(0, 0, block), np.float32, (16, 16))  # (dimension, token)
             k[:] = 0
             k[0, :] = [400.0 if 16 * i + j == winner else -400.0 for j in range(16)]
-        layer.bench.array(layer.places[0], np.float32, (16,))[:] = [4.0] + [0.0] * 15
+        layer.bench.array(layer.operands[0], np.float32, (16,))[:] = [4.0] + [0.0] * 15
         v = layer.part(1, 0, sequence.blocks[winner // 16])
         row = layer.bench.array(v, np.float32, (16, 16))[winner % 16]
         np.testing.assert_array_equal(layer.attend(isa)[0], row)
@@ -354,7 +354,7 @@ def test_narrowing_to_fp16_rounds_to_nearest_even(isa: str) -> None:
     tokens, n = 64, 1024
     points = np.resize(points, (-(-len(points) // (tokens * n)), tokens, n))
     layer = Layer("f16", (1, 1, n), chain_of(tokens))
-    rows = layer.bench.array(layer.places[0], np.float32, (tokens, 3, n), (layer.q_stride, 4 * n, 4))
+    rows = layer.bench.array(layer.operands[0], np.float32, (tokens, 3, n), (layer.q_stride, 4 * n, 4))
     rows[:, :2] = 1
     for v in points:
         rows[:, 2] = v
@@ -367,7 +367,7 @@ def test_narrowing_to_fp16_rounds_to_nearest_even(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_head_of_zeros_is_stored_as_zeros(isa: str) -> None:
     layer = Layer("int8", (2, 1, 8), chain_of(3))
-    layer.bench.array(layer.places[0], np.float32, (3, 32), (layer.q_stride, 4))[1] = 0
+    layer.bench.array(layer.operands[0], np.float32, (3, 32), (layer.q_stride, 4))[1] = 0
     stored = layer.store(isa)
     assert not stored["K of token 1"].any()
     assert not stored["K of token 1 scales"].any()
@@ -415,7 +415,7 @@ def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
         tokens = len(layer.positions)
         without = layer.attend(ISAS[-1])
         layer.attention_flags = abi.FLAG_SINKS
-        layer.places += [0, 0, 0, layer.bench.put("constants", sinks)]
+        layer.operands += [0, 0, 0, layer.bench.put("constants", sinks)]
         for isa in ISAS:
             whole = layer.attend(isa)
             np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
@@ -434,7 +434,7 @@ def test_scores_fall_with_the_distance(kv: str, rounded: bool, window: int) -> N
         layer = Layer(kv, (4, 2, 40), sequences, window=window)
         without = layer.attend(ISAS[-1])
         layer.attention_flags = abi.FLAG_ALIBI | abi.FLAG_ALIBI_BF16 * rounded
-        layer.places += [0, 0, 0, 0, layer.bench.put("constants", slopes)]
+        layer.operands += [0, 0, 0, 0, layer.bench.put("constants", slopes)]
         for isa in ISAS:
             whole = layer.attend(isa)
             np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)

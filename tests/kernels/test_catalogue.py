@@ -22,7 +22,7 @@ from tests.scale_rows import SCALE
 
 ROOT = Path(edgeinfer.__file__).parents[1]
 NAMES = {name for family in catalogue.FAMILIES for name in family.kernels}
-MODULE, REFERENCE = "tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.twins:scale_rows"}
+MODULE, REFERENCE = "tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.reference:scale_rows"}
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +75,11 @@ def test_a_kernel_from_outside_runs_beside_the_packages_own(isa: str) -> None:
     extend(MODULE, REFERENCE)
     assert catalogue.is_known("scale_rows") and catalogue.has_reference("scale_rows")
     bench, x = Bench(), np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32)
-    places = [bench.put("activations", x), bench.reserve("activations", x.nbytes)]
+    operands = [bench.put("activations", x), bench.reserve("activations", x.nbytes)]
     bench.tokens([0] * 5)
     for threads in (1, 2):
         parameters = fill(SCALE, width=33, stride=192, rows=abi.COUNT_TOKENS, factor=-1.5)
-        out = bench.run(isa, "scale_rows", places, parameters, threads=threads)["out"]
+        out = bench.run(isa, "scale_rows", operands, parameters, threads=threads)["out"]
         np.testing.assert_array_equal(out, x[:, :33] * np.float32(-1.5))
 
 
@@ -96,7 +96,7 @@ def test_its_set_is_named_by_its_sources_and_by_those_of_the_package(
 ) -> None:
     shutil.copytree(ROOT / "tests" / "scale_rows", tmp_path / "scaling")
     monkeypatch.syspath_prepend(tmp_path)
-    extend("scaling.kernels", {"scale_rows": "scaling.twins:scale_rows"})
+    extend("scaling.kernels", {"scale_rows": "scaling.reference:scale_rows"})
     extension = catalogue.extension_of("scale_rows")
 
     def name() -> str:

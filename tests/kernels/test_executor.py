@@ -222,7 +222,7 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    "mode", ["walks", "ways", "open_close", "drop", "leave", "fork", "fork_importing", "fork_holding", "interrupts",
+    "mode", ["passes", "modes", "open_close", "drop", "leave", "fork", "fork_importing", "fork_holding", "interrupts",
              "ctrl_c", "flow"]
 )
 def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
@@ -370,7 +370,7 @@ def test_the_profile_of_a_model(models: Path) -> None:
         logits_of(opened, tokens(200))
         wall = time.perf_counter_ns() - begin
         profile = opened.executor.stop_profile()
-        idle = np.array([instruction.kernel == "attention_merge" or instruction.kernel.startswith("draw_")
+        idle = np.array([instruction.kernel == "attention_merge" or instruction.kernel.startswith("sample_")
                          for instruction in opened.program.instructions])
         assert (profile[~idle] > 0).all() and not profile[idle].any()
         assert profile.sum() < wall

@@ -28,7 +28,7 @@ def make() -> Iterator[Make]:
 
 
 def with_event(executor: Executor, instruction: int, event: int = 3) -> Executor:
-    executor.program.words.view(np.int32)[instruction, abi.REC_EVENT // 4] = 1 + event
+    executor.program.words.view(np.int32)[instruction, abi.INST_EVENT // 4] = 1 + event
     executor.joins = False  # as for a program that has completion events from the beginning
     return executor
 

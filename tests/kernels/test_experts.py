@@ -15,7 +15,7 @@ from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_ty
 from tests.kernels.test_linear import WEIGHTS, kernel_name, random_weights
 
 STRIDE = 16
-PLACES = [(dtype, group, isa) for dtype, group in WEIGHTS for isa in isas(kernel_name("experts_gated", dtype, group))]
+CASES = [(dtype, group, isa) for dtype, group in WEIGHTS for isa in isas(kernel_name("experts_gated", dtype, group))]
 """Types of weights, each with the instruction sets that it is tested on."""
 
 
@@ -27,7 +27,7 @@ def route(isa: str, logits: np.ndarray, active: int, threads: int = 1, bias: np.
     rows = np.full((tokens, width), np.nan, np.float32)
     rows[:, :experts] = logits
     out_stride = -(-active // 4) * 64
-    places = [bench.put("activations", rows), bench.reserve("activations", tokens * out_stride),
+    operands = [bench.put("activations", rows), bench.reserve("activations", tokens * out_stride),
               bench.put("constants", np.zeros(width, np.float32) if bias is None else bias),
               bench.scratch(12 * width, 3), 0 if factors is None else bench.put("constants", factors)]
     bench.tokens([0] * tokens)
@@ -35,7 +35,7 @@ def route(isa: str, logits: np.ndarray, active: int, threads: int = 1, bias: np.
                   rows=abi.COUNT_TOKENS, scratch=12 * width,
                   **{"scale": 1.0, "groups": 1, "active_groups": 1, "group_best": 1, **parameters})
     flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_SCALED * (factors is not None)
-    found = bench.run(isa, "route", places, values, flags, threads)
+    found = bench.run(isa, "route", operands, values, flags, threads)
     return found["experts"], found["weights"]
 
 
@@ -103,7 +103,7 @@ def _ids_without_reference(isa: str, logits: np.ndarray, active: int) -> np.ndar
     bench = Bench()
     rows = np.full((1, 32), np.nan, np.float32)
     rows[:, : logits.shape[1]] = logits
-    places = [bench.put("activations", rows), bench.reserve("activations", 256), 0, bench.scratch(384)]
+    operands = [bench.put("activations", rows), bench.reserve("activations", 256), 0, bench.scratch(384)]
     bench.tokens([0])
     values = fill(ROUTE, experts=logits.shape[1], active=active, in_stride=128, out_stride=256, rows=abi.COUNT_TOKENS,
                   scratch=384, scale=1.0, groups=1, active_groups=1, group_best=1)
@@ -112,7 +112,7 @@ def _ids_without_reference(isa: str, logits: np.ndarray, active: int) -> np.ndar
         out = view.array(1, np.int32, (64,))
         return [Expected("out", out, lambda: out)]
 
-    found = bench.run(isa, "route", places, values, reference=reference)["out"]
+    found = bench.run(isa, "route", operands, values, reference=reference)["out"]
     return found.reshape(-1, 4)[:active, 0][None]
 
 
@@ -166,12 +166,12 @@ def test_tokens_are_sorted_by_expert(isa: str, experts: int, active: int) -> Non
     for tokens in (2, 7, 33, 513):
         mix = moe(rng, tokens, experts, active, skew=0.5)
         bench, rows = Bench(), mix.rows
-        places = [bench.put("activations", rows), bench.reserve("activations", 32 * tokens * active), 0,
+        operands = [bench.put("activations", rows), bench.reserve("activations", 32 * tokens * active), 0,
                   bench.scratch(4 * experts + 64, 3)]
         bench.tokens([0] * tokens)
         values = fill(ROUTE, experts=experts, active=active, in_stride=rows.shape[1] * 4, rows=abi.COUNT_TOKENS,
                       scratch=4 * experts + 64)
-        found = bench.run(isa, "sort_routes", places, values, threads=3)
+        found = bench.run(isa, "sort_routes", operands, values, threads=3)
         np.testing.assert_array_equal(found["segments"], mix.listed[tokens * active :, :3])
         np.testing.assert_array_equal(found["tokens"], mix.listed[: tokens * active, 1])
 
@@ -246,20 +246,21 @@ class Layer:
                           activation=ACTIVATIONS[activation], limit=limit, scratch=room, token_tiles=tiles_of,
                           fused=abi.FUSED_QUANTISE if self.group else 0, width=widths[step], group=self.input_group,
                           active=active, source_stride=stride)
-            x_place = inputs[step] if self.group or step == 0 else given
-            places = [bench.put("weights", weights), x_place, to, bench.put("constants", bias), scratch, given, rows,
+            x_operand = inputs[step] if self.group or step == 0 else given
+            operands = [bench.put("weights", weights), x_operand, to, bench.put("constants", bias), scratch, given,
+                        rows,
                       listed]
             flags = abi.FLAG_BIAS * self.bias | abi.FLAG_RESIDUAL * (onto and step)
             if not in_slots:
                 weights = apart(weights, mix.experts)
-                places[0], values[LINEAR.expert_bytes] = bench.put("weights", weights), weights.shape[1]
-                bench.run(isa, name + suffix, places, values, flags, threads, keep=True)
+                operands[0], values[LINEAR.expert_bytes] = bench.put("weights", weights), weights.shape[1]
+                bench.run(isa, name + suffix, operands, values, flags, threads, keep=True)
                 return
-            slots, table = scattered(weights, mix.experts, routes.PLACE_DOWN if step else routes.PLACE_GATE_UP)
-            places = [bench.put("weights", slots), *places[1:], bench.put("constants", table)]
+            slots, table = scattered(weights, mix.experts, routes.LOCATION_DOWN if step else routes.LOCATION_GATE_UP)
+            operands = [bench.put("weights", slots), *operands[1:], bench.put("constants", table)]
             for since, until in ((0, mix.experts // 2), (mix.experts // 2, mix.experts)):
                 values[LINEAR.since], values[LINEAR.until] = since, until
-                bench.run(isa, name + suffix, places, values, flags | routes.FLAG_SLOTS, threads, keep=True)
+                bench.run(isa, name + suffix, operands, values, flags | routes.FLAG_SLOTS, threads, keep=True)
                 flags |= abi.FLAG_RESIDUAL * step
 
         if several:
@@ -287,7 +288,7 @@ def test_matmuls_of_experts_agree_with_their_references(
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize(("dtype", "group", "isa"), weight_types(PLACES, "experts_gated"))
+@pytest.mark.parametrize(("dtype", "group", "isa"), weight_types(CASES, "experts_gated"))
 def test_a_token_has_the_same_bits_whoever_shares_its_pass(dtype: str, group: int, isa: str) -> None:
     """Alone, with some or with all; on one thread or three; in chunks of any size."""
     rng = np.random.default_rng(5)
@@ -320,7 +321,8 @@ def scattered(weights: np.ndarray, experts: int, field: int) -> tuple[np.ndarray
     """The experts' matrices in another order with gaps, and the table that says where."""
     own = weights.reshape(-1).view(np.uint8).reshape(experts, -1)
     room = own.shape[1] + 3 * routes.LINE
-    slots, table = np.full((experts, room), 0xFF, np.uint8), np.full((experts, routes.PLACE_BYTES // 4), -1, np.int32)
+    slots, table = np.full((experts, room), 0xFF, np.uint8), np.full((experts, routes.LOCATION_BYTES // 4), -1,
+                                                                     np.int32)
     for e, slot in enumerate(np.random.default_rng(0).permutation(experts)):
         slots[slot, : own.shape[1]] = own[e]
         table[e, field // 4] = slot * room // routes.LINE
@@ -349,8 +351,8 @@ def test_the_gate_of_a_shared_expert(isa: str) -> None:
         gates = np.full((tokens, 16), np.nan, np.float32)
         gates[:, 0] = 4 * rng.standard_normal(tokens)
         rows = rng.standard_normal((tokens, padded)).astype(np.float32)
-        places = [bench.put("activations", gates), bench.put("activations", rows)]
+        operands = [bench.put("activations", gates), bench.put("activations", rows)]
         bench.tokens([0] * tokens)
         values = fill(ROWS, width=width, in_stride=64, out_stride=4 * padded, rows=abi.COUNT_TOKENS)
-        out = bench.run(isa, "sigmoid_gate", places, values, threads=2)["out"]
+        out = bench.run(isa, "sigmoid_gate", operands, values, threads=2)["out"]
         np.testing.assert_allclose(out, rows / (1 + np.exp(-gates[:, :1])), rtol=1e-5)

@@ -26,7 +26,7 @@ class LatentLayer(Layer):
         super().__init__(kv, (size[0], 1, sum(size[1:])), sequences, seed=seed)
         self.turned = -(-self.scratch_bytes // 64) * 64
         self.scratch_bytes = self.turned + abi.SPLIT_BLOCKS * abi.kv_block_bytes(kv, self.rank)  # no more than it needs
-        self.places[3] = self.bench.scratch(self.scratch_bytes, 3)
+        self.operands[3] = self.bench.scratch(self.scratch_bytes, 3)
 
     def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
         whole, keys = super()._stale_blocks(rng), self.blocks * self.block_bytes
@@ -59,15 +59,15 @@ def test_v_that_is_made_of_k_gives_the_bits_of_v_that_is_stored(kv: str) -> None
     latent, n = LatentLayer(kv, (heads, rank, turning), chain_of(3, 290)), rank + turning
     stored = Layer(kv, (heads, 1, n), chain_of(3, 290))
     bench, size = stored.bench, stored.block_bytes
-    k = latent.bench.array(latent.places[2], np.uint8, (latent.blocks, size))
+    k = latent.bench.array(latent.operands[2], np.uint8, (latent.blocks, size))
     kind = KV_TYPES[kv]
-    planes = bench.array(stored.places[2], np.uint8, (2, latent.blocks, size))
+    planes = bench.array(stored.operands[2], np.uint8, (2, latent.blocks, size))
     planes[0], planes[1] = k, kv_layout.pack_values(kv_layout.unpack_keys(k, kind, 16), kind)
     scales = 64 * latent.blocks if kind.scaled else 0
-    bench.array(stored.places[2] + 2 * k.size, np.uint8, (scales,))[:] = \
-        latent.bench.array(latent.places[2] + k.size, np.uint8, (scales,))
-    q = latent.bench.array(latent.places[0], np.uint8, (3 * latent.q_stride,))
-    bench.array(stored.places[0], np.uint8, (3 * stored.q_stride,))[:] = q
+    bench.array(stored.operands[2] + 2 * k.size, np.uint8, (scales,))[:] = \
+        latent.bench.array(latent.operands[2] + k.size, np.uint8, (scales,))
+    q = latent.bench.array(latent.operands[0], np.uint8, (3 * latent.q_stride,))
+    bench.array(stored.operands[0], np.uint8, (3 * stored.q_stride,))[:] = q
     for isa in ISAS:
         want = stored.attend(isa).reshape(3, heads, n)[..., :rank]
         np.testing.assert_array_equal(latent.attend(isa).reshape(3, heads, rank), want)
@@ -87,15 +87,15 @@ def test_what_is_stored_of_a_token_agrees_with_its_reference(kv: str, size: tupl
     stride, q_stride, c_stride = 4 * (heads + 1) * n + 64, 4 * heads * (24 + turning) + 64, 4 * (n + 3) + 64
     floats = [rng.standard_normal((tokens, width // 4)).astype(np.float32) for width in (q_stride, c_stride)]
     block_bytes = abi.kv_block_bytes(kv, n)
-    places = [bench.reserve("activations", tokens * stride), *(bench.put("activations", x) for x in floats),
+    operands = [bench.reserve("activations", tokens * stride), *(bench.put("activations", x) for x in floats),
               bench.put("constants", table), bench.put("kv", np.zeros(blocks * (block_bytes + 64), np.uint8)),
               bench.put("constants", rng.standard_normal(rank).astype(np.float32))]
     parameters = fill(LATENT, stride=stride, q_stride=q_stride, q_first=24 * heads, c_stride=c_stride, c_first=3,
                       heads=heads, rank=rank, rotary=turning, table_stride=8 * padded, block_bytes=block_bytes,
                       blocks=blocks, eps=1e-6)
     for isa in ISAS:
-        one = bench.run(isa, f"store_latent_{kv}", places, parameters)
-        two = bench.run(isa, f"store_latent_{kv}", places, parameters, threads=2)
+        one = bench.run(isa, f"store_latent_{kv}", operands, parameters)
+        two = bench.run(isa, f"store_latent_{kv}", operands, parameters, threads=2)
         for name, values in one.items():
             np.testing.assert_array_equal(values, two[name], err_msg=name)
 
@@ -125,13 +125,13 @@ def test_matmuls_of_heads(dtype: str, group: int) -> None:
                     group=group, token_tiles=packed, heads=heads, head_out=tokens * stride), threads=2, keep=True)
                 x = quantised
             out_stride = heads * (4 * rows + gap)
-            places = [bench.put("weights", weights), x, bench.reserve("activations", tokens * out_stride), 0,
+            operands = [bench.put("weights", weights), x, bench.reserve("activations", tokens * out_stride), 0,
                       bench.scratch(8192, 2)]
             parameters = fill(LINEAR, tiles=heads * 3, tile_bytes=tile_bytes, chunk=3, scratch=8192,
                               records=WeightType(dtype, group).tile_records(cols), out_stride=out_stride, head_tiles=3,
                               head_gap=gap, **given)
-            one = bench.run(isa, name, places, parameters)
-            two = bench.run(isa, name, places, parameters, threads=2)
+            one = bench.run(isa, name, operands, parameters)
+            two = bench.run(isa, name, operands, parameters, threads=2)
             for key, values in one.items():
                 np.testing.assert_array_equal(values, two[key], err_msg=key)
 

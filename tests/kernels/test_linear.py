@@ -72,7 +72,7 @@ class Activations(NamedTuple):
     group: int = 0
 
     def layout(self) -> tuple[int, int, int]:
-        """Row bytes, places of the scales and the offsets."""
+        """Row bytes, operands of the scales and the offsets."""
         return abi.q8_row_bytes(self.values.shape[1], self.group) if self.group else (4 * self.values.shape[1], 0, 0)
 
     def memory(self, isa: str, rows: slice) -> np.ndarray:
@@ -105,7 +105,7 @@ class MatMul:
         line = WeightType(dtype, group).record_bytes
         out_tiles = tiles // 2 if gated else tiles
         self.out_stride, self.width = 64 * out_tiles + 64, 16 * out_tiles
-        self.places = [
+        self.operands = [
             self.bench.put("weights", weights), self.bench.reserve("activations", self.tokens * stride),
             self.bench.reserve("activations", self.tokens * self.out_stride),
             self.bench.put("constants", np.zeros(16 * tiles, np.float32) if bias is None else bias),
@@ -122,7 +122,7 @@ class MatMul:
         self.name = kernel_name("gated" if gated else "linear", dtype, group)
 
     def out(self) -> np.ndarray:
-        return self.bench.array(self.places[2], np.float32, (self.tokens, self.width), (self.out_stride, 4))
+        return self.bench.array(self.operands[2], np.float32, (self.tokens, self.width), (self.out_stride, 4))
 
     def parameters(self, isa: str, **more: int) -> list[int]:
         return fill(LINEAR, **{**self.values, "token_tiles": abi.pack_token_tiles(token_tiles(isa)), **more})
@@ -133,12 +133,12 @@ class MatMul:
         """Result of the tokens from `first` on, whose activations are laid out again."""
         tokens = self.tokens - first if tokens is None else tokens
         self.bench.tokens([0] * tokens)
-        places = list(self.places)
-        places[2] += first * self.out_stride
+        operands = list(self.operands)
+        operands[2] += first * self.out_stride
         data = self.x.memory(isa, slice(first, first + tokens))
-        x = self.bench.array(places[1], np.uint8, (self.tokens * self.x.layout()[0],))
+        x = self.bench.array(operands[1], np.uint8, (self.tokens * self.x.layout()[0],))
         x[:], x[: data.size] = 0xFF, data
-        return self.bench.run(isa, self.name, places, self.parameters(isa, **parameters), self.flags, threads)["out"]
+        return self.bench.run(isa, self.name, operands, self.parameters(isa, **parameters), self.flags, threads)["out"]
 
 
 def random_matmul(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, **more) -> MatMul:

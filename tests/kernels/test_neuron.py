@@ -42,9 +42,9 @@ class Ffn:
         scratch = abi.neuron_gated_scratch_bytes(width, group, dtype) + 64
         self.scratch = max(scratch, abi.neuron_down_scratch_bytes() + 64) // 64 * 64
         self.weights = self.bench.put("weights", weights)
-        self.x_place = self.bench.reserve("activations", x_bytes)
-        self.f_place = self.bench.reserve("activations", self.tokens * self.f_stride)
-        self.out_place = self.bench.reserve("activations", self.tokens * self.out_stride)
+        self.x_operand = self.bench.reserve("activations", x_bytes)
+        self.f_operand = self.bench.reserve("activations", self.tokens * self.f_stride)
+        self.out_operand = self.bench.reserve("activations", self.tokens * self.out_stride)
         stored = np.full((self.tokens, abi.neuron_mask_bytes(neurons) + 8), 0xA5, np.uint8)  # what follows is not read
         if masks is not None:
             bits = np.packbits(np.pad(masks, ((0, 0), (0, -neurons % 64)), constant_values=True), 1, "little")
@@ -54,7 +54,7 @@ class Ffn:
             self.masks, self.mask_stride = self.bench.put("constants", np.full(1, threshold, np.float32)), 0
         self.bias = self.bench.put("constants", np.zeros(1, np.float32) if bias is None else bias)
         self.sums = self.bench.reserve("activations", abi.neuron_sums_bytes(neurons, width, group, dtype))
-        self.scratch_place = self.bench.scratch(self.scratch, 3)
+        self.scratch_operand = self.bench.scratch(self.scratch, 3)
         self.flags = abi.FLAG_MASK * (masks is not None) | abi.FLAG_BIAS * (bias is not None)
         self.flags |= abi.FLAG_THRESHOLD * (threshold is not None)
         self.values = {"neurons": neurons, "part_bytes": weights.size // (parts * neurons), "ungated": 3 - parts,
@@ -68,29 +68,29 @@ class Ffn:
         self.bench.tokens([0] * tokens, roles=self.roles[first : first + tokens])
         stride = self.x.layout()[0]
         data = self.x.memory(isa, slice(first, first + tokens))
-        x = self.bench.array(self.x_place, np.uint8, (self.tokens * stride,))
+        x = self.bench.array(self.x_operand, np.uint8, (self.tokens * stride,))
         x[:], x[: data.size] = 0xFF, data
         parameters = fill(NEURON_GATED, **self.values, x_stride=stride, out_stride=self.f_stride, chunk=chunk,
                           activation=ACTIVATIONS[activation], limit=0.25, mask_stride=self.mask_stride,
                           token_tiles=abi.pack_token_tiles(token_tiles(isa)))
-        places = [self.weights, self.x_place, self.f_place + first * self.f_stride,
-                  self.masks + first * self.mask_stride, self.scratch_place, self.bias, self.sums]
-        return self.bench.run(isa, f"neuron_gated_{self.dtype}", places, parameters, self.flags, threads, keep)["f"]
+        operands = [self.weights, self.x_operand, self.f_operand + first * self.f_stride,
+                  self.masks + first * self.mask_stride, self.scratch_operand, self.bias, self.sums]
+        return self.bench.run(isa, f"neuron_gated_{self.dtype}", operands, parameters, self.flags, threads, keep)["f"]
 
     def down(self, isa: str, f: np.ndarray, threads: int = 1, chunk: int = 2,
              residual: np.ndarray | None = None) -> np.ndarray:
         """Outputs of rows f (T, neurons). One row alone: of the sums that `gated` has left."""
         tokens = len(f)
         self.bench.tokens([0] * tokens)
-        self.bench.array(self.f_place, np.float32, f.shape, (self.f_stride, 4))[:] = f
+        self.bench.array(self.f_operand, np.float32, f.shape, (self.f_stride, 4))[:] = f
         if residual is not None:
             shape = (tokens, 16 * -(-self.width // 16))
-            self.bench.array(self.out_place, np.float32, shape, (self.out_stride, 4))[:] = residual
+            self.bench.array(self.out_operand, np.float32, shape, (self.out_stride, 4))[:] = residual
         parameters = fill(NEURON_DOWN, **self.values, x_stride=self.f_stride, out_stride=self.out_stride,
                           width=self.width, chunk=chunk)
-        places = [self.weights, self.f_place, self.out_place, self.scratch_place, self.bias, self.sums]
+        operands = [self.weights, self.f_operand, self.out_operand, self.scratch_operand, self.bias, self.sums]
         flags = self.flags | abi.FLAG_RESIDUAL * (residual is not None)
-        return self.bench.run(isa, f"neuron_down_{self.dtype}", places, parameters, flags, threads)["out"]
+        return self.bench.run(isa, f"neuron_down_{self.dtype}", operands, parameters, flags, threads)["out"]
 
     def outputs(self, isa: str, activation: str = "relu", first: int = 0, tokens: int | None = None, threads: int = 1,
                 chunk: int = 2) -> np.ndarray:
@@ -212,10 +212,10 @@ def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.M
         assert 0 < (f[0] == 0).sum() < neurons
         damaged = scales.copy()
         damaged[f[0] == 0, 1:] = np.nan
-        place = ffn.bench.array(ffn.weights, np.uint8, packed.shape)
+        memory = ffn.bench.array(ffn.weights, np.uint8, packed.shape)
         for isa in ISAS:
             want = ffn.outputs(isa, tokens=tokens)
-            place[:] = layouts.pack_neuron(codes, dtype, group, damaged)
+            memory[:] = layouts.pack_neuron(codes, dtype, group, damaged)
             with monkeypatch.context() as patch, np.errstate(invalid="ignore"):
                 for name in ("gated", "down"):  # references multiply with all weights
                     patch.setitem(REFERENCES, f"neuron_{name}_{dtype}", unchecked(REFERENCES[f"neuron_{name}_{dtype}"]))
@@ -224,7 +224,7 @@ def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.M
                     ffn.flags |= abi.FLAG_DENSE
                     assert np.isnan(ffn.outputs(isa, tokens=tokens)).all()
                     ffn.flags = 0
-            place[:] = packed
+            memory[:] = packed
 
 
 def unchecked(reference):
@@ -311,8 +311,8 @@ def test_a_threshold_takes_small_activations_of_decoded_tokens_for_zero(dtype: s
 def test_tokens_that_are_not_there_are_zeros(isa: str) -> None:
     """They are multiplied too: denormal numbers where their x would lie made two tokens cost more than four."""
     ffn = random_ffn(np.random.default_rng(3), "q4", 32, 17, 288, 2)
-    ffn.bench.array(ffn.scratch_place, np.uint8, (ffn.scratch,))[:] = 1
+    ffn.bench.array(ffn.scratch_operand, np.uint8, (ffn.scratch,))[:] = 1
     ffn.gated(isa, keep=True)
     n = (4 if "avx512" in isa else 2) * abi.neuron_lines(288, 32, "q4") * 256
-    x = ffn.bench.array(ffn.scratch_place + AREAS, np.int32, (n // 4,))
+    x = ffn.bench.array(ffn.scratch_operand + AREAS, np.int32, (n // 4,))
     assert (x != 0x01010101).all() and (x[: n // 8] != 0).any()

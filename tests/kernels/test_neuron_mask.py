@@ -29,14 +29,14 @@ def test_scores_above_their_thresholds(neurons: int, width: int, tokens: int) ->
     thresholds = rng.integers(-3, 4, neurons).astype(np.float32)
     thresholds[::5] = -3e38
     out_stride = abi.neuron_mask_bytes(neurons) + 8
-    places = [bench.put("activations", scores), bench.put("constants", thresholds),
+    operands = [bench.put("activations", scores), bench.put("constants", thresholds),
               bench.reserve("activations", tokens * out_stride), bench.scratch(64, 3)]
     roles = [abi.ROLE_DECODE if t != 1 else abi.ROLE_PROMPT for t in range(tokens)]
     parameters = fill(NEURON_MASK, neurons=neurons, rows=abi.COUNT_TOKENS, out_stride=out_stride, in_stride=stride)
     for isa in ISAS:
         bench.tokens([0] * tokens, roles=roles)
         for threads in (1, 3):
-            found = bench.run(isa, "neuron_mask_scores", places, parameters, threads=threads)
+            found = bench.run(isa, "neuron_mask_scores", operands, parameters, threads=threads)
         bits = np.unpackbits(masks_of(found, sum(role == abi.ROLE_DECODE for role in roles)), axis=1,
                              bitorder="little")[:, :neurons]
         assert np.array_equal(bits[0], scores[0, :neurons] > thresholds)
@@ -57,12 +57,12 @@ def test_signs_that_agree(neurons: int, width: int, tokens: int) -> None:
             bench, n = Bench(), len(range(tokens)[rows])
             stride, scales, offsets = x.layout()
             out_stride = abi.neuron_mask_bytes(neurons)
-            places = [bench.put("activations", x.memory(isa, rows)), bench.put("constants", thresholds),
+            operands = [bench.put("activations", x.memory(isa, rows)), bench.put("constants", thresholds),
                       bench.reserve("activations", n * out_stride), bench.scratch(own, 2), bench.put("weights", signs)]
             bench.tokens([0] * n, roles=[abi.ROLE_DECODE] * n)
             parameters = fill(NEURON_MASK, neurons=neurons, rows=abi.COUNT_TOKENS, out_stride=out_stride,
                               in_stride=stride, width=width, scratch=own, x_scales=scales, x_offsets=offsets, group=32,
                               token_tiles=abi.pack_token_tiles(token_tiles(isa)))
-            found = bench.run(isa, "neuron_mask_signs", places, parameters, threads=2)
+            found = bench.run(isa, "neuron_mask_signs", operands, parameters, threads=2)
             alone.append(masks_of(found, n))
         assert np.array_equal(np.concatenate(alone[:-1]), alone[-1])

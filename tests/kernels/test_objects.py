@@ -26,7 +26,7 @@ from edgeinfer.kernels.toolchain.__main__ import main as compile_ahead
 ROOT = str(Path(edgeinfer.__file__).parents[1])
 ISA = available()[0]
 NAMES = ("quantize", "gather_outputs")
-EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
+EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
 FEW = ("linear_q4_g32", *NAMES, "rms_norm_q8", *EVERY_PROGRAM)
 """Kernels that represent a set: nothing here depends on their number."""
 SEAL = 32
@@ -433,8 +433,8 @@ from edgeinfer.kernels import available
 from edgeinfer.kernels.toolchain import compile
 compile.load_kernels(available()[-1])
 compile.only_translate()
-def bad(rec, ctx, tid, n_threads):
-    return int(math.exp(rec) * 8)
+def bad(inst, ctx, tid, n_threads):
+    return int(math.exp(inst) * 8)
 try:
     compile.compile_kernel("bad", bad)
 except RuntimeError as error:
@@ -483,10 +483,10 @@ def test_the_whole_set_needs_no_foreign_symbols() -> None:
 def test_two_kernels_of_one_name_are_refused() -> None:
     from edgeinfer.kernels.registry import KERNELS, kernel
 
-    kernel("twice")(lambda rec, ctx, tid, n: 0)
+    kernel("twice")(lambda inst, ctx, tid, n: 0)
     try:
         with pytest.raises(ValueError, match="Two kernels are named 'twice'"):
-            kernel("twice")(lambda rec, ctx, tid, n: 0)
+            kernel("twice")(lambda inst, ctx, tid, n: 0)
     finally:
         del KERNELS["twice"]
 

@@ -28,7 +28,7 @@ class Rows:
         rows[:, : self.width] = x
         stride, scales, offsets = abi.q8_row_bytes(self.width, group) if group else (self.in_stride, 0, 0)
         self.out_stride = stride
-        self.places = [
+        self.operands = [
             self.bench.put("activations", rows), self.bench.reserve("activations", tokens * stride),
             self.bench.put("constants", np.ones(self.width, np.float32) if weight is None else weight),
             self.bench.scratch(4 * (-(-self.width // 16) * 16), 3),
@@ -44,12 +44,12 @@ class Rows:
         self, isa: str, name: str, threads: int = 1, first: int = 0, tokens: int | None = None, **parameters: int
     ) -> dict[str, np.ndarray]:
         """Run over the rows from `first` on; blocks of tokens come back as rows, codes as (T, values)."""
-        places, whole = list(self.places), int(self.bench.counts[abi.COUNT_TOKENS])
-        places[0] += first * self.in_stride
-        places[1] += first * self.out_stride
+        operands, whole = list(self.operands), int(self.bench.counts[abi.COUNT_TOKENS])
+        operands[0] += first * self.in_stride
+        operands[1] += first * self.out_stride
         self.bench.tokens([0] * (whole - first if tokens is None else tokens))
         values = {**self.values, "token_tiles": abi.pack_token_tiles(token_tiles(isa)), **parameters}
-        out = self.bench.run(isa, name, places, fill(ROWS, **values), threads=threads)
+        out = self.bench.run(isa, name, operands, fill(ROWS, **values), threads=threads)
         self.bench.tokens([0] * whole)
         return {name: rows.reshape(len(rows), rows[:1].size) for name, rows in out.items()}
 
@@ -159,10 +159,10 @@ def test_gather_outputs(width: int) -> None:
 
 def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width: int, ids: list[int]) -> np.ndarray:
     stride = 4 * width + 68
-    places = [table, bench.reserve("activations", len(ids) * stride)]
+    operands = [table, bench.reserve("activations", len(ids) * stride)]
     bench.tokens([0] * len(ids), ids=ids)
     parameters = fill(ROWS, width=width, out_stride=stride, rows=abi.COUNT_TOKENS, tile_bytes=tile_bytes)
-    return bench.run(isa, name, places, parameters, threads=2)["out"]
+    return bench.run(isa, name, operands, parameters, threads=2)["out"]
 
 
 @pytest.mark.slow(keep=16)
@@ -189,12 +189,12 @@ def test_rows_that_are_tiles(dtype: str, group: int) -> None:
     table = bench.put("weights", random_weights(rng, dtype, group, 16 * vocabulary, piece))
     for width in (1, 64, 100, 16 * 64):
         ids, stride = [6, 0, 3, 3, 5], 4 * width + 68
-        places = [table, bench.reserve("activations", len(ids) * stride)]
+        operands = [table, bench.reserve("activations", len(ids) * stride)]
         bench.tokens([0] * len(ids), ids=ids)
         parameters = fill(ROWS, width=width, out_stride=stride, rows=abi.COUNT_TOKENS, piece=piece,
                           tile_bytes=stored.tile_bytes(piece))
         for isa in isas(name):
-            bench.run(isa, name, places, parameters, threads=2)
+            bench.run(isa, name, operands, parameters, threads=2)
 
 
 @pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f16", 0), ("f32", 0)])
@@ -236,7 +236,7 @@ def test_int8_peak_stores_all_it_has_computed(isa: str, threads: int) -> None:
     """16 vectors (1024 bytes) a thread: start + rounds x line . 4 values, times the line read as floats."""
     rng, bench, rounds = np.random.default_rng(0), Bench(), 5
     line = rng.integers(0, 64, 64, dtype=np.uint8)
-    places = [bench.put("weights", line), bench.reserve("activations", 1024 * threads)]
+    operands = [bench.put("weights", line), bench.reserve("activations", 1024 * threads)]
     dots = line.reshape(16, 4).astype(np.int64)
     sums = line.view(np.int32).astype(np.int64)[:, None] + rounds * dots @ dots.T  # (value, lane)
     want = sums.astype(np.float32) * line.view(np.float32)[:, None]
@@ -244,18 +244,18 @@ def test_int8_peak_stores_all_it_has_computed(isa: str, threads: int) -> None:
     def reference(view: InstructionView) -> list[Expected]:
         return [Expected("out", view.array(1, np.float32, (threads, 16, 16)), np.stack([want] * threads))]
 
-    bench.run(isa, "int8_peak", places, [rounds], threads=threads, reference=reference)
+    bench.run(isa, "int8_peak", operands, [rounds], threads=threads, reference=reference)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_stream_read_adds_up_all_that_it_reads(isa: str) -> None:
     bench, data = Bench(), np.random.default_rng(0).integers(-(2**31), 2**31, 7 * 512 // 4, dtype=np.int32)
-    places = [bench.put("weights", data), bench.reserve("activations", 64)]
+    operands = [bench.put("weights", data), bench.reserve("activations", 64)]
 
     def reference(view: InstructionView) -> list[Expected]:
         return [Expected("sum", view.array(1, np.int32, (1,)), data.sum(dtype=np.int32, keepdims=True))]
 
-    bench.run(isa, "stream_read", places, [512, 7], reference=reference)
+    bench.run(isa, "stream_read", operands, [512, 7], reference=reference)
 
 
 @pytest.mark.parametrize("size", [64, 192, 256, 1088])
@@ -264,13 +264,13 @@ def test_random_read_adds_up_the_pieces_that_the_list_names(isa: str, size: int)
     rng, bench, batch, batches, ahead = np.random.default_rng(0), Bench(), 3, 4, 2
     data = rng.integers(-(2**31), 2**31, (20, size // 4), dtype=np.int32)
     names = rng.integers(0, 20, batch * batches + ahead, dtype=np.int32)
-    places = [bench.put("weights", data), bench.put("constants", names), bench.reserve("activations", 64)]
+    operands = [bench.put("weights", data), bench.put("constants", names), bench.reserve("activations", 64)]
 
     def reference(view: InstructionView) -> list[Expected]:
         wanted = data[names[: batch * batches]].sum(dtype=np.int32, keepdims=True).reshape(1)
         return [Expected("sum", view.array(2, np.int32, (1,)), wanted)]
 
-    bench.run(isa, "random_read", places, [size, batch, batches, ahead, min(size, 256)], reference=reference)
+    bench.run(isa, "random_read", operands, [size, batch, batches, ahead, min(size, 256)], reference=reference)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -281,14 +281,14 @@ def test_f32_peak_stores_all_it_has_computed(isa: str, threads: int) -> None:
     start = np.arange(12 * 16, dtype=np.float32)
     head = np.zeros(16, np.float32)
     head[:3] = 0.5, 2.0, 1.0
-    places = [bench.put("weights", np.concatenate([head, start])), bench.reserve("activations", 1024 * threads)]
+    operands = [bench.put("weights", np.concatenate([head, start])), bench.reserve("activations", 1024 * threads)]
     want = (start / 8 + 2 * (1 + 0.5 + 0.25))[: 16 * chains]
 
     def reference(view: InstructionView) -> list[Expected]:
         stored = view.array(1, np.float32, (threads, 256))[:, : 16 * chains]
         return [Expected("out", stored, np.stack([want] * threads))]
 
-    bench.run(isa, "f32_peak", places, [3], threads=threads, reference=reference)
+    bench.run(isa, "f32_peak", operands, [3], threads=threads, reference=reference)
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

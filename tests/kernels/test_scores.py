@@ -17,7 +17,7 @@ class Scored(Layer):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
         self.row_bytes = abi.score_row_bytes(self.splits)
-        self.places.append(self.bench.reserve("scratch", len(self.positions) * self.heads * self.row_bytes))
+        self.operands.append(self.bench.reserve("scratch", len(self.positions) * self.heads * self.row_bytes))
 
     def scores(self, isa: str, wanted: int, threads: int = 1) -> list[np.ndarray]:
         """Scores and sums of the last `wanted` tokens, token after token."""
@@ -25,7 +25,7 @@ class Scored(Layer):
         parameters = self.parameters()
         parameters[ATTENTION.rows] = abi.COUNT_DECODED
         name = f"attention_scores_{self.kv}"
-        found = self.bench.run(isa, name, self.places, parameters, self.attention_flags, threads)
+        found = self.bench.run(isa, name, self.operands, parameters, self.attention_flags, threads)
         rows: dict[str, list[np.ndarray]] = {}
         for name, values in found.items():
             token = name.partition(",")[0]
@@ -71,7 +71,7 @@ def test_scores_are_those_of_attention(kv: str) -> None:
     for isa in ISAS:
         layer.store(isa)
         layer.bench.counts[abi.COUNT_MERGE] = 3
-        parts = layer.bench.run(isa, f"attention_{kv}", layer.places, layer.parameters())
+        parts = layer.bench.run(isa, f"attention_{kv}", layer.operands, layer.parameters())
         mine = layer.scores(isa, 3)
         n = -(-518 // 16) * 16 + 3 * 16
         for t in range(3):

@@ -36,7 +36,7 @@ class Head:
             rows=abi.COUNT_OUTPUTS, chunk=2, scratch=abi.GATED_SCRATCH_BYTES, vocab_size=vocab, work_stride=work,
             low_stride=self.low_stride, width=width, rank=min(33, width))
         bench = self.bench
-        self.places = [bench.put("weights", weights), bench.reserve("activations", rows * self.x_stride),
+        self.operands = [bench.put("weights", weights), bench.reserve("activations", rows * self.x_stride),
                        bench.reserve("logits", rows * self.stride), bench.reserve("activations", rows * self.stride),
                        bench.put("constants", bounds), bench.reserve("activations", rows * work),
                        bench.put("activations", low), bench.scratch(abi.GATED_SCRATCH_BYTES, 3)]
@@ -49,25 +49,25 @@ class Head:
     def load(self, isa: str) -> np.ndarray:
         """Lay the input out for an instruction set, make estimates, and return the whole head's logits."""
         memory = self.x.memory(isa, slice(0, self.rows))
-        self.bench.array(self.places[1], np.uint8, memory.shape)[:] = memory
+        self.bench.array(self.operands[1], np.uint8, memory.shape)[:] = memory
         self.parameters[SCREEN.token_tiles] = abi.pack_token_tiles(token_tiles(isa))
         self.bench.counts[abi.COUNT_SAMPLES] = 0
-        out = self.bench.run(isa, KERNELS[2].format(self.name), self.places, self.parameters)["out"]
+        out = self.bench.run(isa, KERNELS[2].format(self.name), self.operands, self.parameters)["out"]
         logits = out.copy().reshape(self.rows, -1)
         noise = np.random.default_rng(1).uniform(-1, 1, logits.shape) * 0.9
         noise *= np.array([reach(row[: self.parameters[SCREEN.width]], self.parameters[SCREEN.rank])
                            for row in self.low])[:, None]
-        bounds = self.bench.array(self.places[4], np.float32, (self.vocab,))
+        bounds = self.bench.array(self.operands[4], np.float32, (self.vocab,))
         estimates = logits.copy()
         estimates[:, : self.vocab] += (noise[:, : self.vocab] * bounds).astype(np.float32)
-        self.bench.array(self.places[3], np.float32, logits.shape)[:] = estimates
+        self.bench.array(self.operands[3], np.float32, logits.shape)[:] = estimates
         return logits
 
     def run(self, isa: str, threads: int = 1) -> np.ndarray:
         """All three kernels."""
         self.bench.counts[abi.COUNT_SAMPLES] = self.rows
         for name in KERNELS:
-            found = self.bench.run(isa, name.format(self.name), self.places, self.parameters, threads=threads,
+            found = self.bench.run(isa, name.format(self.name), self.operands, self.parameters, threads=threads,
                                    keep=True)
         return found["out"].reshape(self.rows, -1).copy()
 
@@ -106,8 +106,8 @@ def test_bounds_too_wide_compute_every_row(isa: str) -> None:
 def test_a_row_of_not_a_number_is_computed() -> None:
     head = Head("int8", 32, 1040, 64, 1, [True], 0.02)
     whole = head.load(ISAS[-1])
-    head.bench.array(head.places[3], np.float32, whole.shape)[:] = np.nan
+    head.bench.array(head.operands[3], np.float32, whole.shape)[:] = np.nan
     head.bench.counts[abi.COUNT_SAMPLES] = 1
     for name in KERNELS:
-        head.bench.run(ISAS[-1], name.format(head.name), head.places, head.parameters, keep=True)
-    assert np.array_equal(head.bench.array(head.places[2], np.float32, whole.shape), whole)
+        head.bench.run(ISAS[-1], name.format(head.name), head.operands, head.parameters, keep=True)
+    assert np.array_equal(head.bench.array(head.operands[2], np.float32, whole.shape), whole)

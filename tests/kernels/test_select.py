@@ -13,7 +13,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, fill
 from tests.helpers.kernel_bench import ISAS, function
 from tests.kernels.test_attention import GROUPS, KV, Sequence, chain_of
-from tests.kernels.test_holes import PATTERNS, Pruned
+from tests.kernels.test_pruned_mask import PATTERNS, Pruned
 from tests.kernels.test_scores import Scored
 
 INSTEAD = (abi.INSTEAD_NOTHING, abi.INSTEAD_SCALE, abi.INSTEAD_MEAN)
@@ -27,7 +27,7 @@ class Selected(Scored):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
         mean = 4 * abi.padded_head_dim(self.head_dim) + 64
-        self.places[6:] = [0, self.bench.reserve("scratch", mean * self.kv_heads * len(self.positions))]
+        self.operands[6:] = [0, self.bench.reserve("scratch", mean * self.kv_heads * len(self.positions))]
 
     def select(self, isa: str, wanted: int, threads: int = 1, instead: int = abi.INSTEAD_SCALE, most: int = 0,
                least: float = 0.0) -> np.ndarray:
@@ -39,8 +39,8 @@ class Selected(Scored):
             parameters[index] = value
         for name in ("scores_" + self.kv, "select", "values_" + self.kv):
             flags, kernel = self.attention_flags, f"attention_{name}"
-            self.found = self.bench.run(isa, kernel, self.places, parameters, flags, threads, keep=True)
-        out = self.bench.run(isa, "attention_merge", self.places, parameters, flags | abi.FLAG_LAST, threads)
+            self.found = self.bench.run(isa, kernel, self.operands, parameters, flags, threads, keep=True)
+        out = self.bench.run(isa, "attention_merge", self.operands, parameters, flags | abi.FLAG_LAST, threads)
         return out["out"]
 
 
@@ -104,11 +104,11 @@ def test_what_no_head_wants_is_not_read(kv: str, instead: int) -> None:
 
 def _wanted_blocks(layer: Selected) -> list[list[bool]]:
     """Of each KV head: the blocks of which its heads want a row, by sorted scores."""
-    scores = [layer.bench.array(layer.places[5] + head * layer.row_bytes, np.float32, (900,)) for head in range(8)]
+    scores = [layer.bench.array(layer.operands[5] + head * layer.row_bytes, np.float32, (900,)) for head in range(8)]
     wanted = [[False] * 57 for _ in range(2)]
     for head, row in enumerate(scores):
-        for place in np.argsort(-row, kind="stable")[:3]:
-            wanted[head // 4][place // 16] = True
+        for position in np.argsort(-row, kind="stable")[:3]:
+            wanted[head // 4][position // 16] = True
     return wanted
 
 
@@ -116,7 +116,7 @@ def _wanted_blocks(layer: Selected) -> list[list[bool]]:
 def test_of_equal_scores_the_first_are_wanted(most: int) -> None:
     """Queries of zeros score 0 everywhere."""
     layer = Selected("f32", (2, 2, 16), [Sequence(599, 1)])
-    layer.bench.array(layer.places[0], np.float32, (32,))[:] = 0
+    layer.bench.array(layer.operands[0], np.float32, (32,))[:] = 0
     v = np.concatenate([layer.bench.array(layer.part(1, 0, block), np.float32, (16, 16))
                         for block in layer.sequences[0].blocks])
     for isa in ISAS:
@@ -128,7 +128,7 @@ def test_of_equal_scores_the_first_are_wanted(most: int) -> None:
 def test_a_number_is_met_among_close_and_negative_scores() -> None:
     """Scores from one float to the next, around 0 and far below it: the reference counts."""
     layer = Selected("f32", (1, 1, 16), [Sequence(511, 1)])
-    q = layer.bench.array(layer.places[0], np.float32, (16,))
+    q = layer.bench.array(layer.operands[0], np.float32, (16,))
     q[:] = [4.0] + [0.0] * 15
     for scale, offset in ((1e-7, 0.0), (3.0, -40.0), (1e-6, 5.0)):
         for i, block in enumerate(layer.sequences[0].blocks):
@@ -146,14 +146,14 @@ def test_scores_that_are_nan_choose_no_block_that_is_not_there(most: int) -> Non
     layer = Selected("f32", (2, 1, 16), [Sequence(256, 1)])
     for isa in ISAS:
         layer.store(isa)
-        layer.bench.array(layer.places[0], np.float32, (16,))[:] = np.nan
+        layer.bench.array(layer.operands[0], np.float32, (16,))[:] = np.nan
         layer.bench.counts[abi.COUNT_DECODED] = 1
         parameters = layer.parameters()
         parameters[ATTENTION.rows], parameters[ATTENTION.most] = abi.COUNT_DECODED, most
-        instruction = layer.bench._instruction(layer.places, parameters, layer.attention_flags)
+        instruction = layer.bench._instruction(layer.operands, parameters, layer.attention_flags)
         for name in ("scores_f32", "select"):
             layer.bench._call(function(isa, f"attention_{name}"), instruction, layer.bench._ctx(), 1)
-        choice = layer.places[5] + layer.splits * (1024 + 64 + 8)
+        choice = layer.operands[5] + layer.splits * (1024 + 64 + 8)
         assert layer.bench.array(choice, np.float32, (1,))[0] > -1e30
 
 
@@ -162,7 +162,7 @@ class PrunedSelection(Pruned, Selected):
 
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
-        self.places[6] = self.places.pop()
+        self.operands[6] = self.operands.pop()
 
 
 @pytest.mark.slow(keep=2)

@@ -59,7 +59,7 @@ class Forest:
     def chain(self, isa: str, number: int, path: list[int], in_splits: bool) -> np.ndarray:
         """The outputs of some new tokens of a sequence, run as if nothing else came after its past."""
         layer, sequence = self.layer, self.layer.sequences[number]
-        qkv = layer.bench.array(layer.places[0], np.float32, (len(layer.positions), layer.q_stride // 4))
+        qkv = layer.bench.array(layer.operands[0], np.float32, (len(layer.positions), layer.q_stride // 4))
         first = sum(s.new for s in layer.sequences[:number])
         qkv[: len(path)] = qkv[[first + node for node in path]]
         whole, layer.positions = layer.positions, list(range(sequence.past, sequence.past + len(path)))

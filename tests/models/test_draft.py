@@ -217,8 +217,9 @@ def test_the_commands_take_a_draft(pair: tuple[Path, Path]) -> None:
         "draft tokens of 1 of 2 layers"]
     missing = edgeinfer("plan", model, "--speculate", "draft")
     assert missing.code == 2 and missing.sentence.startswith("speculate is 'draft', and no draft model is given")
-    failed = edgeinfer("run", model, "a", "--draft", model)
-    assert failed.code == 1 and failed.sentence.startswith(f"The draft {model} is the model itself")
+    for command in (("run", model, "a"), ("plan", model), ("plan", model, "--device", "cuda")):
+        failed = edgeinfer(*command, "--draft", model)
+        assert failed.code == 1 and failed.sentence.startswith(f"The draft {model} is the model itself")
 
 
 @pytest.mark.usefixtures("no_variables")

@@ -173,7 +173,7 @@ def test_tables_of_rows_stay_in_their_file(models: Path) -> None:
             _, _, _, graph, plan, *_ = plan_run(bundle, config)
             kept = keep_experts(Planner(graph, bundle.weights_bytes), plan.request, 1 << 40)
             assert kept and kept.experts
-            assert kept.places["layer_rows"].region == ("weights" if mmap else "resident")
+            assert kept.allocations["layer_rows"].region == ("weights" if mmap else "resident")
             assert bool(kept.filed_bytes) == mmap
 
 

@@ -73,7 +73,7 @@ def test_sparse_is_an_option_of_every_command_that_has_passes(tmp_path: Path) ->
     for command in (("run", bundle, "a", "--raw"), ("bench", bundle), ("eval", bundle, "--text", text),
                     ("plan", bundle), ("estimate", bundle, "--machine", "m4"), ("info", bundle)):
         wrong = edgeinfer(*command, "--sparse", "some")
-        assert (wrong.code, wrong.sentence) == (2, "sparse is 'some'; choose one of off, exact, predict.")
+        assert (wrong.code, wrong.sentence) == (2, "--sparse is 'some'; choose one of off, exact, predict.")
         wrong = edgeinfer(*command, "--sparse", "predict")
         assert (wrong.code, wrong.sentence) == (
             2, "sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "

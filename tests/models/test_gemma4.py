@@ -144,7 +144,7 @@ def test_a_table_stays_in_its_file_unless_nothing_is_mapped(model: Path) -> None
                 assert plan.region("weights").nbytes + nbytes == opened.bundle.weights_bytes
                 assert op.reads(opened.graph.types)[0].token == nbytes / SMALL.layer_input_vocab
             else:
-                assert plan.places[op.table.name].region == "resident" and "weights" not in names
+                assert plan.allocations[op.table.name].region == "resident" and "weights" not in names
     np.testing.assert_array_equal(*rows.values())
 
 

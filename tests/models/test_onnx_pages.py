@@ -400,7 +400,7 @@ def test_the_plan_of_a_gpu() -> None:
      "with --device cuda."),
     (("--kv-layout", "slots"), "--kv-layout slots is not offered on device cpu, whose KV cache has pages of 16 tokens; "
                                "leave it out, or run with --device cuda."),
-    (("--kv-layout", "blocks"), "kv_layout is 'blocks'; choose one of slots, pages."),
+    (("--kv-layout", "blocks"), "--kv-layout is 'blocks'; choose one of slots, pages."),
 ])
 def test_layouts_that_a_device_has_not(given: tuple[str, ...], said: str, no_variables: None) -> None:
     for command in (("plan", "demo"), ("run", "demo", "Once", "-n", "2"), ("bench", "demo", "-p", "4", "-n", "1")):

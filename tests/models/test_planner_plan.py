@@ -165,11 +165,11 @@ def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
     graph = graph_of(name)
     nbytes = weights_file_bytes(graph)
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
-    assert set(plan.places) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
-    for place in plan.places.values():
+    assert set(plan.allocations) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
+    for place in plan.allocations.values():
         whole = nbytes if place.region == "weights" else plan.region(place.region).nbytes
         assert 0 <= place.offset <= place.offset + place.nbytes <= whole
-    assert {plan.places[w.name].region for w in graph.weights} == {"weights"}
+    assert {plan.allocations[w.name].region for w in graph.weights} == {"weights"}
 
 
 def test_weights_in_memory_of_the_process() -> None:
@@ -181,7 +181,7 @@ def test_weights_in_memory_of_the_process() -> None:
     assert names[0] == "resident" and "weights" not in names and resident.region("resident").kind == "private"
     assert resident.mapped_bytes == 0 and resident.reclaimable_bytes == 0
     assert resident.total_bytes == pytest.approx(mapped.total_bytes, abs=70_000)  # without the gaps between tensors
-    ends = sorted((p.offset, p.offset + p.nbytes) for p in resident.places.values() if p.region == "resident")
+    ends = sorted((p.offset, p.offset + p.nbytes) for p in resident.allocations.values() if p.region == "resident")
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     assert ends[-1][1] <= resident.region("resident").nbytes and rest <= set(names)
 
@@ -191,13 +191,13 @@ def test_streamed_layers_take_turns_in_two_buffers() -> None:
     layers = {f"layers.{i}.{part}" for i in range(5) for part in ("gate_up", "down")}
     residency = tuple((name, "streamed") for name in sorted(layers))
     plan = make_plan(graph, Request(64, "int8", 1, 8, 1, 1, residency=residency), 1 << 20)
-    assert {name for name, place in plan.places.items() if place.region == "streamed"} == layers
+    assert {name for name, place in plan.allocations.items() if place.region == "streamed"} == layers
     buffer = (plan.region("streamed").nbytes - 64) // 2
     for i in range(5):
-        up, down = plan.places[f"layers.{i}.gate_up"], plan.places[f"layers.{i}.down"]
+        up, down = plan.allocations[f"layers.{i}.gate_up"], plan.allocations[f"layers.{i}.down"]
         assert i % 2 * buffer <= up.offset < up.offset + up.nbytes <= down.offset < down.offset + down.nbytes
         assert down.offset + down.nbytes <= (i % 2 + 1) * buffer
-    assert plan.places["layers.0.qkv"].region == "weights"  # the rest stays where it is
+    assert plan.allocations["layers.0.qkv"].region == "weights"  # the rest stays where it is
 
 
 @dataclass(frozen=True, kw_only=True)

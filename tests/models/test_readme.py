@@ -22,7 +22,6 @@ def test_it_has_at_most_80_lines_of_100_columns() -> None:
 
 
 
-
 def test_no_page_has_a_line_over_120_columns() -> None:
     wide = [f"{page.relative_to(ROOT)}:{n}" for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
             for n, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)

@@ -84,7 +84,7 @@ def instruction_of(opened: Session, kernel: str) -> int:
 def test_a_kernel_that_does_nothing_is_named(kernel: str, models: Path) -> None:
     with session(write_model(models)) as opened:
         i = instruction_of(opened, kernel)
-        nothing = ENTRY(lambda rec, ctx, tid, n: 0)
+        nothing = ENTRY(lambda inst, ctx, tid, n: 0)
         opened.program.words[i, 0] = ctypes.cast(nothing, ctypes.c_void_p).value
         instruction = opened.program.instructions[i]
         with pytest.raises(KernelError) as caught:
@@ -120,11 +120,11 @@ def test_status_cancel_and_the_next_pass(models: Path) -> None:
         i = instruction_of(opened, "gated_")
         good = int(opened.program.words[i, 0])
 
-        def cancelled(rec: int, ctx: int, tid: int, n: int) -> int:
+        def cancelled(inst: int, ctx: int, tid: int, n: int) -> int:
             cancellation.cancel()
-            return ENTRY(good)(rec, ctx, tid, n)
+            return ENTRY(good)(inst, ctx, tid, n)
 
-        failing, cancelling = ENTRY(lambda rec, ctx, tid, n: 7), ENTRY(cancelled)
+        failing, cancelling = ENTRY(lambda inst, ctx, tid, n: 7), ENTRY(cancelled)
         sequence, cancellation = opened.new_sequence(), Cancellation()
         for entry, kind in ((failing, KernelError), (cancelling, CancelledError)):
             opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
@@ -149,13 +149,13 @@ def test_events_are_honoured(models: Path) -> None:
         i, sequence, ran = instruction_of(opened, "gated_"), opened.new_sequence(), []
         good = int(opened.program.words[i, 0])
 
-        def noted(rec: int, ctx: int, tid: int, n: int) -> int:
+        def noted(inst: int, ctx: int, tid: int, n: int) -> int:
             ran.append(opened.executor.events[2])
-            return ENTRY(good)(rec, ctx, tid, n)
+            return ENTRY(good)(inst, ctx, tid, n)
 
         entry = ENTRY(noted)
         opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
-        opened.program.words.view(np.int32)[i, abi.REC_EVENT // 4] = 1 + 2
+        opened.program.words.view(np.int32)[i, abi.INST_EVENT // 4] = 1 + 2
         cancellation = Cancellation()
         for call, arguments, kind in ((opened.executor.redeem, (2, False), EdgeInferError),
                                       (cancellation.cancel, (), CancelledError)):
@@ -198,7 +198,7 @@ def test_parameters_have_the_names_of_their_own_family() -> None:
     """Two families of one length are equal as tuples of indices."""
     assert len(LINEAR) == len(NEURON_GATED)
     instruction = np.zeros(abi.INSTRUCTION_BYTES, np.uint8)
-    instruction[abi.REC_PARAMETERS :].view(np.int32)[: abi.N_PARAMETERS] = range(7, 7 + abi.N_PARAMETERS)
+    instruction[abi.INST_PARAMETERS :].view(np.int32)[: abi.N_PARAMETERS] = range(7, 7 + abi.N_PARAMETERS)
     view = InstructionView(instruction.ctypes.data, 0)
     for family in (NEURON_GATED, LINEAR, NEURON_GATED):
         found = view.parameters(family)

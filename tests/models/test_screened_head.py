@@ -117,12 +117,12 @@ def test_no_estimate_is_off_by_more_than_its_bound(path: Path) -> None:
 
 def tensor(opened: Session, name: str) -> np.ndarray:
     """The first row of an activation."""
-    place = opened.plan.places[name]
+    place = opened.plan.allocations[name]
     (width,) = {t.width for op in opened.graph.ops for t in (*op.inputs, op.out) if t.name == name}
     return opened.executor.regions[place.region][place.offset :][: 4 * width].view(np.float32).astype(np.float64)
 
 
-def test_a_token_has_the_same_bits_whoever_walks_with_it(path: Path) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(path: Path) -> None:
     ids = ids_of(path, 20)
     with session(path, ctx=128, recipe=SCREENED, outputs=20, max_sequences=3) as opened:
         alone, chain = decoded(opened, ids), sampler(opened)

@@ -60,7 +60,7 @@ def decoded(opened: Session, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "group"), [("sign", 32), ("lowrank", 32), ("lowrank", 128), ("threshold", 32)])
-def test_a_token_has_the_same_bits_whoever_walks_with_it(kind: str, group: int, tmp_path: Path) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(kind: str, group: int, tmp_path: Path) -> None:
     path = with_predictor(tmp_path, kind, 0.3 if kind == "threshold" else 0.0, group, "silu" if kind == "threshold" else
                           "relu")
     ids, rows = tokens(9), []

@@ -506,7 +506,7 @@ def test_requests_choose_within_what_was_opened() -> None:
 
 # -- samples of checked rows -------------------------------------------------------------------------------------------
 
-SAMPLES = int(os.environ.get("EDGEINFER_DRAWS", "800"))
+SAMPLES = int(os.environ.get("EDGEINFER_SAMPLES", "800"))
 """Per setting; CI has no time for 100,000."""
 
 

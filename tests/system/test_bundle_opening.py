@@ -166,7 +166,7 @@ def test_a_damaged_conversion_in_the_cache_is_made_again(
     assert resolve(source, convert=False) == path and capsys.readouterr().err == ""  # nobody runs it
     assert resolve(source) == path
     said = capsys.readouterr().err
-    assert "was converted before, but: Cannot use the bundle" in said and said.endswith("; it is converted again.\n")
+    assert "has an unusable bundle (Cannot use the bundle" in said and said.endswith("; converting it again.\n")
     assert (path / "weights.bin").read_bytes() == data
 
 

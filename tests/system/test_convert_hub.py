@@ -25,11 +25,12 @@ from tests.helpers.hub_server import COMMIT, Hub, serve
 ROOT = Path(__file__).resolve().parents[2]
 FETCH = """
 import json, sys
-from edgeinfer.converters import fetch, hub
+from edgeinfer.converters import fetch
+from edgeinfer.converters.hub import download
 from edgeinfer.errors import EdgeInferError
 
 calls = []
-hub.ATTEMPT_SECONDS = 1.0
+download.ATTEMPT_SECONDS = 1.0
 try:
     path = fetch(sys.argv[1], *sys.argv[2:], progress=lambda *call: calls.append(call))
     print(json.dumps({"path": str(path), "calls": calls}))

@@ -65,19 +65,19 @@ def test_a_bare_name_is_looked_up_in_the_stores(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     blob = store / f"blobs/sha256-{DIGEST}"
     assert checkpoint_path("tiny") == checkpoint_path("tiny") == blob
-    assert capsys.readouterr().err == "edgeinfer: tiny is ollama's model tiny, as ollama:tiny.\n"
+    assert capsys.readouterr().err == "edgeinfer: Using ollama's model ollama:tiny.\n"
     folder = tmp_path / ".lmstudio" / "models" / "owner" / "repo"
     folder.mkdir(parents=True)
     (folder / "Small-Q8_0.gguf").write_bytes(blob.read_bytes())
     for name in ("small", "Small-Q8_0"):
         assert checkpoint_path(name) == folder / "Small-Q8_0.gguf"
-        assert f"{name} is LM Studio's model {folder}" in capsys.readouterr().err
+        assert f"Using LM Studio's model {folder}" in capsys.readouterr().err
     (folder / "Small-Q4_0.gguf").write_bytes(blob.read_bytes())
     with pytest.raises(ModelNotFoundError, match=r"LM Studio has 2 models called 'small': .*; give the path of one\."):
         checkpoint_path("small")
     with pytest.raises(ModelNotFoundError, match=r"Unknown model 'tiny:3b'.*did you mean 'ollama:someone/tiny:1b' or"):
         checkpoint_path("tiny:3b")
-    with pytest.raises(ModelNotFoundError, match="Of 'llama-2-7b' only the shape is known"):
+    with pytest.raises(ModelNotFoundError, match="'llama-2-7b' is a built-in shape without weights"):
         checkpoint_path("llama-2-7b")
 
 
@@ -241,7 +241,7 @@ def test_what_a_conversion_costs_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     write_gguf(path, source, {"attn_q": "Q3_K", "": "Q8_0"}, {"general.name": "Tiny"})
     bundle = resolve(path, storage=Storage("q4"))
     said = " ".join(capfd.readouterr().err.split())
-    size = re.search(r"m\.gguf \([0-9]+ kB\) becomes a bundle of ([0-9]+) kB, .*; this takes 1 s or so\.", said)
+    size = re.search(r"m\.gguf \([0-9]+ kB\) to a bundle of ([0-9]+) kB in .*; this takes about 1 s\.", said)
     assert size, said
     on_disk = sum(file.stat().st_size for file in bundle.iterdir())
     assert on_disk <= 1000 * int(size[1]) <= 1.5 * on_disk

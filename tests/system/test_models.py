@@ -88,7 +88,7 @@ def test_an_older_conversion_is_replaced_with_one_line(
     assert resolve(name, convert=False) == older and capsys.readouterr().err == ""
     made_by = Bundle.open(older).header.made_by
     assert resolve(name) == path and not older.exists() and Bundle.open(path).header.version == FORMAT_VERSION
-    said = f"edgeinfer: {name} was converted by {made_by}, to bundle format 1; it is converted again.\n"
+    said = f"edgeinfer: {name} was converted by {made_by} to bundle format 1; converting it again.\n"
     assert capsys.readouterr().err == said
     assert resolve(name) == path and capsys.readouterr().err == ""
 
@@ -100,12 +100,12 @@ def test_a_conversion_that_cannot_be_opened_is_made_again(
     source = make_checkpoint(tmp_path / "tiny")
     path = resolve(source)
     alter_header(path, lambda data: (data["config"].update(colour=1), data.update(made_by="edgeinfer 7")))
-    with pytest.raises(ModelNotFoundError, match="is a checkpoint that was not converted yet"):
+    with pytest.raises(ModelNotFoundError, match="has not been converted yet"):
         resolve(source, convert=False)
     assert resolve(source) == path
     said = capsys.readouterr().err
-    assert said.startswith(f"edgeinfer: {source} was converted before, but: Cannot open the bundle {path}: config has ")
-    assert "written by edgeinfer 7: upgrade edgeinfer" in said and said.endswith("; it is converted again.\n")
+    assert said.startswith(f"edgeinfer: {source} has an unusable bundle (Cannot open the bundle {path}: config has ")
+    assert "written by edgeinfer 7: upgrade edgeinfer" in said and said.endswith("; converting it again.\n")
     assert said.count("\n") == 1
     Bundle.open(path).verify()
     os.truncate(path / "weights.bin", 64)
@@ -116,7 +116,7 @@ def test_a_conversion_that_cannot_be_opened_is_made_again(
 
 def test_a_checkpoint_is_not_converted_where_that_is_not_wanted(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "tiny")
-    with pytest.raises(ModelNotFoundError, match="is a checkpoint that was not converted yet; use edgeinfer convert"):
+    with pytest.raises(ModelNotFoundError, match="has not been converted yet; .edgeinfer run. or"):
         resolve(source, convert=False)
     assert resolve(resolve(source), convert=False) == resolve(source, convert=False)
 
@@ -130,11 +130,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("dmeo", r"Unknown model 'dmeo': no such directory and no known name; did you mean 'demo'\?"),
+        ("dmeo", r"Unknown model 'dmeo'; did you mean 'demo'\?$"),
         ("tinylama", r"did you mean 'tinyllama'\?"),
-        ("zzzzzz", "known are demo, .* and others, which 'edgeinfer plan --list' lists; or give the directory"),
-        ("no/such/place", "Unknown model 'no/such/place'"),
-        ("/no/such/place", "Unknown model '/no/such/place'"),
+        ("zzzzzz", "Unknown model 'zzzzzz'. Give a GGUF file, .* such as demo or .*'edgeinfer models' lists what is on this machine"),
+        ("no/such/place", r"There is no file or directory 'no/such/place'\.$"),
+        ("/no/such/place", "There is no file or directory '/no/such/place'\\."),
     ],
 )
 def test_an_unknown_name_gives_the_nearest_ones(name: str, sentence: str) -> None:
@@ -229,7 +229,7 @@ def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, 
     waited = [out for out, _ in answers if "('wait', 0, 0, '')" in out]
     assert len(made) == 1 and len(waited) == count - 1
     said = [err for _, err in answers if err]
-    assert said == ["edgeinfer: Another process makes the bundle of m; this one waits for it.\n"] * (count - 1)
+    assert said == ["edgeinfer: Another process is converting m; waiting for it.\n"] * (count - 1)
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == [f"m-v{FORMAT_VERSION}"]
 
 

@@ -55,7 +55,7 @@ def technique(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Registers what a package of its own would register when it is imported."""
     monkeypatch.setattr("edgeinfer.graph.passes.PASSES", dict(PASSES))
     monkeypatch.setattr(catalogue, "_EXTENSIONS", {})
-    extend("tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.twins:scale_rows"})
+    extend("tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.reference:scale_rows"})
 
     @graph_pass
     def scale_attention(graph: Graph, factor: float = 1.0) -> Graph:

@@ -33,7 +33,7 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
 
     Parameters
     ----------
-    sample_specs : their addresses (kernels/abi/draws.py); 0 for none
+    sample_specs : their addresses (kernels/abi/sampling.py); 0 for none
     values, ids : the largest logits of each row and their tokens, in any order; NaN where a row is not finite
     positions : of the tokens that are sampled
 

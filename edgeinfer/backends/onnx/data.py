@@ -12,7 +12,7 @@ from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
 
 from ...base.progress import Counted
-from .model import Place
+from .model import ExternalTensor
 from .weights import KINDS, Reader, Stored
 
 ALIGNMENT = 4096
@@ -23,13 +23,13 @@ F16_MAX = 65504.0
 class Data(NamedTuple):
     """Data written for a model."""
 
-    places: dict[str, Place]
+    tensors: dict[str, ExternalTensor]
     nbytes: int
 
     @property
     def identity(self) -> str:
         """Checksum of what lies where: other data have another."""
-        return hashlib.sha256(repr(sorted(self.places.items())).encode()).hexdigest()
+        return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
 
 def data_bytes(tensors: Iterable[Stored]) -> int:
@@ -51,7 +51,7 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
         The file cannot be written.
     """
     tensors = list(tensors)
-    total, end, places = data_bytes(tensors), 0, {}
+    total, end, written = data_bytes(tensors), 0, {}
     for stored in tensors:
         file.write(bytes(-end % ALIGNMENT))
         offset = end = round_up(end, ALIGNMENT)
@@ -66,8 +66,8 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
         if end - offset != stored.nbytes:
             raise BundleError(f"The tensor {stored.name!r} came out with {end - offset} bytes instead of "
                               f"{stored.nbytes}, which is a bug.")
-        places[stored.name] = Place(offset, stored.nbytes, own.hexdigest())
-    return Data(places, end)
+        written[stored.name] = ExternalTensor(offset, stored.nbytes, own.hexdigest())
+    return Data(written, end)
 
 
 def _bytes(piece: np.ndarray, stored: Stored) -> memoryview:

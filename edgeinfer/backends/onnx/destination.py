@@ -78,7 +78,7 @@ class ExportDestination(Destination):
         self._clear_data(keep={path.name for path in data})
 
     def _clear_data(self, keep: set[str]) -> None:
-        """Remove data of models that were at this place before."""
+        """Remove data of models that were written here before."""
         ours = re.compile(rf"{re.escape(self.path.stem)}\.[0-9a-f]{{{DIGITS}}}\.data")
         for path in self.path.parent.iterdir():
             if ours.fullmatch(path.name) and path.name not in keep:

@@ -93,39 +93,39 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
     import_onnx()
     flavour = (flavour or Flavour()).checked(bundle.config)
     genai = flavour.target == "genai"
-    place = ExportDestination(destination, genai, overwrite)
-    with place:
+    target = ExportDestination(destination, genai, overwrite)
+    with target:
         if genai:
             check_tokenizer(bundle)
         bundle.check_contents()
         graph = lowered(bundle, flavour)
-        place.reserve(data_bytes(graph.stored.values()) + MODEL_BYTES)
-        name = MODEL_FILE if genai else place.path.name
+        target.reserve(data_bytes(graph.stored.values()) + MODEL_BYTES)
+        name = MODEL_FILE if genai else target.path.name
         beside = {}
         if genai:
-            with place.writing():
-                beside = write_beside(bundle, flavour, place.folder)
-        data, data_file = _write(bundle, graph, place, name, beside, progress)
-    folder, seconds = place.path if genai else place.path.parent, time.perf_counter() - began
-    return ExportReport(place.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
+            with target.writing():
+                beside = write_beside(bundle, flavour, target.folder)
+        data, data_file = _write(bundle, graph, target, name, beside, progress)
+    folder, seconds = target.path if genai else target.path.parent, time.perf_counter() - began
+    return ExportReport(target.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
                         len(graph.nodes), len(graph.stored), seconds, tuple(_remarks(bundle, graph)))
 
 
-def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str, beside: dict[str, str],
+def _write(bundle: Bundle, graph: Lowering, target: ExportDestination, name: str, beside: dict[str, str],
            progress: Counted | None) -> tuple[Data, str]:
     """Write the data, whose name follows from their checksum, and the model that names them and has the checksums of
     the files beside them.
     """
     read = Reader(bundle)
     try:
-        with place.writing():
-            unnamed = place.folder / "data"
+        with target.writing():
+            unnamed = target.folder / "data"
             with open(unnamed, "wb") as file:
                 data = write_data(graph.stored.values(), read, file, progress)
             data_file = data_name(name, data.identity)
             unnamed.rename(unnamed.with_name(data_file))
-            model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data, beside))
-            (place.folder / name).write_bytes(model.SerializeToString(deterministic=True))
+            model = model_proto(graph, data_file, data.tensors, about(bundle, graph.flavour, data, beside))
+            (target.folder / name).write_bytes(model.SerializeToString(deterministic=True))
     finally:
         read.close()
     return data, data_file
@@ -142,7 +142,7 @@ def about(bundle: Bundle, flavour: Flavour, data: Data, beside: dict[str, str]) 
         "target": flavour.target, "dtype": flavour.dtype, "attention": flavour.attention, "ctx": str(flavour.ctx),
         "qk_norm": flavour.qk_norm, "top_k": str(flavour.top_k), "data_bytes": str(data.nbytes),
         "data_identity": data.identity, "files": json.dumps(beside),
-        "tensors": json.dumps({tensor: place.sha256 for tensor, place in data.places.items()}),
+        "tensors": json.dumps({name: entry.sha256 for name, entry in data.tensors.items()}),
     }
 
 

@@ -16,15 +16,16 @@ PREFIX = "edgeinfer."
 GRAPH_KEY = f"{PREFIX}graph_sha256"
 
 
-class Place(NamedTuple):
-    """Position of a tensor in the file of external data."""
+class ExternalTensor(NamedTuple):
+    """Offset, length and checksum of a tensor in the file of external data."""
 
     offset: int
     nbytes: int
     sha256: str
 
 
-def model_proto(lowered: Lowering, location: str, places: Mapping[str, Place], about: Mapping[str, str]) -> Any:
+def model_proto(lowered: Lowering, location: str, external: Mapping[str, ExternalTensor],
+                about: Mapping[str, str]) -> Any:
     """Return the model.
 
     Parameters
@@ -32,7 +33,7 @@ def model_proto(lowered: Lowering, location: str, places: Mapping[str, Place], a
     lowered : Lowering
     location : str
         Name of the file of external data, in the folder that the model will be in.
-    places : mapping of str to Place
+    external : mapping of str to ExternalTensor
         Of each stored tensor.
     about : mapping of str to str
         Metadata; the checksum of the model itself is added.
@@ -53,7 +54,8 @@ def model_proto(lowered: Lowering, location: str, places: Mapping[str, Place], a
     for name, stored in lowered.stored.items():
         tensor = onnx.TensorProto(name=name, data_type=kinds[stored.kind], dims=stored.shape,
                                   data_location=onnx.TensorProto.EXTERNAL)
-        for key, value in (("location", location), ("offset", places[name].offset), ("length", places[name].nbytes)):
+        entry = external[name]
+        for key, value in (("location", location), ("offset", entry.offset), ("length", entry.nbytes)):
             tensor.external_data.add(key=key, value=str(value))
         tensors.append(tensor)
 

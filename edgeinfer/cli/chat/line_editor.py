@@ -48,10 +48,10 @@ def plain_reader() -> Callable[[], str]:
 
 
 def editing_reader() -> Callable[[], str]:
-    """Return what reads a message in an editor: a pasted text of several lines is one message, Alt-Enter begins a line.
-    """
+    """Return what reads a message in an editor, where pasted lines are one message and Alt-Enter begins a line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
 
@@ -66,7 +66,8 @@ def editing_reader() -> Callable[[], str]:
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    output = create_output()
+    output.enable_cpr = False  # type: ignore[attr-defined]  # a late answer of the terminal would be taken as typed
     session: PromptSession[str] = PromptSession(
-        "> ", multiline=True, key_bindings=keys, prompt_continuation=MORE, reserve_space_for_menu=0)
-    session.app.output.enable_cpr = False  # type: ignore[attr-defined]  # answers would mix with what is typed
+        "> ", multiline=True, key_bindings=keys, prompt_continuation=MORE, reserve_space_for_menu=0, output=output)
     return session.prompt

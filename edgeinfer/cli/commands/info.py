@@ -195,7 +195,7 @@ def _print_tensors(report: dict[str, Any]) -> None:
 
 
 def _print_program(report: dict[str, Any]) -> None:
-    rows = [("record", "kernel", "operation", "bytes read")]
+    rows = [("instruction", "kernel", "operation", "bytes read")]
     for entry in report["program"]:
         rows.append((f"{entry['record']}", entry["kernel"], entry["operation"], f"{entry['bytes_read']}"))
     rows.append(("", "", "total", f"{sum(entry['bytes_read'] for entry in report['program'])}"))

@@ -145,7 +145,7 @@ def _print_profile(profile: dict[str, Any]) -> None:
     """Print where a test's time goes."""
     per = "prompt" if profile["test"].startswith("pp") else "token"
     print(f"\n{profile['test']}: {profile['ms']:.3f} ms per {per} in the program's instructions\n")
-    rows = [("operation", "kernel", "records", "ms", "share", "GB/s", "of bandwidth", "of int8 peak")]
+    rows = [("operation", "kernel", "calls", "ms", "share", "GB/s", "of bandwidth", "of int8 peak")]
     for item in profile["operations"][:MOST_OPERATIONS]:
         rows.append((item["operation"], item["kernel"], f"{item['records']}", f"{item['ms']:.3f}",
                      f"{item['share']:.1%}",

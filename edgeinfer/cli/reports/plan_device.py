@@ -41,7 +41,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     config = replace(config, ctx=config.ctx or default_ctx(model.config),
                      threads=config.threads or (1 if card else default_threads()))
     host, memory = (config.budget_bytes, card.memory_bytes) if card else memory_of(planner.provider, config)
-    beside = _drafted(drafting.model, planner, config) if drafting and drafting.model else None
+    beside = _drafted(drafting.model, model, planner, config) if drafting and drafting.model else None
 
     def with_draft(plan: MemoryPlan) -> MemoryPlan:
         return plan.beside(beside) if beside else plan
@@ -77,21 +77,21 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     return report
 
 
-def _drafted(draft: str, target: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
+def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
     """Return the plan of a draft model on the same device, as a run has it beside the model."""
     from edgeinfer.memory_planner import draft_config, to_request
 
     from ...backends import device_planner
     from ...config import Recipe
-    from ...engine.speculation.load import check_context
+    from ...engine.speculation.load import check_described
     from ...models.describe import describe
 
-    model = describe(draft, recipe=Recipe(()))
-    check_context(draft, model.config, target.graph.config, config)
-    own = replace(draft_config(target.plan(to_request(config)), 1), threads=config.threads,
+    model = describe(name, recipe=Recipe(()))
+    check_described(model, target, config)
+    own = replace(draft_config(planner.plan(to_request(config)), 1), threads=config.threads,
                   kv_layout=config.kv_layout)
-    planner, own = device_planner(model.graph, own, target.provider, own.kv)
-    return planner.plan(to_request(own))
+    beside, own = device_planner(model.graph, own, planner.provider, own.kv)
+    return beside.plan(to_request(own))
 
 
 def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig, own: int) -> list[str]:

@@ -120,8 +120,8 @@ class PlanReport:
         from edgeinfer.memory_planner import largest_ctx, stream
         from edgeinfer.offload import keep_experts
 
-        places = {"kept_experts": keep_experts, "streamed_layers": stream}
-        found = [place for name, place in places.items() if any(name in option.options for option in options)]
+        placers = {"kept_experts": keep_experts, "streamed_layers": stream}
+        found = [placer for name, placer in placers.items() if any(name in option.options for option in options)]
         return largest_ctx(self.planner, self.config, self.budget, self.model.config.max_position_embeddings,
                            place=found[0]) if found else None
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...base.progress import OnProgress
     from ...config import RuntimeConfig
     from ...graph import ModelConfig
+    from ...models.describe import ModelDescription
     from ...runner import Runner
 
 TOKENIZER = "tokenizer.json"
@@ -54,12 +55,8 @@ class Draft:
         self.name, self._progress = name, progress
         self.bundle = Bundle.open(resolve(name, progress))
         try:
-            if weights_identity(self.bundle.header.tensors) == weights_identity(target.header.tensors):
-                raise RequestError(f"The draft {name} is the model itself, whose draft tokens cost as much as they "
-                                   "save; "
-                                   "give a smaller model with the same tokenizer, or let the model draft with a part "
-                                   "of itself (--speculate self).")
-            check_context(name, self.bundle.config, target.config, config)
+            _check_weights(name, self.bundle, target)
+            _check_context(name, self.bundle.config, target.config, config)
             if said := _difference(target, tokenizer, self.bundle):
                 raise TokenizerError(f"The draft {name} has another tokenizer than the model: {said}. Give a draft "
                                      "with the same one.")
@@ -80,7 +77,23 @@ class Draft:
                        say and partial(say, "load"), host)
 
 
-def check_context(name: str | Path, draft: ModelConfig, target: ModelConfig, config: RuntimeConfig) -> None:
+def check_described(draft: ModelDescription, target: ModelDescription, config: RuntimeConfig) -> None:
+    """Raise `RequestError` where a run would refuse the draft, as far as descriptions tell; tokenizers are not read."""
+    if draft.bundle and target.bundle:
+        with Bundle.open(draft.bundle) as small, Bundle.open(target.bundle) as large:
+            _check_weights(draft.name, small, large)
+    _check_context(draft.name, draft.config, target.config, config)
+
+
+def _check_weights(name: str | Path, draft: Bundle, target: Bundle) -> None:
+    """Raise `RequestError` if a draft is the model that it should speed up."""
+    if weights_identity(draft.header.tensors) == weights_identity(target.header.tensors):
+        raise RequestError(f"The draft {name} is the model itself, whose draft tokens cost as much as they save; give "
+                           "a smaller model with the same tokenizer, or let the model draft with a part of itself "
+                           "(--speculate self).")
+
+
+def _check_context(name: str | Path, draft: ModelConfig, target: ModelConfig, config: RuntimeConfig) -> None:
     """Raise `RequestError` if texts of a run are longer than its draft allows."""
     ctx, longest = config.ctx or default_ctx(target), draft.max_position_embeddings
     if ctx > longest:

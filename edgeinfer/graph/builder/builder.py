@@ -189,7 +189,7 @@ class GraphBuilder(AttentionWords, ExpertWords):
         logits = self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight, bias=bias))
         if c.logits_softcap:
             logits = self.activate(logits, "soft_cap", c.logits_softcap)
-        work = Tensor("draw", abi.sample_row(c.vocab_size)[0] // 4, rows="outputs")
+        work = Tensor("sample", abi.sample_row(c.vocab_size)[0] // 4, rows="outputs")
         self._op(Sample(out=work, logits=logits))
         return logits
 

@@ -25,14 +25,15 @@ def alibi_slopes(alibi: AlibiConfig, heads: int) -> NDArray[np.float32]:
     return to_bfloat16(slopes) if alibi.bfloat16 else slopes
 
 
-def alibi_bias(alibi: AlibiConfig, slope: float, scale: float, places: NDArray[np.int64], place: int
+def alibi_bias(alibi: AlibiConfig, slope: float, scale: float, positions: NDArray[np.int64], position: int
                ) -> NDArray[np.float32]:
-    """Return the bias of a head with this slope for the scores of keys at some places and a query at one."""
+    """Return the bias of a head with this slope for the scores of keys at some positions and a query at one."""
     import numpy as np
 
     if not alibi.bfloat16:
-        return (places - place).astype(np.float32) * np.float32(slope)
-    keys, query = (to_bfloat16(to_bfloat16(np.asarray(x, np.float32)) * np.float32(slope)) for x in (places, [place]))
+        return (positions - position).astype(np.float32) * np.float32(slope)
+    keys, query = (to_bfloat16(to_bfloat16(np.asarray(x, np.float32)) * np.float32(slope))
+                   for x in (positions, [position]))
     keys -= query
     keys *= np.float32(scale)
     return keys

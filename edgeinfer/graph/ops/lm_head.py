@@ -86,7 +86,7 @@ class ScreenedHead(MatMul):
 
 
 @dataclass(frozen=True)
-class Place:
+class ScreenableHead:
     """Position of the output head in a graph."""
 
     index: int
@@ -100,7 +100,7 @@ class Place:
     """Operation that gathers the rows whose logits are wanted."""
 
 
-def place_of_head(graph: Graph) -> Place:
+def find_head(graph: Graph) -> ScreenableHead:
     """Find the head of a graph.
 
     Raises
@@ -119,7 +119,7 @@ def place_of_head(graph: Graph) -> Place:
     if not catalogue.is_known(f"head_{graph.types[head.weight.name].suffix}"):
         raise UnsupportedModelError(f"The head {head.weight.name} is stored in {graph.types[head.weight.name]}, and "
                                     "only one in int8 or q4 can be screened; convert with --head int8.")
-    return Place(index, head, maker, norm, gather)
+    return ScreenableHead(index, head, maker, norm, gather)
 
 
 def inner_type(stored: WeightType) -> WeightType:
@@ -141,8 +141,8 @@ def with_screen(graph: Graph, rank: int, share: float) -> Graph:
     if type(rank) is not int or not 1 <= rank <= hidden or not 0 <= share <= 1:
         raise UsageError(f"A screen of rank {rank!r} of which a share of {share!r} is computed does not exist; ranks "
                          f"are from 1 to hidden_size, {hidden}, shares from 0 to 1.")
-    place = place_of_head(graph)
-    index, head = place.index, place.head
+    found = find_head(graph)
+    index, head = found.index, found.head
     vocab, stored = head.weight.shape[0], graph.types[head.weight.name]
     new = {"inner": ((hidden, hidden), inner_type(stored)), "outer": ((vocab, rank), OUTER_TYPE),
            "bounds": ((vocab,), _FLOATS)}
@@ -159,6 +159,6 @@ def with_screen(graph: Graph, rank: int, share: float) -> Graph:
         Screen(out=work, weight=head.weight, x=head.x, estimates=estimates, low=low, rank=rank, **here),
         ScreenedHead(out=head.out, x=head.x, weight=head.weight, estimates=estimates, work=work, low=low,
                      bounds=weights["bounds"], share=float(share)))
-    before = [replace(op, several=False) if op is place.maker else op for op in graph.ops[:index]]
+    before = [replace(op, several=False) if op is found.maker else op for op in graph.ops[:index]]
     return replace(graph, ops=(*before, *made, *graph.ops[index + 1 :]), types={**graph.types, **types},
                    weights=(*graph.weights, *weights.values()))

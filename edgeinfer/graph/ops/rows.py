@@ -239,13 +239,8 @@ class GatherOutputs(RowOp):
 class Sample(RowOp):
     """The next token of each row of logits for which a sample is listed; the output is what the kernels work with."""
 
-    KERNELS = ("draw_edit", "draw_blocks", "draw_choose")
+    KERNELS = ("sample_edit", "sample_blocks", "sample_choose")
     logits: Tensor
-
-    @property
-    def name(self) -> str:
-        """The name in programs and profiles."""
-        return "draw"
 
     def faults(self, types: Types) -> Iterator[str]:
         """A row of work is as long as the vocabulary needs."""

@@ -52,7 +52,7 @@ def run_checked(executor: Executor, first: int, stop: int, cancel: Cancellation 
 
 def _may_start(executor: Executor, i: int, cancel: Cancellation | None) -> bool:
     """Wait for the instruction's event, if it has one; False if the forward pass ends instead, as ctx then says."""
-    event = int(executor.program.words.view("int32")[i, abi.REC_EVENT // 4])
+    event = int(executor.program.words.view("int32")[i, abi.INST_EVENT // 4])
     while not executor.ended(cancel):
         came = int(executor.events[event - 1]) if event else 1
         if came:

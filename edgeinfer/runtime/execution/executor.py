@@ -1,6 +1,6 @@
 """The executor: one linked program, its memory and its part of ctx, run by a pool of threads without the GIL.
 
-The inner half is kernels/ops/walk.py, which also says why the threads cannot lose each other. Nothing is allocated
+The inner half is kernels/ops/forward.py, which also says why the threads cannot lose each other. Nothing is allocated
 while a forward pass runs: this class takes part in it or, where it will last, waits for it in Python's reach.
 """
 
@@ -71,7 +71,7 @@ class Executor:
         self.check = os.environ.get("EDGEINFER_CHECK") == "1"
         program.check({name: len(memory) for name, memory in regions.items()})
         program.link(kernels.addresses(program.kernels))
-        self.joins = not program.words.view(np.int32)[:, abi.REC_EVENT // 4].any()
+        self.joins = not program.words.view(np.int32)[:, abi.INST_EVENT // 4].any()
         self.tuner = tuner or ThreadTuner(threads)
         self._timespec = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
         self._timeout = self._timespec.ctypes.data

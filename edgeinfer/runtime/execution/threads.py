@@ -74,7 +74,7 @@ def _address(function: object) -> int:
 class Pool:
     """Long-lived threads and the ctx block that they watch. Programs take turns on it, each with a head of its own.
 
-    Thread 0 is the helper, which runs in the caller's place where that has to stay in Python; see kernels/ops/walk.py.
+    Thread 0 is the helper, which runs for a caller that has to stay in Python; see kernels/ops/forward.py.
 
     Parameters
     ----------

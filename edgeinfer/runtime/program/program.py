@@ -114,7 +114,7 @@ class Program:
 
 
 def encode(instruction: Instruction, address: int) -> NDArray[np.int64]:
-    """Write an instruction as 32 words (kernels/abi/record.py).
+    """Write an instruction as 32 words (kernels/abi/instruction.py).
 
     Raises `KernelError` if it has more operands, parameters or predicates than an instruction has room for, or one that
     does not fit its word.
@@ -127,17 +127,17 @@ def encode(instruction: Instruction, address: int) -> NDArray[np.int64]:
                               f"room for {room}.")
     raw = np.zeros(abi.INSTRUCTION_BYTES, np.uint8)
     words, halves = raw.view(np.int64), raw.view(np.int32)
-    words[abi.REC_KERNEL // 8] = address
-    halves[abi.REC_FLAGS // 4] = instruction.flags
-    halves[abi.REC_EVENT // 4] = 0 if instruction.event is None else 1 + instruction.event
-    halves[abi.REC_PREDICATES // 4 :][: len(instruction.predicates)] = [count + 1 for count in instruction.predicates]
+    words[abi.INST_KERNEL // 8] = address
+    halves[abi.INST_FLAGS // 4] = instruction.flags
+    halves[abi.INST_EVENT // 4] = 0 if instruction.event is None else 1 + instruction.event
+    halves[abi.INST_PREDICATES // 4 :][: len(instruction.predicates)] = [count + 1 for count in instruction.predicates]
     for i, (region, offset) in enumerate(instruction.operands):
         if not 0 <= offset < 1 << abi.REGION_SHIFT:
             raise KernelError(f"Operand {i} of the instruction {instruction.kernel} lies at {offset}; offsets are "
                               "below 2^48.")
-        words[abi.REC_OPERANDS // 8 + i] = abi.REGIONS.index(region) << abi.REGION_SHIFT | offset
+        words[abi.INST_OPERANDS // 8 + i] = abi.REGIONS.index(region) << abi.REGION_SHIFT | offset
     for i, value in enumerate(instruction.parameters):
         if not -(1 << 31) <= value < 1 << 31:
             raise KernelError(f"Parameter {i} of the instruction {instruction.kernel} is {value}; it must fit 32 bits.")
-    halves[abi.REC_PARAMETERS // 4 :][: len(instruction.parameters)] = instruction.parameters
+    halves[abi.INST_PARAMETERS // 4 :][: len(instruction.parameters)] = instruction.parameters
     return words

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
+from edgeinfer.bundle import APPROXIMATING, Bundle, part_extents, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
 from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
 
@@ -26,17 +26,17 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
     """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
     parts, offsets = [], offsets_of(bundle)
     own = {weight.name: weight for weight in graph.weights
-           if plan.places[weight.name].region == "resident" and weight.kind != "predictor"}
+           if plan.allocations[weight.name].region == "resident" and weight.kind != "predictor"}
     copied = {name: graph.types[name].nbytes(weight.shape) for name, weight in own.items()}
-    for name, nbytes in extents(plan.places, copied).items():
-        parts += _sources(regions["resident"], plan.places[name], own[name], offsets[name], copied[name], nbytes)
+    for name, nbytes in extents(plan.allocations, copied).items():
+        parts += _sources(regions["resident"], plan.allocations[name], own[name], offsets[name], copied[name], nbytes)
     copy_in(parts, bundle.weights_path, loading)
     load_parts(bundle, graph.weights, plan, regions)
     spans = _read_at_once(plan, bundle.weights_bytes)
     if spans or plan.filed:
         regions["weights"] = bundle.weights
         for name in plan.filed:
-            read_seldom(bundle.weights[plan.places[name].offset :][: plan.places[name].nbytes])
+            read_seldom(bundle.weights[plan.allocations[name].offset :][: plan.allocations[name].nbytes])
         read_in(bundle.weights, bundle.weights_path, loading, spans)
     if mlock:
         for start, stop in spans:
@@ -51,38 +51,38 @@ def _read_at_once(plan: MemoryPlan, nbytes: int) -> list[tuple[int, int]]:
     if not any(region.name == "weights" for region in plan.regions):
         return []
     spans, start = [], 0
-    for place in sorted((plan.places[name] for name in plan.filed), key=lambda place: place.offset):
-        spans.append((start, place.offset))
-        start = (place.offset + place.nbytes) // PAGE_BYTES * PAGE_BYTES
+    for allocation in sorted((plan.allocations[name] for name in plan.filed), key=lambda allocation: allocation.offset):
+        spans.append((start, allocation.offset))
+        start = (allocation.offset + allocation.nbytes) // PAGE_BYTES * PAGE_BYTES
     return [(first, end) for first, end in (*spans, (start, nbytes)) if first < end]
 
 
 def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regions: Regions) -> None:
-    """Copy those weights of predictor and screen, which are files of their own, to their places."""
+    """Copy those weights of predictor and screen, which are files of their own, to their allocations."""
     for part in APPROXIMATING:
         weights = [one for one in wanted if one.kind == "predictor" and f"{part}." in one.name]
         if not weights:
             continue
         if part == "screen":
             read_screen(bundle)  # which refuses what is not this model's
-        path, places = part_places(bundle, part)
+        path, found = part_extents(bundle, part)
         parts = []
         for weight in weights:
-            offset, nbytes = places[weight.name.replace(f"{part}.", "")]
-            parts.append((offset, regions["resident"][plan.places[weight.name].offset :][:nbytes]))
+            offset, nbytes = found[weight.name.replace(f"{part}.", "")]
+            parts.append((offset, regions["resident"][plan.allocations[weight.name].offset :][:nbytes]))
         copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
 
 
-def _sources(region: NDArray[np.uint8], place: Placement, weight: Weight, offset: int, nbytes: int,
+def _sources(region: NDArray[np.uint8], allocation: Placement, weight: Weight, offset: int, nbytes: int,
              together: int) -> list[tuple[int, NDArray[np.uint8]]]:
     """Return (offset in the file, destination) of each piece of a weight; of an FFN perhaps its first neurons only.
 
     The weight and those that share its allocation have `together` bytes.
     """
-    if place.nbytes == nbytes:
-        return [(offset, region[place.offset :][:together])]
-    own, parts = region[place.offset :][: place.nbytes], weight.shape[1]
-    gates = place.nbytes // parts
+    if allocation.nbytes == nbytes:
+        return [(offset, region[allocation.offset :][:together])]
+    own, parts = region[allocation.offset :][: allocation.nbytes], weight.shape[1]
+    gates = allocation.nbytes // parts
     return [(offset, own[:gates]), (offset + nbytes // parts, own[gates:])]
 
 

@@ -85,10 +85,10 @@ def pieces(plan: MemoryPlan, base: int, offsets: Mapping[str, int]) -> NDArray[n
     """Return the reads of a round, in order: whole pages around each weight, READ_BYTES at a time (abi.PIECE_*)."""
     rows = []
     for part, names in enumerate(plan.parts):
-        for name, nbytes in extents(plan.places, names).items():
-            place, offset = plan.places[name], offsets[name]
+        for name, nbytes in extents(plan.allocations, names).items():
+            allocation, offset = plan.allocations[name], offsets[name]
             start, end = offset // PAGE_BYTES * PAGE_BYTES, offset + nbytes
-            to = base + place.offset - (offset - start)
+            to = base + allocation.offset - (offset - start)
             for at in range(start, end, READ_BYTES):
                 least = min(READ_BYTES, end - at)
                 rows.append((at, round_up(least, PAGE_BYTES), least, to + at - start, part))

@@ -3,9 +3,9 @@
 A context is cut into splits of SPLIT_BLOCKS blocks. Of each split come (m, l, acc): the largest score, the sum of
 exponentials (16 lanes) and the weighted sum of V (attention_split.py); splits are merged in index order
 (attention_rows.py). Whether splits run on different threads and are merged by the next instruction (few tokens, long
-context) or one after the other here, the operations on a row are the same in the same order, so the result has the
-same bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits
-and lanes go by its place in the path (attention_paths.py).
+context) or one after the other here, the operations on a row are the same in the same order, so the result has the same
+bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits and
+lanes go by its position in the path (attention_paths.py).
 
 Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_PRUNED which rows of
 the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss), 9
@@ -18,12 +18,12 @@ from __future__ import annotations
 from ...abi import COUNT_MERGE, FLAG_ALIBI, TOKEN_ROW
 from ...parameters import ATTENTION
 from ...registry import kernel
+from ...vector.instruction import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
-from ...vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ...vector.scalars import div_i64
 from ...vector.targets import attention_tiles
 from .attention_kinds import KINDS
-from .attention_paths import has_path, place_of
+from .attention_paths import has_path, position_of
 from .attention_rows import (
     SPLIT_SHIFT,
     T_L,
@@ -35,7 +35,7 @@ from .attention_rows import (
     first_visible,
     merge,
     partial_bytes,
-    places_seen,
+    positions_seen,
     queries_at,
     slopes_at,
     start_merge,
@@ -57,21 +57,22 @@ def _query(t, row, last, h, group):
 
 
 def start_step(kind, r):
-    """Make ``start(rec, ctx, queries, t, row, last, h, group)``: the queries of a tile of r rows, and what they see."""
+    """Make ``start(inst, ctx, queries, t, row, last, h, group)``: the queries of a tile of r rows, and what they
+    see."""
     prepare = kind.prepare(r)
 
     @inline
-    def start(rec, ctx, queries, t, row, last, h, group):
-        n = parameter(rec, ATTENTION.head_dim)
+    def start(inst, ctx, queries, t, row, last, h, group):
+        n = parameter(inst, ATTENTION.head_dim)
         for i in range(r):
             token_at, head = _query(t, row + i, last, h, group)
-            place = place_of(ctx, token_at)
-            q = operand(rec, ctx, 0) + token_at * parameter(rec, ATTENTION.q_stride) + 4 * n * head
-            prepare(queries, i, q, n, float_parameter(rec, ATTENTION.scale))
-            store_i64(bounds_at(queries, r, i), first_visible(rec, place))
-            store_i64(bounds_at(queries, r, i) + 8, place)
-            if flags(rec) & FLAG_ALIBI:
-                store_f32(slopes_at(queries, r) + 4 * i, load_f32(operand(rec, ctx, 9) + 4 * head))
+            position = position_of(ctx, token_at)
+            q = operand(inst, ctx, 0) + token_at * parameter(inst, ATTENTION.q_stride) + 4 * n * head
+            prepare(queries, i, q, n, float_parameter(inst, ATTENTION.scale))
+            store_i64(bounds_at(queries, r, i), first_visible(inst, position))
+            store_i64(bounds_at(queries, r, i) + 8, position)
+            if flags(inst) & FLAG_ALIBI:
+                store_f32(slopes_at(queries, r) + 4 * i, load_f32(operand(inst, ctx, 9) + 4 * head))
 
     return start
 
@@ -79,33 +80,33 @@ def start_step(kind, r):
 def single_step(r, start, step, leave):
     """Make what a tile of r rows goes through in one split.
 
-    ``leave(rec, ctx, tile, i, bounds, token, head, split, padded)`` puts what `step` made of row i where others find
+    ``leave(inst, ctx, tile, i, bounds, token, head, split, padded)`` puts what `step` made of row i where others find
     it, if the row sees any of the split.
     """
 
     @inline
-    def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
+    def single(inst, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
         """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
         t, h, split = unit
-        queries = tile + queries_at(rec, padded, slot)
+        queries = tile + queries_at(inst, padded, slot)
         if fresh:
-            start(rec, ctx, queries, t, row, last, h, group)
-        seen = places_seen(queries, r)
+            start(inst, ctx, queries, t, row, last, h, group)
+        seen = positions_seen(queries, r)
         if seen[0] >> SPLIT_SHIFT <= split and split <= seen[1] >> SPLIT_SHIFT:
-            step(rec, ctx, tile, queries, unit, seen, padded, ahead)
+            step(inst, ctx, tile, queries, unit, seen, padded, ahead)
             for i in range(min(r, last - row + 1)):
                 token_at, head = _query(t, row + i, last, h, group)
                 bounds = bounds_at(queries, r, i)
                 if load_i64(bounds) >> SPLIT_SHIFT <= split and split <= load_i64(bounds + 8) >> SPLIT_SHIFT:
-                    leave(rec, ctx, tile, i, bounds, token_at, head, split, padded)
+                    leave(inst, ctx, tile, i, bounds, token_at, head, split, padded)
 
     return single
 
 
 @inline
-def leave_partial(rec, ctx, tile, i, index, padded):
+def leave_partial(inst, ctx, tile, i, index, padded):
     """Put (m, l, acc) of row i of a split where the merge finds it, in the partial result `index`."""
-    partial = operand(rec, ctx, 4) + index * partial_bytes(padded)
+    partial = operand(inst, ctx, 4) + index * partial_bytes(padded)
     store_f32(partial, load_f32(tile + T_M + 4 * i))
     store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
     for k in range(0, padded, 16):
@@ -113,9 +114,9 @@ def leave_partial(rec, ctx, tile, i, index, padded):
 
 
 @inline
-def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
-    index = (t * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits) + split
-    leave_partial(rec, ctx, tile, i, index, padded)
+def _leave(inst, ctx, tile, i, bounds, t, head, split, padded):
+    index = (t * parameter(inst, ATTENTION.heads) + head) * parameter(inst, ATTENTION.splits) + split
+    leave_partial(inst, ctx, tile, i, index, padded)
 
 
 def _tile_step(kind, r, widths, chains):
@@ -123,24 +124,24 @@ def _tile_step(kind, r, widths, chains):
     step, start = split_step(kind, r, widths, chains), start_step(kind, r)
 
     @inline
-    def whole(rec, ctx, tile, t, row, last, h, group, padded):
+    def whole(inst, ctx, tile, t, row, last, h, group, padded):
         """All splits that the rows see, merged as they come."""
-        queries = tile + queries_at(rec, padded, 0)
-        start(rec, ctx, queries, t, row, last, h, group)
+        queries = tile + queries_at(inst, padded, 0)
+        start(inst, ctx, queries, t, row, last, h, group)
         for i in range(r):
             _token_at, head = _query(t, row + i, last, h, group)
-            start_merge(rec, ctx, tile, i, padded, head)
-        seen = places_seen(queries, r)
+            start_merge(inst, ctx, tile, i, padded, head)
+        seen = positions_seen(queries, r)
         for s in range(seen[0] >> SPLIT_SHIFT, (seen[1] >> SPLIT_SHIFT) + 1):
             ahead = (t, h, min(s + 1, token(ctx, t, TOKEN_ROW) >> SPLIT_SHIFT))
-            step(rec, ctx, tile, queries, (t, h, s), seen, padded, ahead)
+            step(inst, ctx, tile, queries, (t, h, s), seen, padded, ahead)
             for i in range(r):
                 sums = tile + acc_at(padded) + 4 * i * padded
                 merge(tile, i, padded, tile + T_M + 4 * i, tile + T_L + 64 * i, sums)
-        n = value_dim(rec)
+        n = value_dim(inst)
         for i in range(r):
             token_at, head = _query(t, row + i, last, h, group)
-            out = operand(rec, ctx, 1) + token_at * parameter(rec, ATTENTION.out_stride) + 4 * n * head
+            out = operand(inst, ctx, 1) + token_at * parameter(inst, ATTENTION.out_stride) + 4 * n * head
             finish(tile, i, padded, out, n)
 
     return whole, single_step(r, start, step, _leave)
@@ -150,24 +151,24 @@ def _prompt(large, small, many, some, one):
     """Attention of tiles of tokens, each with all splits."""
 
     @inline
-    def attend(rec, ctx, tile, t, end, h, group, padded):
+    def attend(inst, ctx, tile, t, end, h, group, padded):
         """Tokens t .. end, which may share tiles, of KV head h."""
         rows, row = (end - t) * group, 0
         while row < rows:
             if rows - row > small:
-                many(rec, ctx, tile, t, row, rows - 1, h, group, padded)
+                many(inst, ctx, tile, t, row, rows - 1, h, group, padded)
                 row += large
             elif rows - row > 1:
-                some(rec, ctx, tile, t, row, rows - 1, h, group, padded)
+                some(inst, ctx, tile, t, row, rows - 1, h, group, padded)
                 row += small
             else:
-                one(rec, ctx, tile, t, row, rows - 1, h, group, padded)
+                one(inst, ctx, tile, t, row, rows - 1, h, group, padded)
                 row += 1
 
     @inline
-    def prompt(rec, ctx, tile, group, padded):
-        kv_heads, tokens = parameter(rec, ATTENTION.kv_heads), count(ctx, parameter(rec, ATTENTION.rows))
-        step = parameter(rec, ATTENTION.tokens)
+    def prompt(inst, ctx, tile, group, padded):
+        kv_heads, tokens = parameter(inst, ATTENTION.kv_heads), count(ctx, parameter(inst, ATTENTION.rows))
+        step = parameter(inst, ATTENTION.tokens)
         unit = claim(ctx)
         while unit < div_i64(tokens + step - 1, step) * kv_heads:
             token_tile = div_i64(unit, kv_heads)
@@ -176,7 +177,7 @@ def _prompt(large, small, many, some, one):
                 stop = t + 1
                 while stop < end and not has_path(ctx, t) and together(ctx, t, stop):
                     stop += 1
-                attend(rec, ctx, tile, t, stop, unit - token_tile * kv_heads, group, padded)
+                attend(inst, ctx, tile, t, stop, unit - token_tile * kv_heads, group, padded)
                 t = stop
             unit = claim(ctx)
 
@@ -184,7 +185,7 @@ def _prompt(large, small, many, some, one):
 
 
 @inline
-def _from_first(rec, ctx):
+def _from_first(inst, ctx):
     """Plain attention takes the tokens from the forward pass's first on."""
     return 0
 
@@ -197,15 +198,15 @@ def _register(kv, tiles):
     decode = few_tokens(large, small, *(single for _whole, single in steps), _from_first)
 
     @kernel(f"attention_{kv}")
-    def attention(rec, ctx, tid, n_threads):
-        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-        padded = round_up_16(value_dim(rec))
-        tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+    def attention(inst, ctx, tid, n_threads):
+        group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
+        padded = round_up_16(value_dim(inst))
+        tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
         store_i64(tile + T_TURNED, 0)
         if count(ctx, COUNT_MERGE) > 0:
-            decode(rec, ctx, tile, group, padded, n_threads)
+            decode(inst, ctx, tile, group, padded, n_threads)
         else:
-            prompt(rec, ctx, tile, group, padded)
+            prompt(inst, ctx, tile, group, padded)
         return 0
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ...abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS
 from ...vector.dot_chains import add_chains, dot_chains, sum_chains
+from ...vector.instruction import inline
 from ...vector.int8_dot import scale_add, start_s8
 from ...vector.lanes import first_lane, max_lanes, splat_f32
 from ...vector.memory import load_f32x16, prefetch, store_f32
-from ...vector.record import inline
 from ...vector.scalars import div_f32, div_i64, max_f32
 from ...vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
 from ...vector.tiles import load_lines, zero_tile

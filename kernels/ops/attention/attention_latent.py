@@ -11,8 +11,8 @@ from functools import cache
 
 from ...abi import BLOCK_TOKENS
 from ...parameters import ATTENTION
+from ...vector.instruction import inline, outlined, parameter
 from ...vector.memory import load_i64, store_i64
-from ...vector.record import inline, outlined, parameter
 from ...vector.transpose import turn_i8, turn_i16, turn_i32
 from .attention_paths import block_table, has_path, split_keys
 from .attention_rows import T_TURNED, T_VALUES
@@ -20,7 +20,7 @@ from .attention_rows import T_TURNED, T_VALUES
 
 @cache
 def turned_values(element):
-    """Make ``turn(rec, ctx, tile, t, span, padded)``, for a stored type of so many bytes.
+    """Make ``turn(inst, ctx, tile, t, span, padded)``, for a stored type of so many bytes.
 
     It says of all blocks of a span where their V lies: in scratch, made of their K.
     """
@@ -39,19 +39,19 @@ def turned_values(element):
                 lines(keys + BLOCK_TOKENS * element * k, values + element * k, element * padded)
 
     @outlined
-    def turn(rec, ctx, tile, t, span, padded):
+    def turn(inst, ctx, tile, t, span, padded):
         begin, end, base, origin = span
-        room, size = tile + parameter(rec, ATTENTION.turned), BLOCK_TOKENS * element * padded
-        place, held = block_table(rec, ctx, t) + 4 * base, tile + T_TURNED
+        room, size = tile + parameter(inst, ATTENTION.turned), BLOCK_TOKENS * element * padded
+        table, held = block_table(inst, ctx, t) + 4 * base, tile + T_TURNED
         whole = not has_path(ctx, t)
-        there = whole and load_i64(held) == place and load_i64(held + 8) <= begin and end <= load_i64(held + 16)
+        there = whole and load_i64(held) == table and load_i64(held + 8) <= begin and end <= load_i64(held + 16)
         for b in range(begin, end):
             values = room + (b - base) * size
             if not there:
                 turn_block(split_keys(tile, origin, b - base), values, padded)
             store_i64(tile + T_VALUES + 8 * (b - base), values - origin)
         if not there:
-            store_i64(held, place if whole else 0)
+            store_i64(held, table if whole else 0)
             store_i64(held + 8, begin)
             store_i64(held + 16, end)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from ...abi import FLAG_LAST, INSTEAD_MEAN, INSTEAD_SCALE
 from ...parameters import ATTENTION
 from ...registry import kernel
+from ...vector.instruction import claim, count, flags, operand, outlined, parameter, round_up_16
 from ...vector.lanes import first_lane, splat_f32, sum_lanes
 from ...vector.memory import load_f32, load_f32x16, store_first
-from ...vector.record import claim, count, flags, operand, outlined, parameter, round_up_16
 from ...vector.scalars import div_f32, div_i64, max_f32
 from ...vector.targets import fma
-from .attention_paths import place_of
+from .attention_paths import position_of
 from .attention_rows import (
     LOWEST,
     SPLIT_SHIFT,
@@ -33,54 +33,54 @@ from .attention_values import mean_at
 
 
 @outlined
-def _finish_part(rec, ctx, tile, t, head, padded, out):
+def _finish_part(inst, ctx, tile, t, head, padded, out):
     """out = what was read / the sum of all exponentials, and for the rest a mean of V or nothing."""
     one = first_lane(splat_f32(1.0))
-    inverse = div_f32(one, load_f32(choice_at(rec, score_row(rec, ctx, t, head)) + C_SUM))
+    inverse = div_f32(one, load_f32(choice_at(inst, score_row(inst, ctx, t, head)) + C_SUM))
     read = sum_lanes(load_f32x16(tile + T_MERGED_L)) * inverse
     rest, means = splat_f32(0.0), tile + merged_at(padded)
-    if parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
-        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-        rest, means = splat_f32(max_f32(one - read, 0 * one)), mean_at(rec, ctx, t, div_i64(head, group), padded)
-    acc, n = tile + merged_at(padded), parameter(rec, ATTENTION.head_dim)
+    if parameter(inst, ATTENTION.instead) == INSTEAD_MEAN:
+        group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
+        rest, means = splat_f32(max_f32(one - read, 0 * one)), mean_at(inst, ctx, t, div_i64(head, group), padded)
+    acc, n = tile + merged_at(padded), parameter(inst, ATTENTION.head_dim)
     for k in range(0, n, 16):
         y = fma(load_f32x16(means + 4 * k), rest, load_f32x16(acc + 4 * k) * splat_f32(inverse))
         store_first(out + 4 * k, y, min(16, n - k))
 
 
 @outlined
-def _is_whole(rec, ctx, t, head, padded):
+def _is_whole(inst, ctx, t, head, padded):
     """Whether the weights of what was read add up to 1: as asked, or nothing was left out, or nothing stands for it."""
-    instead = parameter(rec, ATTENTION.instead)
-    if instead == INSTEAD_SCALE or all_wanted(choice_at(rec, score_row(rec, ctx, t, head))):
+    instead = parameter(inst, ATTENTION.instead)
+    if instead == INSTEAD_SCALE or all_wanted(choice_at(inst, score_row(inst, ctx, t, head))):
         return True
-    group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-    no_mean = load_f32(mean_at(rec, ctx, t, div_i64(head, group), padded) + 4 * padded) == 0.0
+    group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
+    no_mean = load_f32(mean_at(inst, ctx, t, div_i64(head, group), padded) + 4 * padded) == 0.0
     return instead == INSTEAD_MEAN and no_mean
 
 
 @kernel("attention_merge")
-def attention_merge(rec, ctx, tid, n_threads):
+def attention_merge(inst, ctx, tid, n_threads):
     """Merge the splits of each (token, query head)."""
-    heads, n = parameter(rec, ATTENTION.heads), value_dim(rec)
-    padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
-    tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
-    chosen = flags(rec) & FLAG_LAST
-    first = first_scored(rec, ctx) if chosen else 0
+    heads, n = parameter(inst, ATTENTION.heads), value_dim(inst)
+    padded, splits = round_up_16(n), parameter(inst, ATTENTION.splits)
+    tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
+    chosen = flags(inst) & FLAG_LAST
+    first = first_scored(inst, ctx) if chosen else 0
     unit = claim(ctx)
-    while unit < count(ctx, parameter(rec, ATTENTION.rows)) * heads:
+    while unit < count(ctx, parameter(inst, ATTENTION.rows)) * heads:
         t = first + div_i64(unit, heads)
         head = unit - (t - first) * heads
-        place = place_of(ctx, t)
-        start_merge(rec, ctx, tile, 0, padded, head)
-        for split in range(first_visible(rec, place) >> SPLIT_SHIFT, (place >> SPLIT_SHIFT) + 1):
-            partial = operand(rec, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
+        position = position_of(ctx, t)
+        start_merge(inst, ctx, tile, 0, padded, head)
+        for split in range(first_visible(inst, position) >> SPLIT_SHIFT, (position >> SPLIT_SHIFT) + 1):
+            partial = operand(inst, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
             if load_f32(partial) > LOWEST:
                 merge(tile, 0, padded, partial, partial + 64, partial + 128)
-        out = operand(rec, ctx, 1) + t * parameter(rec, ATTENTION.out_stride) + 4 * n * head
-        if not chosen or _is_whole(rec, ctx, t, head, padded):
+        out = operand(inst, ctx, 1) + t * parameter(inst, ATTENTION.out_stride) + 4 * n * head
+        if not chosen or _is_whole(inst, ctx, t, head, padded):
             finish(tile, 0, padded, out, n)
         else:
-            _finish_part(rec, ctx, tile, t, head, padded, out)
+            _finish_part(inst, ctx, tile, t, head, padded, out)
         unit = claim(ctx)
     return 0

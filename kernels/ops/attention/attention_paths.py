@@ -22,6 +22,7 @@ from ...abi import (
     TOKEN_SEQUENCE,
 )
 from ...parameters import ATTENTION
+from ...vector.instruction import flags, inline, operand, outlined, parameter, token
 from ...vector.memory import (
     load_f32x16,
     load_i8,
@@ -34,16 +35,15 @@ from ...vector.memory import (
     store_i32,
     store_i64,
 )
-from ...vector.record import flags, inline, operand, outlined, parameter, token
 from ...vector.scalars import count_ones
 from .attention_rows import T_KEYS, T_SCALES, T_VALUES, key_width, path_at, path_bytes
 
 
 @inline
-def block_table(rec, ctx, t):
+def block_table(inst, ctx, t):
     """Address of the block table of token t's sequence that the layer has."""
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * token(ctx, t, TOKEN_SEQUENCE)
-    return load_i64(sequence + SEQUENCE_BLOCKS + 8 * parameter(rec, ATTENTION.recent))
+    return load_i64(sequence + SEQUENCE_BLOCKS + 8 * parameter(inst, ATTENTION.recent))
 
 
 @inline
@@ -65,21 +65,21 @@ def latent_parts(layer, n_blocks, size, block):
 
 
 @inline
-def head_parts(rec, ctx, h):
+def head_parts(inst, ctx, h):
     """Addresses of K, V and scales of KV head h in block 0."""
-    kv_heads, n_blocks = parameter(rec, ATTENTION.kv_heads), parameter(rec, ATTENTION.blocks)
-    size = parameter(rec, ATTENTION.block_bytes)
-    if parameter(rec, ATTENTION.values):
-        return latent_parts(operand(rec, ctx, 2), n_blocks, size, 0)
-    return block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, 0)
+    kv_heads, n_blocks = parameter(inst, ATTENTION.kv_heads), parameter(inst, ATTENTION.blocks)
+    size = parameter(inst, ATTENTION.block_bytes)
+    if parameter(inst, ATTENTION.values):
+        return latent_parts(operand(inst, ctx, 2), n_blocks, size, 0)
+    return block_parts(operand(inst, ctx, 2), kv_heads, n_blocks, size, h, 0)
 
 
 @inline
-def sequence_block(rec, blocks, head, b):
+def sequence_block(inst, blocks, head, b):
     """Addresses of K, V and scales of block b of a sequence, of the head for which `head_parts` is given."""
     keys, values, scales = head
     number = load_i32(blocks + 4 * b)
-    at = number * parameter(rec, ATTENTION.block_bytes)
+    at = number * parameter(inst, ATTENTION.block_bytes)
     return keys + at, values + at, scales + number * KV_SCALES_BYTES
 
 
@@ -117,9 +117,9 @@ def set_split_block(tile, origin, b, parts):
 
 
 @inline
-def layer_pruned(rec, ctx):
+def layer_pruned(inst, ctx):
     """Address of what says which rows of block 0 the layer lacks, 0 if it has those of all tokens."""
-    return operand(rec, ctx, 6) if flags(rec) & FLAG_PRUNED else 0
+    return operand(inst, ctx, 6) if flags(inst) & FLAG_PRUNED else 0
 
 
 @inline
@@ -129,17 +129,17 @@ def has_path(ctx, t):
 
 
 @inline
-def place_of(ctx, t):
-    """Place of token t in its path: the row that it would have in a chain, and has where it has no mask."""
+def position_of(ctx, t):
+    """Position of token t in its path: the row that it would have in a chain, and has where it has no mask."""
     row = token(ctx, t, TOKEN_ROW)
     if not has_path(ctx, t):
         return row
-    base, place = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_BASE)
+    base, position = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_BASE)
     ancestors = token(ctx, t, TOKEN_MASK) & ((1 << (row - base)) - 1)
     while ancestors != 0:
         ancestors &= ancestors - 1
-        place += 1
-    return place
+        position += 1
+    return position
 
 
 @inline
@@ -150,7 +150,7 @@ def _in_work(mask, b):
 
 @cache
 def path_gather(element):
-    """Make ``gather(rec, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
+    """Make ``gather(inst, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
 
     In work are the blocks first + b of the context for each bit b of the mask, one after the other. Those in which
     token t's path has left its rows are put into scratch, and their addresses into the tile: the stored block first,
@@ -159,22 +159,22 @@ def path_gather(element):
     width = 2 if element == 2 else 4  # bytes of a token in a line of K
 
     @inline
-    def copy_row(source, row, target, place, padded, wide):
+    def copy_row(source, row, target, position, padded, wide):
         (keys, values, scales), (to_keys, to_values, to_scales), size = source, target, padded * element
         for line in range(0, wide * element, width):
             k = BLOCK_TOKENS * line
             if width == 2:
-                store_i16(to_keys + k + width * place, load_u16(keys + k + width * row))
+                store_i16(to_keys + k + width * position, load_u16(keys + k + width * row))
             else:
-                store_i32(to_keys + k + width * place, load_i32(keys + k + width * row))
+                store_i32(to_keys + k + width * position, load_i32(keys + k + width * row))
         if element > 1:
             for i in range(0, size, 8):
-                store_i64(to_values + place * size + i, load_i64(values + row * size + i))
+                store_i64(to_values + position * size + i, load_i64(values + row * size + i))
         else:
             for i in range(0, 4 * padded, 4):
-                store_i8(value_at(to_values, place, padded) + i, load_i8(value_at(values, row, padded) + i))
+                store_i8(value_at(to_values, position, padded) + i, load_i8(value_at(values, row, padded) + i))
             for of in range(0, KV_SCALES_BYTES, 2 * BLOCK_TOKENS):
-                store_i16(to_scales + of + 2 * place, load_u16(scales + of + 2 * row))
+                store_i16(to_scales + of + 2 * position, load_u16(scales + of + 2 * row))
 
     @inline
     def copy_block(source, target, size):
@@ -185,23 +185,23 @@ def path_gather(element):
             store_f32x16(target[2], load_f32x16(source[2]))
 
     @outlined
-    def gather(rec, ctx, tile, t, first, mask, blocks, head, padded):
+    def gather(inst, ctx, tile, t, first, mask, blocks, head, padded):
         base, ancestors, last = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), token(ctx, t, TOKEN_ROW)
-        place, size = base, parameter(rec, ATTENTION.block_bytes)
+        position, size = base, parameter(inst, ATTENTION.block_bytes)
         made, room = -1, tile + path_at(padded) - path_bytes(size)
         for row in range(base, last + 1):
             if row < last and not ancestors >> (row - base) & 1:
                 continue
-            b = place // BLOCK_TOKENS
-            if place < row and _in_work(mask, b - first):
+            b = position // BLOCK_TOKENS
+            if position < row and _in_work(mask, b - first):
                 target = room, room + size, room + 2 * size
                 if b != made:
                     made, room = b, room + path_bytes(size)
                     target = room, room + size, room + 2 * size
-                    copy_block(sequence_block(rec, blocks, head, b), target, size)
+                    copy_block(sequence_block(inst, blocks, head, b), target, size)
                     set_split_block(tile, head[0], count_ones(mask & ((1 << (b - first)) - 1)), target)
-                source = sequence_block(rec, blocks, head, row // BLOCK_TOKENS)
-                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded, key_width(rec))
-            place += 1
+                source = sequence_block(inst, blocks, head, row // BLOCK_TOKENS)
+                copy_row(source, row % BLOCK_TOKENS, target, position % BLOCK_TOKENS, padded, key_width(inst))
+            position += 1
 
     return gather

@@ -2,7 +2,7 @@
 
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
 this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
-after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, slopes of
+after the other. Those of a tile of r rows are: scales, offsets, (first, last) position that each row sees, slopes of
 ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each
 other.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ...abi import ATTENTION_STATE, ATTENTION_TILE, BLOCK_TOKENS, FLAG_SINKS, KV_SCALES_BYTES, PATH_BLOCKS, SPLIT_BLOCKS
 from ...parameters import ATTENTION
+from ...vector.instruction import flags, inline, operand, outlined, parameter, round_up_16
 from ...vector.lanes import (
     first_lane,
     keep_first,
@@ -34,7 +35,6 @@ from ...vector.memory import (
     store_first,
     store_i32,
 )
-from ...vector.record import flags, inline, operand, outlined, parameter, round_up_16
 from ...vector.scalars import div_f32, max_f32
 from ...vector.targets import fma
 from ...vector.vecmath import exp_below
@@ -88,23 +88,23 @@ def path_bytes(block_bytes):
 
 
 @inline
-def key_width(rec):
+def key_width(inst):
     """Elements of a stored key, padding included; those of a value where these are stored, too."""
-    return round_up_16(parameter(rec, ATTENTION.head_dim))
+    return round_up_16(parameter(inst, ATTENTION.head_dim))
 
 
 @inline
-def value_dim(rec):
+def value_dim(inst):
     """Elements of a value: a head's, or fewer where it is the beginning of a latent key."""
-    values = parameter(rec, ATTENTION.values)
-    return values if values else parameter(rec, ATTENTION.head_dim)
+    values = parameter(inst, ATTENTION.values)
+    return values if values else parameter(inst, ATTENTION.head_dim)
 
 
 @inline
-def queries_at(rec, padded, row):
+def queries_at(inst, padded, row):
     """Offset of the queries of the tile that begins with a row of the unit."""
-    path = path_at(padded) + PATH_BLOCKS * path_bytes(parameter(rec, ATTENTION.block_bytes))
-    return path + row * (32 + 4 * key_width(rec))
+    path = path_at(padded) + PATH_BLOCKS * path_bytes(parameter(inst, ATTENTION.block_bytes))
+    return path + row * (32 + 4 * key_width(inst))
 
 
 @inline
@@ -115,7 +115,7 @@ def offsets_at(queries, r):
 
 @inline
 def bounds_at(queries, r, i):
-    """Address of the first and the last place that row i of a tile of r sees."""
+    """Address of the first and the last position that row i of a tile of r sees."""
     return queries + 8 * r + 16 * i
 
 
@@ -126,8 +126,8 @@ def slopes_at(queries, r):
 
 
 @inline
-def places_seen(queries, r):
-    """First and last place that any row of a tile of r rows sees, first and last that all of them see."""
+def positions_seen(queries, r):
+    """First and last position that any row of a tile of r rows sees, first and last that all of them see."""
     bounds = bounds_at(queries, r, 0)
     low, high = load_i64(bounds), load_i64(bounds + 8)
     all_from, all_to = low, high
@@ -200,11 +200,11 @@ def clear_merged(tile, i, padded):
 
 
 @inline
-def start_merge(rec, ctx, tile, i, padded, head):
+def start_merge(inst, ctx, tile, i, padded, head):
     """Start the merge of splits of row i, which is of a query head; its sink is a first split without V."""
     clear_merged(tile, i, padded)
-    if flags(rec) & FLAG_SINKS:
-        store_f32(tile + T_MERGED_M + 4 * i, load_f32(operand(rec, ctx, 8) + 4 * head))
+    if flags(inst) & FLAG_SINKS:
+        store_f32(tile + T_MERGED_M + 4 * i, load_f32(operand(inst, ctx, 8) + 4 * head))
         store_f32(tile + T_MERGED_L + 64 * i, first_lane(splat_f32(1.0)))
 
 
@@ -232,7 +232,7 @@ def finish(tile, i, padded, out, n):
 
 
 @inline
-def first_visible(rec, place):
-    """First place in its path that the query at `place` sees."""
-    window = parameter(rec, ATTENTION.window)
-    return max(0, place - window + 1) if window else 0
+def first_visible(inst, position):
+    """First position in its path that the query at `position` sees."""
+    window = parameter(inst, ATTENTION.window)
+    return max(0, position - window + 1) if window else 0

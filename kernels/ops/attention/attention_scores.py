@@ -1,7 +1,7 @@
 """Scores of attention by themselves, for what chooses by them: of the pass's last tokens, as many as a count says.
 
-A row of them belongs to each of these tokens and query heads: a float for each place of the context, the largest score
-of each block, then the largest score and the sum of exponentials of each split, then room for what is chosen
+A row of them belongs to each of these tokens and query heads: a float for each position of the context, the largest
+score of each block, then the largest score and the sum of exponentials of each split, then room for what is chosen
 (abi.score_row_bytes). Who looks for large scores reads those of few blocks. What a token does not see inside of a block
 is LOWEST, as is the largest of a block that it does not see; the scores of such a block are not written. Pass 1 is that
 of attention, so a score has the same bits; V is not touched, and the K of the split that comes next is asked for
@@ -17,9 +17,9 @@ from __future__ import annotations
 from ...abi import COUNT_TOKENS
 from ...parameters import ATTENTION
 from ...registry import kernel
+from ...vector.instruction import count, inline, operand, outlined, parameter, round_up_16
 from ...vector.lanes import max_lanes, splat_f32, sum_lanes, vmax
 from ...vector.memory import load_f32x16, load_i64, store_f32, store_f32x16
-from ...vector.record import count, inline, operand, outlined, parameter, round_up_16
 from ...vector.scalars import div_i64
 from ...vector.targets import attention_tiles
 from ...vector.vecmath import exp_below
@@ -31,38 +31,38 @@ from .attention_units import few_tokens
 
 
 @inline
-def first_scored(rec, ctx):
+def first_scored(inst, ctx):
     """The first of the tokens whose scores are wanted."""
-    return count(ctx, COUNT_TOKENS) - count(ctx, parameter(rec, ATTENTION.rows))
+    return count(ctx, COUNT_TOKENS) - count(ctx, parameter(inst, ATTENTION.rows))
 
 
 @inline
-def score_row(rec, ctx, t, head):
+def score_row(inst, ctx, t, head):
     """Address of the scores of a token and query head."""
-    splits = parameter(rec, ATTENTION.splits)
-    row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + head
-    return operand(rec, ctx, 5) + row * ((splits * (SCORES + LARGEST + 8) + 16 + 63) & -64)
+    splits = parameter(inst, ATTENTION.splits)
+    row = (t - first_scored(inst, ctx)) * parameter(inst, ATTENTION.heads) + head
+    return operand(inst, ctx, 5) + row * ((splits * (SCORES + LARGEST + 8) + 16 + 63) & -64)
 
 
 @inline
-def split_sums(rec, row, split):
+def split_sums(inst, row, split):
     """Address of the largest score and the sum of exponentials of a split."""
-    return row + parameter(rec, ATTENTION.splits) * (SCORES + LARGEST) + 8 * split
+    return row + parameter(inst, ATTENTION.splits) * (SCORES + LARGEST) + 8 * split
 
 
 @inline
-def split_largest(rec, row, split):
+def split_largest(inst, row, split):
     """Address of the largest scores of the blocks of a split."""
-    return row + parameter(rec, ATTENTION.splits) * SCORES + LARGEST * split
+    return row + parameter(inst, ATTENTION.splits) * SCORES + LARGEST * split
 
 
 @outlined
-def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
+def _leave(inst, ctx, tile, i, bounds, t, head, split, padded):
     """Scores of row i in a split, the largest of each block and of all, and their sum."""
     start, low, high = split << SPLIT_SHIFT, load_i64(bounds), load_i64(bounds + 8)
     begin, end = max(low - start, 0) >> 4, (min(high - start, SPLIT_TOKENS - 1) >> 4) + 1
-    scores, row = tile + T_SCORES + SCORES * i, score_row(rec, ctx, t, head)
-    largest, top = split_largest(rec, row, split), load_f32x16(scores + 64 * begin)
+    scores, row = tile + T_SCORES + SCORES * i, score_row(inst, ctx, t, head)
+    largest, top = split_largest(inst, row, split), load_f32x16(scores + 64 * begin)
     store_f32x16(largest, splat_f32(LOWEST))
     for b in range(begin, end):
         x = load_f32x16(scores + 64 * b)
@@ -72,7 +72,7 @@ def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
     m, total = max_lanes(top), splat_f32(0.0)
     for b in range(begin, end):
         total = total + exp_below(load_f32x16(scores + 64 * b) - splat_f32(m))
-    sums = split_sums(rec, row, split)
+    sums = split_sums(inst, row, split)
     store_f32(sums, m)
     store_f32(sums + 4, sum_lanes(total))
 
@@ -82,8 +82,8 @@ def _tile_step(kind, r, chains):
     score = score_step(kind, r, chains, True)
 
     @outlined
-    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
-        score(rec, ctx, tile, queries, unit, seen, padded, following(rec, ctx, ahead))
+    def step(inst, ctx, tile, queries, unit, seen, padded, ahead):
+        score(inst, ctx, tile, queries, unit, seen, padded, following(inst, ctx, ahead))
 
     return single_step(r, start_step(kind, r), step, _leave)
 
@@ -93,10 +93,10 @@ def _register(kv, tiles):
     scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles), first_scored)
 
     @kernel(f"attention_scores_{kv}")
-    def attention_scores(rec, ctx, tid, n_threads):
-        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-        tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
-        scored(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
+    def attention_scores(inst, ctx, tid, n_threads):
+        group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
+        tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
+        scored(inst, ctx, tile, group, round_up_16(parameter(inst, ATTENTION.head_dim)), n_threads)
         return 0
 
 

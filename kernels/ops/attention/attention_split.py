@@ -11,6 +11,7 @@ from functools import cache
 
 from ...abi import ATTENTION_TILE, BLOCK_TOKENS, FLAG_ALIBI, FLAG_ALIBI_BF16, SPLIT_BLOCKS, TOKEN_ROW
 from ...parameters import ATTENTION
+from ...vector.instruction import flags, float_parameter, inline, outlined, parameter, token
 from ...vector.lanes import (
     first_lane,
     lane_numbers,
@@ -24,7 +25,6 @@ from ...vector.lanes import (
     vmax,
 )
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16
-from ...vector.record import flags, float_parameter, inline, outlined, parameter, token
 from ...vector.scalars import div_i64
 from ...vector.targets import fma
 from ...vector.tiles import add_block, store_block, store_tile
@@ -52,20 +52,20 @@ AHEAD = 4
 def value_step(kind, r, widths, ahead_of):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are so many, then widths[1], at last 1.
 
-    ``ahead_of(rec, tile, span, ahead, b)[0]`` is where what is asked for begins while block b is in work.
+    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is asked for begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
     (start, add, finish), part, n = kind.sums(r, widths[0]), kind.part, widths[0]
 
     @inline
-    def some(rec, tile, span, padded, ahead, k):
+    def some(inst, tile, span, padded, ahead, k):
         begin, end, base, origin = span
         at = tile + acc_at(padded) + 4 * k
         for first in range(begin - begin % part, end, part):
             acc = start()
             for b in range(max(first, begin), min(first + part, end)):
-                wanted = ahead_of(rec, tile, span, ahead, b)[0]
+                wanted = ahead_of(inst, tile, span, ahead, b)[0]
                 acc = add(acc, tile, b - base, split_values(tile, origin, b - base), wanted, k, padded)
             sums = finish(acc, tile + T_WEIGHT + 4 * ATTENTION_TILE * div_i64(first - base, part))
             if first > begin:
@@ -75,9 +75,9 @@ def value_step(kind, r, widths, ahead_of):
     if len(widths) == 1:
 
         @inline
-        def values(rec, tile, span, padded, ahead, k):
+        def values(inst, tile, span, padded, ahead, k):
             while k < padded:
-                some(rec, tile, span, padded, ahead, k)
+                some(inst, tile, span, padded, ahead, k)
                 k += 16
 
         return values
@@ -85,11 +85,11 @@ def value_step(kind, r, widths, ahead_of):
     rest = value_step(kind, r, widths[1:], ahead_of)
 
     @inline
-    def values_wide(rec, tile, span, padded, ahead, k):
+    def values_wide(inst, tile, span, padded, ahead, k):
         while k + 16 * n <= padded:
-            some(rec, tile, span, padded, ahead, k)
+            some(inst, tile, span, padded, ahead, k)
             k += 16 * n
-        rest(rec, tile, span, padded, ahead, k)
+        rest(inst, tile, span, padded, ahead, k)
 
     return values_wide
 
@@ -104,29 +104,29 @@ def _mask_row(bounds, at, first):
 
 
 @inline
-def _rounded_bias(slope, places):
-    """Slope x place with each factor and the product in bfloat16."""
-    return round_to_bf16(slope * round_to_bf16(to_f32(places)))
+def _rounded_bias(slope, positions):
+    """Slope x position with each factor and the product in bfloat16."""
+    return round_to_bf16(slope * round_to_bf16(to_f32(positions)))
 
 
 @outlined
-def _edit_scores(rec, queries, at, r, first):
+def _edit_scores(inst, queries, at, r, first):
     """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118); then ALiBi (arXiv 2108.12409),
     the head's slope times how far the key lies behind the query."""
-    if parameter(rec, ATTENTION.cap):
+    if parameter(inst, ATTENTION.cap):
         for i in range(r):
             row = at + SCORES * i
-            store_f32x16(row, soft_cap(load_f32x16(row), float_parameter(rec, ATTENTION.cap)))
-    if flags(rec) & FLAG_ALIBI:
+            store_f32x16(row, soft_cap(load_f32x16(row), float_parameter(inst, ATTENTION.cap)))
+    if flags(inst) & FLAG_ALIBI:
         keys = lane_numbers() + splat_i32(first)
         for i in range(r):
             row, slope = at + SCORES * i, splat_f32(load_f32(slopes_at(queries, r) + 4 * i))
-            place = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
-            if flags(rec) & FLAG_ALIBI_BF16:
-                bias = _rounded_bias(slope, keys) - _rounded_bias(slope, place)
-                score = fma(bias, splat_f32(float_parameter(rec, ATTENTION.scale)), load_f32x16(row))
+            position = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
+            if flags(inst) & FLAG_ALIBI_BF16:
+                bias = _rounded_bias(slope, keys) - _rounded_bias(slope, position)
+                score = fma(bias, splat_f32(float_parameter(inst, ATTENTION.scale)), load_f32x16(row))
             else:
-                score = fma(slope, to_f32(keys - place), load_f32x16(row))
+                score = fma(slope, to_f32(keys - position), load_f32x16(row))
             store_f32x16(row, score)
 
 
@@ -191,7 +191,7 @@ def _ask_not(address):
 
 
 @inline
-def _in_split(rec, tile, span, ahead, b):
+def _in_split(inst, tile, span, ahead, b):
     """K and scales that pass 1 asks for where pass 3 of the split before did not: a few blocks on in this split."""
     _begin, end, base, origin = span
     wanted = min(b + AHEAD, end - 1) - base
@@ -199,54 +199,54 @@ def _in_split(rec, tile, span, ahead, b):
 
 
 @inline
-def _in_next(rec, tile, span, ahead, b):
+def _in_next(inst, tile, span, ahead, b):
     """K and scales of the split that comes next."""
     blocks, head, last = ahead
-    keys, _values, scales = sequence_block(rec, blocks, head, min(b - span[2], last))
+    keys, _values, scales = sequence_block(inst, blocks, head, min(b - span[2], last))
     return keys, scales
 
 
 @inline
-def following(rec, ctx, unit):
+def following(inst, ctx, unit):
     """(block table, parts of the KV head, last block) of the split that a thread takes next."""
     t, h, split = unit
     first = SPLIT_BLOCKS * split
-    return block_table(rec, ctx, t) + 4 * first, head_parts(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
+    return block_table(inst, ctx, t) + 4 * first, head_parts(inst, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
 
 
 def score_step(kind, r, chains, alone):
     """Make pass 1 of a tile of r rows: scores of the blocks of one split that any of them sees; `alone`, without V.
 
-    ``score(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
-    `places_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, K of the KV head).
+    ``score(inst, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
+    `positions_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, K of the KV head).
     """
     scores, gather = kind.scores(r, chains, _ask_not if alone else _ask), path_gather(kind.element)
     ahead_of = _in_next if alone else _in_split
 
     @inline
-    def score(rec, ctx, tile, queries, unit, seen, padded, ahead):
+    def score(inst, ctx, tile, queries, unit, seen, padded, ahead):
         t, h, split = unit
         low, high, all_from, all_to = seen
         base = split * SPLIT_BLOCKS
         begin, end = max(base, low >> 4), min(base + SPLIT_BLOCKS, (high >> 4) + 1)
-        blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
+        blocks, head = block_table(inst, ctx, t), head_parts(inst, ctx, h)
         origin = head[0]
         span = begin, end, base, origin
         for b in range(begin, end):
-            set_split_block(tile, origin, b - base, sequence_block(rec, blocks, head, b))
+            set_split_block(tile, origin, b - base, sequence_block(inst, blocks, head, b))
         if has_path(ctx, t):
-            gather(rec, ctx, tile, t, base, (1 << SPLIT_BLOCKS) - 1, blocks, head, padded)
-        pruned = layer_pruned(rec, ctx)
+            gather(inst, ctx, tile, t, base, (1 << SPLIT_BLOCKS) - 1, blocks, head, padded)
+        pruned = layer_pruned(inst, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
             parts = (split_keys(tile, origin, b - base), split_values(tile, origin, b - base),
                      split_scales(tile, origin, b - base))
             gone = pruned + BLOCK_TOKENS * load_i32(blocks + 4 * b)
             if pruned == 0 or not _gone(gone):
-                store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), key_width(rec)),
+                store_tile(scores(queries, parts, ahead_of(inst, tile, span, ahead, b), key_width(inst)),
                            at, SCORES)
-                if parameter(rec, ATTENTION.edits):
-                    _edit_scores(rec, queries, at, r, b * BLOCK_TOKENS)
+                if parameter(inst, ATTENTION.edits):
+                    _edit_scores(inst, queries, at, r, b * BLOCK_TOKENS)
             if pruned != 0:
                 mask_pruned(at, r, gone)
             first = b * BLOCK_TOKENS
@@ -261,19 +261,19 @@ def score_step(kind, r, chains, alone):
 def split_step(kind, r, widths, chains):
     """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
 
-    ``step(rec, ctx, tile, queries, unit, seen, padded, ahead)`` as in `score_step`, `ahead` the unit that comes next.
+    ``step(inst, ctx, tile, queries, unit, seen, padded, ahead)`` as in `score_step`, `ahead` the unit that comes next.
     """
     score, softmax = score_step(kind, r, chains, False), softmax_step(kind)
     values, turn = value_step(kind, r, widths, _in_next), turned_values(kind.element)
 
     @outlined
-    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
-        coming = following(rec, ctx, ahead)
-        span = score(rec, ctx, tile, queries, unit, seen, padded, coming)
-        if parameter(rec, ATTENTION.values):
-            turn(rec, ctx, tile, unit[0], span, padded)
+    def step(inst, ctx, tile, queries, unit, seen, padded, ahead):
+        coming = following(inst, ctx, ahead)
+        span = score(inst, ctx, tile, queries, unit, seen, padded, coming)
+        if parameter(inst, ATTENTION.values):
+            turn(inst, ctx, tile, unit[0], span, padded)
         for i in range(r):
             softmax(tile, i, span)
-        values(rec, tile, span, padded, coming, 0)
+        values(inst, tile, span, padded, coming, 0)
 
     return step

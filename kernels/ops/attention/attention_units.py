@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from ...abi import ATTENTION_ROWS, ATTENTION_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
 from ...parameters import ATTENTION
-from ...vector.record import claim, count, inline, parameter, token
+from ...vector.instruction import claim, count, inline, parameter, token
 from ...vector.scalars import div_i64
-from .attention_paths import has_path, place_of
+from .attention_paths import has_path, position_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 
 UNITS = 4
@@ -26,27 +26,27 @@ def together(ctx, t, other):
 
 
 @inline
-def _run(rec, ctx, t, tokens, most, shift):
+def _run(inst, ctx, t, tokens, most, shift):
     """The run that begins with token t: (its end, the first split that any of its tokens sees, how many from there)."""
-    place = place_of(ctx, t)
-    lowest, highest, end = first_visible(rec, place), place, t + 1
+    position = position_of(ctx, t)
+    lowest, highest, end = first_visible(inst, position), position, t + 1
     while end < tokens and end - t < most and together(ctx, t, end):
-        place = place_of(ctx, end)
-        lowest, highest = min(lowest, first_visible(rec, place)), max(highest, place)
+        position = position_of(ctx, end)
+        lowest, highest = min(lowest, first_visible(inst, position)), max(highest, position)
         end += 1
     first = lowest >> shift
     return end, first, (highest >> shift) - first + 1
 
 
 @inline
-def _most(rec, ctx, begin, tokens, group, large, n_threads, shift):
+def _most(inst, ctx, begin, tokens, group, large, n_threads, shift):
     """Most tokens of a run: as many as leave enough units for all threads, else those that fill a tile."""
-    kv_heads = parameter(rec, ATTENTION.kv_heads)
+    kv_heads = parameter(inst, ATTENTION.kv_heads)
     most, least = max(1, min(ATTENTION_TOKENS, div_i64(ATTENTION_ROWS, group))), max(1, div_i64(large, group))
     while most > least:
         units, t = 0, begin
         while t < tokens:
-            t, _first, splits = _run(rec, ctx, t, tokens, most, shift)
+            t, _first, splits = _run(inst, ctx, t, tokens, most, shift)
             units += kv_heads * splits
         if units >= UNITS * n_threads:
             break
@@ -55,16 +55,16 @@ def _most(rec, ctx, begin, tokens, group, large, n_threads, shift):
 
 
 @inline
-def _seek(rec, ctx, number, run, tokens, most, shift):
+def _seek(inst, ctx, number, run, tokens, most, shift):
     """Go on to the run in which unit `number` is. A run is (token, end, first split, splits, number of its first unit).
     """
     t, end, first, splits, start = run
-    kv_heads = parameter(rec, ATTENTION.kv_heads)
+    kv_heads = parameter(inst, ATTENTION.kv_heads)
     while t < tokens and number >= start + kv_heads * splits:
         start += kv_heads * splits
         t = end
         if t < tokens:
-            end, first, splits = _run(rec, ctx, t, tokens, most, shift)
+            end, first, splits = _run(inst, ctx, t, tokens, most, shift)
     return t, end, first, splits, start
 
 
@@ -85,12 +85,13 @@ def _alone(ctx, t, split):
 def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLIT_SHIFT):
     """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
 
-    They are as many as the instruction's count says, from ``first_token(rec, ctx)`` on, and go through one by one where
+    They are as many as the instruction's count says, from ``first_token(inst, ctx)`` on, and go through one by one
+    where
     not `runs`. Splits have ``1 << shift`` positions.
     """
 
     @inline
-    def attend(rec, ctx, tile, unit, group, padded, fresh, ahead):
+    def attend(inst, ctx, tile, unit, group, padded, fresh, ahead):
         """One split of a run, by tiles; the last tile asks for K of the unit that comes next, the others for their own.
         """
         t, end, h, split = unit
@@ -104,31 +105,31 @@ def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLI
                 next_unit = (end - 1, h, split) if stop < end or row + height <= last else ahead
                 piece = (u, h, split)
                 if height == large:
-                    many(rec, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
+                    many(inst, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
                 elif height == small:
-                    some(rec, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
+                    some(inst, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
                 else:
-                    one(rec, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
+                    one(inst, ctx, tile, piece, slot, row, last, group, padded, fresh, next_unit)
                 row += height
             u = stop
 
     @inline
-    def decode(rec, ctx, tile, group, padded, n_threads):
-        begin = first_token(rec, ctx)
-        tokens = begin + count(ctx, parameter(rec, ATTENTION.rows))
-        most = _most(rec, ctx, begin, tokens, group, large, n_threads, shift) if runs else 1
+    def decode(inst, ctx, tile, group, padded, n_threads):
+        begin = first_token(inst, ctx)
+        tokens = begin + count(ctx, parameter(inst, ATTENTION.rows))
+        most = _most(inst, ctx, begin, tokens, group, large, n_threads, shift) if runs else 1
         number = claim(ctx)
-        end, first, splits = _run(rec, ctx, begin, tokens, most, shift)
-        run = _seek(rec, ctx, number, (begin, end, first, splits, 0), tokens, most, shift)
+        end, first, splits = _run(inst, ctx, begin, tokens, most, shift)
+        run = _seek(inst, ctx, number, (begin, end, first, splits, 0), tokens, most, shift)
         held_t, held_h = -1, -1
         while run[0] < tokens:
             following = claim(ctx)
-            after = _seek(rec, ctx, following, run, tokens, most, shift)
+            after = _seek(inst, ctx, following, run, tokens, most, shift)
             unit = _unit(number, run)
             _t, end, h, split = _unit(following, after) if after[0] < tokens else unit
             alone = _alone(ctx, unit[0], unit[3])
             fresh = alone or held_t != unit[0] or held_h != unit[2] or group > ATTENTION_ROWS
-            attend(rec, ctx, tile, unit, group, padded, fresh, (end - 1, h, split))
+            attend(inst, ctx, tile, unit, group, padded, fresh, (end - 1, h, split))
             held_t, held_h = -1 if alone else unit[0], unit[2]
             number, run = following, after
 

@@ -8,8 +8,8 @@ token is processed by itself, so that its bits do not depend on the others' sele
 next ones are prefetched.
 
 Omitted rows are replaced by a mean of V, over blocks that are evenly spread over the context up to MASK_TOKENS before
-the token. They follow from its place alone, and no draft token of its pass is among them: no state has to be kept for a
-sequence.
+the token. They follow from its position alone, and no draft token of its pass is among them: no state has to be kept
+for a sequence.
 
 Operands: 2 the layer's blocks, 3 scratch, 4 partial results, beginning with those of the first wanted token, 5 rows of
 scores with the selection, 6 as in attention.py, 7 means: a row of floats for each token and KV head, then the number of
@@ -21,9 +21,9 @@ from __future__ import annotations
 from ...abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS, STRETCH_SPLITS
 from ...parameters import ATTENTION
 from ...registry import kernel
+from ...vector.instruction import inline, operand, outlined, parameter, round_up_16
 from ...vector.lanes import first_lane, splat_f32, sum_lanes
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16, store_i64
-from ...vector.record import inline, operand, outlined, parameter, round_up_16
 from ...vector.scalars import count_ones, div_f32, div_i64, trailing_zeros
 from ...vector.targets import atomic_add, attention_tiles
 from .attention import leave_partial
@@ -34,7 +34,7 @@ from .attention_paths import (
     head_parts,
     layer_pruned,
     path_gather,
-    place_of,
+    position_of,
     sequence_block,
     set_split_block,
     split_keys,
@@ -69,33 +69,33 @@ AHEAD = 2
 
 
 @inline
-def _splits(rec, ctx, t, stretch):
+def _splits(inst, ctx, t, stretch):
     """The splits of a stretch that token t sees: the first, and the one behind the last."""
-    high, first = place_of(ctx, t), stretch * STRETCH_SPLITS
-    begin, end = first_visible(rec, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
+    high, first = position_of(ctx, t), stretch * STRETCH_SPLITS
+    begin, end = first_visible(inst, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
     return max(first, begin), min(first + STRETCH_SPLITS, end)
 
 
 @outlined
-def _wanted_blocks(rec, ctx, t, h, stretch, group):
+def _wanted_blocks(inst, ctx, t, h, stretch, group):
     """Bit b: some head of KV head h wants a row of block b of the stretch."""
-    begin, end = _splits(rec, ctx, t, stretch)
+    begin, end = _splits(inst, ctx, t, stretch)
     found = 0
     for head in range(h * group, (h + 1) * group):
-        row = score_row(rec, ctx, t, head)
-        choice = choice_at(rec, row)
+        row = score_row(inst, ctx, t, head)
+        choice = choice_at(inst, row)
         for split in range(begin, end):
-            found |= wanted_of_split(rec, row, choice, split) << SPLIT_BLOCKS * (split - stretch * STRETCH_SPLITS)
+            found |= wanted_of_split(inst, row, choice, split) << SPLIT_BLOCKS * (split - stretch * STRETCH_SPLITS)
     return found
 
 
 @inline
-def _chosen(rec, ctx, tile, unit, group):
+def _chosen(inst, ctx, tile, unit, group):
     """`_wanted_blocks` of a unit of work, found once: when it is in work, or when the unit before it was."""
     t, h, stretch = unit
-    number = (t * parameter(rec, ATTENTION.kv_heads) + h) * parameter(rec, ATTENTION.splits) + stretch
+    number = (t * parameter(inst, ATTENTION.kv_heads) + h) * parameter(inst, ATTENTION.splits) + stretch
     if load_i64(tile + T_UNIT) != number:
-        store_i64(tile + T_CHOSEN, _wanted_blocks(rec, ctx, t, h, stretch, group))
+        store_i64(tile + T_CHOSEN, _wanted_blocks(inst, ctx, t, h, stretch, group))
         store_i64(tile + T_UNIT, number)
     return load_i64(tile + T_CHOSEN)
 
@@ -110,31 +110,31 @@ def _first_blocks(chosen):
 
 
 @outlined
-def _some_want_all(rec, ctx, t, h, group):
+def _some_want_all(inst, ctx, t, h, group):
     """Whether a head of KV head h wants all that is there: then splits stay apart, though they may lack rows."""
     whole = False
     for head in range(h * group, (h + 1) * group):
-        whole = whole or all_wanted(choice_at(rec, score_row(rec, ctx, t, head)))
+        whole = whole or all_wanted(choice_at(inst, score_row(inst, ctx, t, head)))
     return whole
 
 
 @outlined
-def _ask(rec, ctx, tile, unit, group, coming, n, origin):
+def _ask(inst, ctx, tile, unit, group, coming, n, origin):
     """Say what V is asked for while n blocks are summed: one of the blocks that come next each; the others at once, and
     all their scores.
     """
     t, h, stretch = unit
-    blocks, head, i = block_table(rec, ctx, t), head_parts(rec, ctx, h), 0
+    blocks, head, i = block_table(inst, ctx, t), head_parts(inst, ctx, h), 0
     while coming != 0:
         b = stretch * STRETCH_SPLITS * SPLIT_BLOCKS + trailing_zeros(coming)
-        _keys, values, scales = sequence_block(rec, blocks, head, b)
+        _keys, values, scales = sequence_block(inst, blocks, head, b)
         prefetch(scales)
         for row in range(h * group, (h + 1) * group):
-            prefetch(score_row(rec, ctx, t, row) + 64 * b)
+            prefetch(score_row(inst, ctx, t, row) + 64 * b)
         if i < n:
             store_i64(tile + T_KEYS + 8 * i, values - origin)
         else:
-            for line in range(0, parameter(rec, ATTENTION.block_bytes), 64):
+            for line in range(0, parameter(inst, ATTENTION.block_bytes), 64):
                 prefetch(values + line)
         coming &= coming - 1
         i += 1
@@ -143,23 +143,23 @@ def _ask(rec, ctx, tile, unit, group, coming, n, origin):
 
 
 @inline
-def mean_at(rec, ctx, t, h, padded):
+def mean_at(inst, ctx, t, h, padded):
     """Address of the mean of V of a token and KV head, and behind it of how many rows it is."""
-    row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.kv_heads) + h
-    return operand(rec, ctx, 7) + row * (4 * padded + 64)
+    row = (t - first_scored(inst, ctx)) * parameter(inst, ATTENTION.kv_heads) + h
+    return operand(inst, ctx, 7) + row * (4 * padded + 64)
 
 
 @inline
-def mean_blocks(place):
-    """(blocks, step) of the mean for the token at a place: blocks `step` apart, from half a step on; or none."""
-    below, step = max(place - MASK_TOKENS + 1, 0) >> 4, 1
+def mean_blocks(position):
+    """(blocks, step) of the mean for the token at a position: blocks `step` apart, from half a step on; or none."""
+    below, step = max(position - MASK_TOKENS + 1, 0) >> 4, 1
     while below > MEAN_BLOCKS * step:
         step += step
     return div_i64(below + step - 1 - (step >> 1), step), step
 
 
 @inline
-def _in_mean(rec, tile, span, ahead, b):
+def _in_mean(inst, tile, span, ahead, b):
     """V that is asked for while a mean is formed."""
     _begin, end, _base, origin = span
     wanted = min(b + AHEAD, end - 1)
@@ -167,7 +167,7 @@ def _in_mean(rec, tile, span, ahead, b):
 
 
 @inline
-def _asked(rec, tile, span, ahead, b):
+def _asked(inst, tile, span, ahead, b):
     """V of the unit that comes next, as `_ask` says it."""
     return split_keys(tile, span[3], b), split_scales(tile, span[3], b)
 
@@ -177,16 +177,16 @@ def _mean_step(kind, values):
     softmax = softmax_step(kind)
 
     @outlined
-    def mean(rec, ctx, tile, t, h, padded):
-        blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
-        n, step = mean_blocks(place_of(ctx, t))
-        pruned, out = layer_pruned(rec, ctx), mean_at(rec, ctx, t, h, padded)
+    def mean(inst, ctx, tile, t, h, padded):
+        blocks, head = block_table(inst, ctx, t), head_parts(inst, ctx, h)
+        n, step = mean_blocks(position_of(ctx, t))
+        pruned, out = layer_pruned(inst, ctx), mean_at(inst, ctx, t, h, padded)
         store_f32(out + 4 * padded, first_lane(splat_f32(0.0)))
         if n == 0:
             return
         for i in range(n):
             b, at = i * step + (step >> 1), tile + T_SCORES + 64 * i
-            set_split_block(tile, head[0], i, sequence_block(rec, blocks, head, b))
+            set_split_block(tile, head[0], i, sequence_block(inst, blocks, head, b))
             store_f32x16(at, splat_f32(0.0))
             if pruned != 0:
                 mask_pruned(at, 1, pruned + BLOCK_TOKENS * load_i32(blocks + 4 * b))
@@ -194,7 +194,7 @@ def _mean_step(kind, values):
         softmax(tile, 0, span)
         if load_f32(tile + T_M) <= LOWEST:
             return
-        values(rec, tile, span, padded, 0, 0)
+        values(inst, tile, span, padded, 0, 0)
         atomic_add(ctx + CTX_VALUES, n)
         rows = sum_lanes(load_f32x16(tile + T_L))
         share = splat_f32(div_f32(first_lane(splat_f32(1.0)), rows))
@@ -213,54 +213,54 @@ def _steps(kind):
         values = value_step(kind, r, widths, _asked)
 
         @outlined
-        def step(rec, ctx, tile, unit, row, last, group, padded, part, ahead, coming):
+        def step(inst, ctx, tile, unit, row, last, group, padded, part, ahead, coming):
             t, h, stretch = unit
-            blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
+            blocks, head = block_table(inst, ctx, t), head_parts(inst, ctx, h)
             first, rest, n = stretch * STRETCH_SPLITS * SPLIT_BLOCKS, part, 0
             while rest != 0:
                 b = first + trailing_zeros(rest)
                 rest &= rest - 1
-                set_split_block(tile, head[0], n, sequence_block(rec, blocks, head, b))
+                set_split_block(tile, head[0], n, sequence_block(inst, blocks, head, b))
                 for i in range(r):
-                    scores = score_row(rec, ctx, t, h * group + min(row + i, last))
+                    scores = score_row(inst, ctx, t, h * group + min(row + i, last))
                     store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + 64 * b))
                 n += 1
             if has_path(ctx, t):
-                gather(rec, ctx, tile, t, first, part, blocks, head, padded)
+                gather(inst, ctx, tile, t, first, part, blocks, head, padded)
             span = 0, n, 0, head[0]
-            _ask(rec, ctx, tile, ahead, group, coming, n, head[0])
+            _ask(inst, ctx, tile, ahead, group, coming, n, head[0])
             for i in range(r):
                 softmax(tile, i, span)
-            values(rec, tile, span, padded, 0, 0)
+            values(inst, tile, span, padded, 0, 0)
 
         @inline
-        def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
+        def single(inst, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
             t, h, stretch = unit
-            found = _chosen(rec, ctx, tile, unit, group)
-            coming = _chosen(rec, ctx, tile, ahead, group)
+            found = _chosen(inst, ctx, tile, unit, group)
+            coming = _chosen(inst, ctx, tile, ahead, group)
             if row == 0:
-                if stretch == 0 and parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
-                    mean(rec, ctx, tile, t, h, padded)
+                if stretch == 0 and parameter(inst, ATTENTION.instead) == INSTEAD_MEAN:
+                    mean(inst, ctx, tile, t, h, padded)
                 if found != 0:
                     atomic_add(ctx + CTX_VALUES, count_ones(found))
             if found == 0:
-                _ask(rec, ctx, tile, ahead, group, _first_blocks(coming), 0, 0)
-            first, splits = stretch * STRETCH_SPLITS, parameter(rec, ATTENTION.splits)
-            whole = _some_want_all(rec, ctx, t, h, group)
-            index = ((t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + h * group + row) * splits
-            begin, end = _splits(rec, ctx, t, stretch)
+                _ask(inst, ctx, tile, ahead, group, _first_blocks(coming), 0, 0)
+            first, splits = stretch * STRETCH_SPLITS, parameter(inst, ATTENTION.splits)
+            whole = _some_want_all(inst, ctx, t, h, group)
+            index = ((t - first_scored(inst, ctx)) * parameter(inst, ATTENTION.heads) + h * group + row) * splits
+            begin, end = _splits(inst, ctx, t, stretch)
             for split in range(begin, end):
                 part = found & _SPLIT << SPLIT_BLOCKS * (split - first) if whole else _first_blocks(found)
                 found ^= part
                 if part != 0:
                     after = unit if found != 0 else ahead
                     wanted = _first_blocks(found if found != 0 else coming)
-                    step(rec, ctx, tile, unit, row, last, group, padded, part, after, wanted)
+                    step(inst, ctx, tile, unit, row, last, group, padded, part, after, wanted)
                 for i in range(min(r, last - row + 1)):
                     if part != 0:
-                        leave_partial(rec, ctx, tile, i, index + i * splits + split, padded)
+                        leave_partial(inst, ctx, tile, i, index + i * splits + split, padded)
                     else:
-                        at = operand(rec, ctx, 4) + (index + i * splits + split) * partial_bytes(padded)
+                        at = operand(inst, ctx, 4) + (index + i * splits + split) * partial_bytes(padded)
                         store_f32(at, first_lane(splat_f32(LOWEST)))
 
         return single
@@ -276,11 +276,11 @@ def _register(kv, tiles):
     by_token = few_tokens(large, small, *steps, first_scored, runs=False, shift=STRETCH_SHIFT)
 
     @kernel(f"attention_values_{kv}")
-    def attention_values(rec, ctx, tid, n_threads):
-        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-        tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+    def attention_values(inst, ctx, tid, n_threads):
+        group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
+        tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
         store_i64(tile + T_UNIT, -1)
-        by_token(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
+        by_token(inst, ctx, tile, group, round_up_16(parameter(inst, ATTENTION.head_dim)), n_threads)
         return 0
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from ...abi import BLOCK_TOKENS, TOKEN_POSITION
 from ...parameters import LATENT
 from ...registry import kernel
+from ...vector.instruction import claim, count, float_parameter, inline, operand, parameter, token
 from ...vector.lanes import keep_first
 from ...vector.memory import load_f32x16, scatter_f32, scatter_i8x4, store_first, store_i16
-from ...vector.record import claim, count, float_parameter, inline, operand, parameter, token
 from ...vector.targets import scatter_f16
 from ..elementwise import norm_scale, normalise
 from ..rope import head_scale, inverse_of, quantised, rotate, slot_of
@@ -56,23 +56,24 @@ def _store_f32(k, keys, scales, slot, n):
 
 def _register(kv, store):
     @kernel(f"store_latent_{kv}")
-    def store_latent(rec, ctx, tid, n_threads):
-        heads, rank, rotary = parameter(rec, LATENT.heads), parameter(rec, LATENT.rank), parameter(rec, LATENT.rotary)
-        n, stride, eps = rank + rotary, parameter(rec, LATENT.table_stride), float_parameter(rec, LATENT.eps)
-        t, tokens = claim(ctx), count(ctx, parameter(rec, LATENT.rows))
+    def store_latent(inst, ctx, tid, n_threads):
+        heads, rank, rotary = parameter(inst, LATENT.heads), parameter(inst, LATENT.rank), parameter(inst,
+                                                                                                     LATENT.rotary)
+        n, stride, eps = rank + rotary, parameter(inst, LATENT.table_stride), float_parameter(inst, LATENT.eps)
+        t, tokens = claim(ctx), count(ctx, parameter(inst, LATENT.rows))
         while t < tokens:
-            row = operand(rec, ctx, 0) + t * parameter(rec, LATENT.stride)
-            q = operand(rec, ctx, 1) + t * parameter(rec, LATENT.q_stride) + 4 * parameter(rec, LATENT.q_first)
-            latent = operand(rec, ctx, 2) + t * parameter(rec, LATENT.c_stride) + 4 * parameter(rec, LATENT.c_first)
-            table = operand(rec, ctx, 3) + token(ctx, t, TOKEN_POSITION) * stride
+            row = operand(inst, ctx, 0) + t * parameter(inst, LATENT.stride)
+            q = operand(inst, ctx, 1) + t * parameter(inst, LATENT.q_stride) + 4 * parameter(inst, LATENT.q_first)
+            latent = operand(inst, ctx, 2) + t * parameter(inst, LATENT.c_stride) + 4 * parameter(inst, LATENT.c_first)
+            table = operand(inst, ctx, 3) + token(ctx, t, TOKEN_POSITION) * stride
             for head in range(heads):
                 _turned(q + 4 * rotary * head, row + 4 * (n * head + rank), table, rotary, stride)
             k = row + 4 * n * heads
-            normalise(latent, operand(rec, ctx, 5), k, rank, norm_scale(latent, rank, eps))
+            normalise(latent, operand(inst, ctx, 5), k, rank, norm_scale(latent, rank, eps))
             _turned(latent + 4 * rank, k + 4 * rank, table, rotary, stride)
-            slot = slot_of(ctx, t, parameter(rec, LATENT.recent))
-            keys, _values, scales = latent_parts(operand(rec, ctx, 4), parameter(rec, LATENT.blocks),
-                                                 parameter(rec, LATENT.block_bytes), slot >> 4)
+            slot = slot_of(ctx, t, parameter(inst, LATENT.recent))
+            keys, _values, scales = latent_parts(operand(inst, ctx, 4), parameter(inst, LATENT.blocks),
+                                                 parameter(inst, LATENT.block_bytes), slot >> 4)
             store(k, keys, scales, slot & 15, n)
             t = claim(ctx)
         return 0

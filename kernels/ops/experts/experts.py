@@ -14,7 +14,7 @@ With FLAG_SLOTS matrices lie where `experts_resolve` has put them, and an instru
 the instructions of a product follow each other, by experts, and give the bits of the one.
 
 Operands: 0 weights, or slots, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of
-`route`, 7 the list of `sort_routes`, 8 PLACE_* of the layer's experts. Parameters: parameters.LINEAR. Reference:
+`route`, 7 the list of `sort_routes`, 8 LOCATION_* of the layer's experts. Parameters: parameters.LINEAR. Reference:
 reference/experts/experts.py.
 """
 
@@ -28,9 +28,9 @@ from ...registry import kernel
 from ...routes import (
     FLAG_SLOTS,
     LINE,
-    PLACE_BYTES,
-    PLACE_DOWN,
-    PLACE_GATE_UP,
+    LOCATION_BYTES,
+    LOCATION_DOWN,
+    LOCATION_GATE_UP,
     ROUTE_BYTES,
     ROUTE_EXPERT,
     ROUTE_SEGMENTS,
@@ -40,20 +40,20 @@ from ...routes import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
+from ...vector.instruction import claim, count, flags, inline, operand, outlined, parameter
 from ...vector.lanes import splat_f32
 from ...vector.memory import load_f32, load_f32x16, load_i32, store_f32x16
-from ...vector.record import claim, count, flags, inline, operand, outlined, parameter
 from ...vector.scalars import div_i64
 from ...vector.targets import fma
 from ...vector.tiles import add_block, store_block
 from ..elementwise import fused_input
-from ..linear import MATMULS, Place, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+from ..linear import MATMULS, Addresses, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
 
 
 class Part(NamedTuple):
-    """Addresses for the products of one expert: as `linear.Place`, and its entries of the list."""
+    """Addresses for the products of one expert: as `linear.Addresses`, and its entries of the list."""
 
-    rec: int
+    inst: int
     w: int
     x: int
     out: int
@@ -77,22 +77,22 @@ class Work(NamedTuple):
 
 
 @inline
-def work_of(rec, ctx, scratch):
+def work_of(inst, ctx, scratch):
     """Find the list and the rows; those of a single token are quantised here, by each thread for itself."""
-    active, tokens = parameter(rec, LINEAR.active), count(ctx, parameter(rec, LINEAR.rows))
+    active, tokens = parameter(inst, LINEAR.active), count(ctx, parameter(inst, LINEAR.rows))
     if count(ctx, COUNT_SEVERAL):
-        entries = operand(rec, ctx, 7)
-        return Work(entries, tokens * active, load_i32(entries + ROUTE_SEGMENTS), operand(rec, ctx, 1),
-                    parameter(rec, LINEAR.x_stride))
-    source, apart = operand(rec, ctx, 5), parameter(rec, LINEAR.source_stride)
-    if parameter(rec, LINEAR.fused) == 0:
-        return Work(operand(rec, ctx, 6), 0, tokens * active, source, apart)
-    own, stride = scratch + GATED_SCRATCH_BYTES, parameter(rec, LINEAR.x_stride)
+        entries = operand(inst, ctx, 7)
+        return Work(entries, tokens * active, load_i32(entries + ROUTE_SEGMENTS), operand(inst, ctx, 1),
+                    parameter(inst, LINEAR.x_stride))
+    source, apart = operand(inst, ctx, 5), parameter(inst, LINEAR.source_stride)
+    if parameter(inst, LINEAR.fused) == 0:
+        return Work(operand(inst, ctx, 6), 0, tokens * active, source, apart)
+    own, stride = scratch + GATED_SCRATCH_BYTES, parameter(inst, LINEAR.x_stride)
     for k in range(tokens * active if apart else tokens):
-        fused_input(source + k * apart, source, FUSED_QUANTISE, parameter(rec, LINEAR.width),
-                    parameter(rec, LINEAR.group), parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_offsets),
+        fused_input(source + k * apart, source, FUSED_QUANTISE, parameter(inst, LINEAR.width),
+                    parameter(inst, LINEAR.group), parameter(inst, LINEAR.x_scales), parameter(inst, LINEAR.x_offsets),
                     load_f32(source), own, own + k * stride)
-    return Work(operand(rec, ctx, 6), 0, tokens * active, own, stride if apart else 0)
+    return Work(operand(inst, ctx, 6), 0, tokens * active, own, stride if apart else 0)
 
 
 @inline
@@ -105,21 +105,21 @@ def segment(work, s):
 
 
 @inline
-def place_of(rec, ctx, expert, field):
+def location_of(inst, ctx, expert, field):
     """Return the address of an expert's matrix, or of its two, counted from operand 0."""
-    if flags(rec) & FLAG_SLOTS:
-        return LINE * load_i32(operand(rec, ctx, 8) + PLACE_BYTES * expert + field)
-    return expert * parameter(rec, LINEAR.expert_bytes)
+    if flags(inst) & FLAG_SLOTS:
+        return LINE * load_i32(operand(inst, ctx, 8) + LOCATION_BYTES * expert + field)
+    return expert * parameter(inst, LINEAR.expert_bytes)
 
 
 @inline
-def part_of(rec, work):
+def part_of(inst, work):
     """The first of the segments that the instruction computes, and the one behind the last."""
     first, stop = 0, work.segments
-    if flags(rec) & FLAG_SLOTS:
-        while first < stop and expert_of(work, first) < parameter(rec, LINEAR.since):
+    if flags(inst) & FLAG_SLOTS:
+        while first < stop and expert_of(work, first) < parameter(inst, LINEAR.since):
             first += 1
-        while stop > first and expert_of(work, stop - 1) >= parameter(rec, LINEAR.until):
+        while stop > first and expert_of(work, stop - 1) >= parameter(inst, LINEAR.until):
             stop -= 1
     return first, stop
 
@@ -133,25 +133,25 @@ def expert_of(work, s):
 
 def _register_gated(name, chunk_of):
     @kernel(name)
-    def run(rec, ctx, tid, n_threads):
-        scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
-        work = work_of(rec, ctx, scratch)
-        units, chunk = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
-        chunks, stride = (units + chunk - 1) // chunk, parameter(rec, LINEAR.out_stride)
-        size = 2 * parameter(rec, LINEAR.tile_bytes)
-        since, stop = part_of(rec, work)
+    def run(inst, ctx, tid, n_threads):
+        scratch = operand(inst, ctx, 4) + tid * parameter(inst, LINEAR.scratch)
+        work = work_of(inst, ctx, scratch)
+        units, chunk = parameter(inst, LINEAR.tiles), parameter(inst, LINEAR.chunk)
+        chunks, stride = (units + chunk - 1) // chunk, parameter(inst, LINEAR.out_stride)
+        size = 2 * parameter(inst, LINEAR.tile_bytes)
+        since, stop = part_of(inst, work)
         number = since * chunks + claim(ctx)
         while number < stop * chunks:
             after = since * chunks + claim(ctx)
             s = number // chunks
             expert, first, n = segment(work, s)
             base, start = expert * units, (number - s * chunks) * chunk
-            place, following = place_of(rec, ctx, expert, PLACE_GATE_UP), base + start
+            location, following = location_of(inst, ctx, expert, LOCATION_GATE_UP), base + start
             if after < stop * chunks:
-                there = place_of(rec, ctx, expert_of(work, after // chunks), PLACE_GATE_UP)
-                following = base + div_i64(there - place, size) + after % chunks * chunk
-            at = Place(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
-                       operand(rec, ctx, 2) + first * stride - 64 * base, operand(rec, ctx, 3), scratch)
+                there = location_of(inst, ctx, expert_of(work, after // chunks), LOCATION_GATE_UP)
+                following = base + div_i64(there - location, size) + after % chunks * chunk
+            at = Addresses(inst, operand(inst, ctx, 0) + location - base * size, work.x + first * work.stride,
+                       operand(inst, ctx, 2) + first * stride - 64 * base, operand(inst, ctx, 3), scratch)
             chunk_of(at, base + start, base + min(start + chunk, units), following, n)
             number = after
         return 0
@@ -186,16 +186,16 @@ def _added(make_matmul, group, n):
 
     @inline
     def step(at, tile, t, tiles, following, gap):
-        rec, stride, size = at.rec, parameter(at.rec, LINEAR.x_stride), parameter(at.rec, LINEAR.tile_bytes)
+        inst, stride, size = at.inst, parameter(at.inst, LINEAR.x_stride), parameter(at.inst, LINEAR.tile_bytes)
         base, (pair, pairs) = at.x + t * stride, between(tiles, gap)
-        acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
-                      base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
+        acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(inst, LINEAR.records), base, stride,
+                      base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets),
                       following * size)
-        if flags(rec) & FLAG_BIAS:
+        if flags(inst) & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, (64 * pair, 64 * pairs))
         store_block(1, acc, at.scratch, 64)
         add_weighted(at.scratch, n, tiles, gap, at.entries + ROUTE_BYTES * t, at.out + 64 * tile,
-                     parameter(rec, LINEAR.out_stride))
+                     parameter(inst, LINEAR.out_stride))
 
     return m, step
 
@@ -207,28 +207,28 @@ def chunk_added(make_matmul, group):
 
 def _register_down(name, chunk_of):
     @kernel(name)
-    def run(rec, ctx, tid, n_threads):
-        scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
-        work = work_of(rec, ctx, scratch)
-        tiles, chunk, size = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk), \
-            parameter(rec, LINEAR.tile_bytes)
-        since, stop = part_of(rec, work)
+    def run(inst, ctx, tid, n_threads):
+        scratch = operand(inst, ctx, 4) + tid * parameter(inst, LINEAR.scratch)
+        work = work_of(inst, ctx, scratch)
+        tiles, chunk, size = parameter(inst, LINEAR.tiles), parameter(inst, LINEAR.chunk), \
+            parameter(inst, LINEAR.tile_bytes)
+        since, stop = part_of(inst, work)
         start = claim(ctx) * chunk
         while start < tiles:
             after = claim(ctx) * chunk
-            if not flags(rec) & FLAG_RESIDUAL:
-                clear(operand(rec, ctx, 2) + 64 * start, count(ctx, parameter(rec, LINEAR.rows)),
-                      parameter(rec, LINEAR.out_stride), min(chunk, tiles - start))
+            if not flags(inst) & FLAG_RESIDUAL:
+                clear(operand(inst, ctx, 2) + 64 * start, count(ctx, parameter(inst, LINEAR.rows)),
+                      parameter(inst, LINEAR.out_stride), min(chunk, tiles - start))
             for s in range(since, stop):
                 expert, first, n = segment(work, s)
                 base, next_s, next_start = expert * tiles, s + 1, start
                 if s + 1 == stop:
                     next_s, next_start = (since, after) if after < tiles else (s, start)
-                place = place_of(rec, ctx, expert, PLACE_DOWN)
-                there = place_of(rec, ctx, expert_of(work, next_s), PLACE_DOWN)
-                following = base + div_i64(there - place, size) + next_start
-                at = Part(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
-                          operand(rec, ctx, 2) - 64 * base, operand(rec, ctx, 3), scratch,
+                location = location_of(inst, ctx, expert, LOCATION_DOWN)
+                there = location_of(inst, ctx, expert_of(work, next_s), LOCATION_DOWN)
+                following = base + div_i64(there - location, size) + next_start
+                at = Part(inst, operand(inst, ctx, 0) + location - base * size, work.x + first * work.stride,
+                          operand(inst, ctx, 2) - 64 * base, operand(inst, ctx, 3), scratch,
                           work.entries + ROUTE_BYTES * first)
                 chunk_of(at, base + start, base + min(start + chunk, tiles), following, n)
             start = after

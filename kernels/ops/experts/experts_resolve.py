@@ -16,8 +16,8 @@ neuron_ffn/neuron_resolve.py explains for neurons why nothing is computed with m
 while it is used; here there are no early instructions: a slot that carries the epoch of this instruction is not taken,
 and the next epoch begins in the next layer, after the last instruction that uses it.
 
-Operands: 0 rows of `route`; 1 PLACE_* of each of the layer's experts; 2 slots; 3 the expert in each slot, or -1;
-4 counts of the layer's experts; 5 stamps of slots; 6 words COLD_*, of which COLD_HAND counts tokens; 7 room for a word
+Operands: 0 rows of `route`; 1 LOCATION_* of each of the layer's experts; 2 slots; 3 the expert in each slot, or -1; 4
+counts of the layer's experts; 5 stamps of slots; 6 words COLD_*, of which COLD_HAND counts tokens; 7 room for a word
 for each expert. Parameters: parameters.EXPERTS_RESOLVE. Reference: reference/experts/experts_resolve.py.
 """
 
@@ -26,13 +26,22 @@ from __future__ import annotations
 from ...abi import COLD_EPOCH, COLD_HAND, COLD_HITS, COLD_MISSES, COUNT_DECODED, CTX_STREAM, STREAM_GATE
 from ...parameters import EXPERTS_RESOLVE
 from ...registry import kernel
-from ...routes import EXPERT_PARTS, LINE, PLACE_BYTES, PLACE_DOWN, PLACE_GATE_UP, PLACE_SLOT, ROUTE_BYTES, ROUTE_EXPERT
+from ...routes import (
+    EXPERT_PARTS,
+    LINE,
+    LOCATION_BYTES,
+    LOCATION_DOWN,
+    LOCATION_GATE_UP,
+    LOCATION_SLOT,
+    ROUTE_BYTES,
+    ROUTE_EXPERT,
+)
+from ...vector.instruction import count, inline, operand, outlined, parameter
 from ...vector.memory import load_i32, load_i64, store_i32, store_i64
-from ...vector.record import count, inline, operand, outlined, parameter
 from ...vector.scalars import div_i64
 from ...vector.targets import atomic_load
+from ..forward import change
 from ..slots import hold, let_go, post_piece
-from ..walk import change
 
 NO_SLOT = 3
 """Status of an instruction that finds no slot: the plan has fewer than a layer has experts."""
@@ -46,29 +55,29 @@ MISSING = -1
 
 
 @outlined
-def halve(rec, ctx):
+def halve(inst, ctx):
     """Halve the counts of all experts when due; checked by the instruction of the first layer."""
-    words, all_counts = operand(rec, ctx, 6), operand(rec, ctx, 4)
+    words, all_counts = operand(inst, ctx, 6), operand(inst, ctx, 4)
     passes = load_i64(words + COLD_HAND) + 1
     if passes == COUNTED:
-        for e in range(parameter(rec, EXPERTS_RESOLVE.total)):
+        for e in range(parameter(inst, EXPERTS_RESOLVE.total)):
             store_i32(all_counts + 4 * e, load_i32(all_counts + 4 * e) >> 1)
         passes = 0
     store_i64(words + COLD_HAND, passes)
 
 
 @outlined
-def pin(rec, ctx, decoded, epoch):
+def pin(inst, ctx, decoded, epoch):
     """Count the experts that are needed and stamp the slots of those present; return how many are present and missing.
     """
-    places, wanted, experts = operand(rec, ctx, 1), operand(rec, ctx, 7), parameter(rec, EXPERTS_RESOLVE.experts)
-    counts, stamps = operand(rec, ctx, 4), operand(rec, ctx, 5)
-    routes, stride = operand(rec, ctx, 0), parameter(rec, EXPERTS_RESOLVE.in_stride)
-    tokens, hits, missing = count(ctx, parameter(rec, EXPERTS_RESOLVE.rows)), 0, 0
+    locations, wanted, experts = operand(inst, ctx, 1), operand(inst, ctx, 7), parameter(inst, EXPERTS_RESOLVE.experts)
+    counts, stamps = operand(inst, ctx, 4), operand(inst, ctx, 5)
+    routes, stride = operand(inst, ctx, 0), parameter(inst, EXPERTS_RESOLVE.in_stride)
+    tokens, hits, missing = count(ctx, parameter(inst, EXPERTS_RESOLVE.rows)), 0, 0
     for e in range(experts):
         store_i32(wanted + 4 * e, 0)
     for t in range(tokens):
-        for k in range(parameter(rec, EXPERTS_RESOLVE.active)):
+        for k in range(parameter(inst, EXPERTS_RESOLVE.active)):
             at = wanted + 4 * load_i32(routes + t * stride + ROUTE_BYTES * k + ROUTE_EXPERT)
             store_i32(at, load_i32(at) + 1)
     for e in range(experts):
@@ -76,7 +85,7 @@ def pin(rec, ctx, decoded, epoch):
         after = before + STEP * n if decoded else (before >> 1) + div_i64(COUNTED * STEP * n, tokens)
         store_i32(counts + 4 * e, min(after, MOST))
         if n:
-            slot = load_i32(places + PLACE_BYTES * e + PLACE_SLOT)
+            slot = load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT)
             if slot < 0:
                 missing += 1
             else:
@@ -86,11 +95,11 @@ def pin(rec, ctx, decoded, epoch):
 
 
 @inline
-def victim(rec, ctx, epoch):
+def victim(inst, ctx, epoch):
     """Return an empty slot, or the one whose expert was chosen least; -1 if all are stamped with this epoch."""
-    owners, counts, stamps = operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5)
-    base, slot, found, least = parameter(rec, EXPERTS_RESOLVE.base), 0, -1, 0
-    while slot < parameter(rec, EXPERTS_RESOLVE.slots):
+    owners, counts, stamps = operand(inst, ctx, 3), operand(inst, ctx, 4), operand(inst, ctx, 5)
+    base, slot, found, least = parameter(inst, EXPERTS_RESOLVE.base), 0, -1, 0
+    while slot < parameter(inst, EXPERTS_RESOLVE.slots):
         owner, stamp = load_i32(owners + 4 * slot), load_i64(stamps + 8 * slot)
         if owner < 0:
             return slot
@@ -102,46 +111,46 @@ def victim(rec, ctx, epoch):
 
 
 @inline
-def offset_of(rec, e):
+def offset_of(inst, e):
     """Return the offset of expert e in the file."""
-    return parameter(rec, EXPERTS_RESOLVE.unit) * LINE + e * parameter(rec, EXPERTS_RESOLVE.expert_bytes)
+    return parameter(inst, EXPERTS_RESOLVE.unit) * LINE + e * parameter(inst, EXPERTS_RESOLVE.expert_bytes)
 
 
 @inline
-def replace(rec, ctx, e, slot, epoch):
+def replace(inst, ctx, e, slot, epoch):
     """Give a missing expert a slot, which another one may lose."""
-    places, owners, base = operand(rec, ctx, 1), operand(rec, ctx, 3), parameter(rec, EXPERTS_RESOLVE.base)
+    locations, owners, base = operand(inst, ctx, 1), operand(inst, ctx, 3), parameter(inst, EXPERTS_RESOLVE.base)
     owner = load_i32(owners + 4 * slot)
     if owner >= 0:
-        store_i32(places + PLACE_BYTES * (owner - base) + PLACE_SLOT, -1)  # in whichever layer
+        store_i32(locations + LOCATION_BYTES * (owner - base) + LOCATION_SLOT, -1)  # in whichever layer
     store_i32(owners + 4 * slot, base + e)
-    store_i64(operand(rec, ctx, 5) + 8 * slot, epoch)
-    place, within = places + PLACE_BYTES * e, offset_of(rec, e) & (PAGE - 1)
-    at = slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes) + within
-    store_i32(place + PLACE_SLOT, slot)
-    store_i32(place + PLACE_GATE_UP, div_i64(at, LINE))
-    store_i32(place + PLACE_DOWN, div_i64(at + parameter(rec, EXPERTS_RESOLVE.gate_up_bytes), LINE))
+    store_i64(operand(inst, ctx, 5) + 8 * slot, epoch)
+    location, within = locations + LOCATION_BYTES * e, offset_of(inst, e) & (PAGE - 1)
+    at = slot * parameter(inst, EXPERTS_RESOLVE.slot_bytes) + within
+    store_i32(location + LOCATION_SLOT, slot)
+    store_i32(location + LOCATION_GATE_UP, div_i64(at, LINE))
+    store_i32(location + LOCATION_DOWN, div_i64(at + parameter(inst, EXPERTS_RESOLVE.gate_up_bytes), LINE))
 
 
 @outlined
-def place_missing(rec, ctx, epoch):
+def assign_missing(inst, ctx, epoch):
     """Give all missing experts slots and mark them; return whether there were enough."""
-    wanted, places = operand(rec, ctx, 7), operand(rec, ctx, 1)
-    for e in range(parameter(rec, EXPERTS_RESOLVE.experts)):
-        if load_i32(wanted + 4 * e) and load_i32(places + PLACE_BYTES * e + PLACE_SLOT) < 0:
-            slot = victim(rec, ctx, epoch)
+    wanted, locations = operand(inst, ctx, 7), operand(inst, ctx, 1)
+    for e in range(parameter(inst, EXPERTS_RESOLVE.experts)):
+        if load_i32(wanted + 4 * e) and load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT) < 0:
+            slot = victim(inst, ctx, epoch)
             if slot < 0:
                 return False
-            replace(rec, ctx, e, slot, epoch)
+            replace(inst, ctx, e, slot, epoch)
             store_i32(wanted + 4 * e, MISSING)
     return True
 
 
 @inline
-def post(rec, stream, to, e, begin, end, columns, most):
+def post(inst, stream, to, e, begin, end, columns, most):
     """Let readers bring bytes begin .. end of the pages around expert e, whose columns alone are from `columns` on."""
-    part = parameter(rec, EXPERTS_RESOLVE.event) + div_i64(e, parameter(rec, EXPERTS_RESOLVE.span))
-    offset = offset_of(rec, e) & -PAGE
+    part = parameter(inst, EXPERTS_RESOLVE.event) + div_i64(e, parameter(inst, EXPERTS_RESOLVE.span))
+    offset = offset_of(inst, e) & -PAGE
     while begin < end:
         least = min(end - begin, most)
         post_piece(stream, part if begin < columns else part + EXPERT_PARTS, offset + begin,
@@ -150,42 +159,42 @@ def post(rec, stream, to, e, begin, end, columns, most):
 
 
 @outlined
-def post_missing(rec, ctx, stream, decoded, missing):
+def post_missing(inst, ctx, stream, decoded, missing):
     """Post the reads of all experts that have just been given slots: each one read, or as many as keep readers busy.
 
     A prompt, which goes through most experts, gets gates and ups of all first, then the columns.
     """
-    wanted, places, slots = operand(rec, ctx, 7), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    share = div_i64(missing * parameter(rec, EXPERTS_RESOLVE.expert_bytes), parameter(rec, EXPERTS_RESOLVE.readers))
-    most = min(max((share + 2 * PAGE - 1) & -PAGE, parameter(rec, EXPERTS_RESOLVE.least)),
-               parameter(rec, EXPERTS_RESOLVE.most))
+    wanted, locations, slots = operand(inst, ctx, 7), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    share = div_i64(missing * parameter(inst, EXPERTS_RESOLVE.expert_bytes), parameter(inst, EXPERTS_RESOLVE.readers))
+    most = min(max((share + 2 * PAGE - 1) & -PAGE, parameter(inst, EXPERTS_RESOLVE.least)),
+               parameter(inst, EXPERTS_RESOLVE.most))
     for turn in range(1 if decoded else 2):
-        for e in range(parameter(rec, EXPERTS_RESOLVE.experts)):
+        for e in range(parameter(inst, EXPERTS_RESOLVE.experts)):
             if load_i32(wanted + 4 * e) == MISSING:
-                slot, within = load_i32(places + PLACE_BYTES * e + PLACE_SLOT), offset_of(rec, e) & (PAGE - 1)
-                columns = (within + parameter(rec, EXPERTS_RESOLVE.gate_up_bytes) + PAGE - 1) & -PAGE
-                end = within + parameter(rec, EXPERTS_RESOLVE.expert_bytes)
-                post(rec, stream, slots + slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes), e,
+                slot, within = load_i32(locations + LOCATION_BYTES * e + LOCATION_SLOT), offset_of(inst, e) & (PAGE - 1)
+                columns = (within + parameter(inst, EXPERTS_RESOLVE.gate_up_bytes) + PAGE - 1) & -PAGE
+                end = within + parameter(inst, EXPERTS_RESOLVE.expert_bytes)
+                post(inst, stream, slots + slot * parameter(inst, EXPERTS_RESOLVE.slot_bytes), e,
                      columns if turn else 0, end if decoded or turn else min(end, columns), columns, most)
 
 
 @kernel("experts_resolve")
-def experts_resolve(rec, ctx, tid, n_threads):
+def experts_resolve(inst, ctx, tid, n_threads):
     """Find the experts that this forward pass wants of a layer, and have those read that are missing."""
     if tid:
         return 0
-    decoded = count(ctx, COUNT_DECODED) == count(ctx, parameter(rec, EXPERTS_RESOLVE.rows))
-    words, stream = operand(rec, ctx, 6), load_i64(ctx + CTX_STREAM)
-    first, status = parameter(rec, EXPERTS_RESOLVE.event), 0
+    decoded = count(ctx, COUNT_DECODED) == count(ctx, parameter(inst, EXPERTS_RESOLVE.rows))
+    words, stream = operand(inst, ctx, 6), load_i64(ctx + CTX_STREAM)
+    first, status = parameter(inst, EXPERTS_RESOLVE.event), 0
     epoch = load_i64(words + COLD_EPOCH) + 1
     store_i64(words + COLD_EPOCH, epoch)
     hold(stream, first, 2 * EXPERT_PARTS)
     if first == 0 and decoded:
-        halve(rec, ctx)
-    hits, missing = pin(rec, ctx, decoded, epoch)
+        halve(inst, ctx)
+    hits, missing = pin(inst, ctx, decoded, epoch)
     if missing:
-        status = 0 if place_missing(rec, ctx, epoch) else NO_SLOT
-        post_missing(rec, ctx, stream, decoded, missing)
+        status = 0 if assign_missing(inst, ctx, epoch) else NO_SLOT
+        post_missing(inst, ctx, stream, decoded, missing)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     if decoded:
         store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)

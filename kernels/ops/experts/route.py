@@ -29,6 +29,17 @@ from ...routes import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
+from ...vector.instruction import (
+    claim,
+    count,
+    flags,
+    float_parameter,
+    inline,
+    operand,
+    outlined,
+    parameter,
+    round_up_16,
+)
 from ...vector.lanes import (
     first_lane,
     keep_first,
@@ -41,7 +52,6 @@ from ...vector.lanes import (
     vmax,
 )
 from ...vector.memory import load_f32, load_f32x16, load_i32, store_f32, store_f32x16, store_i32
-from ...vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, round_up_16
 from ...vector.scalars import div_f32
 from ...vector.vecmath import exp, sigmoid
 
@@ -91,7 +101,7 @@ def values_of_choice(values, bias, out, experts):
 
 @inline
 def best_two(values, size):
-    """Places of the largest and the second largest of `size` values."""
+    """Indices of the largest and the second largest of `size` values."""
     first, second = 0, -1
     for i in range(1, size):
         if key_at(values + 4 * i) > key_at(values + 4 * first):
@@ -155,27 +165,28 @@ def list_chosen(keys, scores, experts, t, normalise, scale, factors, out):
 
 
 @kernel("route")
-def route(rec, ctx, tid, n_threads):
+def route(inst, ctx, tid, n_threads):
     """Router logits (T, experts) to entries (T, active); scratch has room for 3 rows of logits."""
-    own, experts, t = operand(rec, ctx, 3) + tid * parameter(rec, ROUTE.scratch), parameter(rec, ROUTE.experts), \
+    own, experts, t = operand(inst, ctx, 3) + tid * parameter(inst, ROUTE.scratch), parameter(inst, ROUTE.experts), \
         claim(ctx)
-    keys, groups = own + 4 * round_up_16(experts), parameter(rec, ROUTE.groups)
+    keys, groups = own + 4 * round_up_16(experts), parameter(inst, ROUTE.groups)
     sums = keys + 4 * round_up_16(experts)
-    while t < count(ctx, parameter(rec, ROUTE.rows)):
-        logits = operand(rec, ctx, 0) + t * parameter(rec, ROUTE.in_stride)
-        score(logits, own, experts, parameter(rec, ROUTE.scores))
-        if flags(rec) & FLAG_BIAS:
-            values_of_choice(own, operand(rec, ctx, 2), keys, experts)
+    while t < count(ctx, parameter(inst, ROUTE.rows)):
+        logits = operand(inst, ctx, 0) + t * parameter(inst, ROUTE.in_stride)
+        score(logits, own, experts, parameter(inst, ROUTE.scores))
+        if flags(inst) & FLAG_BIAS:
+            values_of_choice(own, operand(inst, ctx, 2), keys, experts)
         else:
             values_of_choice(logits, 0, keys, experts)
-        close_groups(keys, sums, experts, groups, parameter(rec, ROUTE.active_groups),
-                     parameter(rec, ROUTE.group_best))
-        choose(keys, experts, parameter(rec, ROUTE.active))
+        close_groups(keys, sums, experts, groups, parameter(inst, ROUTE.active_groups),
+                     parameter(inst, ROUTE.group_best))
+        choose(keys, experts, parameter(inst, ROUTE.active))
         factors = 0
-        if flags(rec) & FLAG_SCALED:
-            factors = operand(rec, ctx, 4)
-        list_chosen(keys, own, experts, t, parameter(rec, ROUTE.normalise), float_parameter(rec, ROUTE.scale), factors,
-                    operand(rec, ctx, 1) + t * parameter(rec, ROUTE.out_stride))
+        if flags(inst) & FLAG_SCALED:
+            factors = operand(inst, ctx, 4)
+        list_chosen(keys, own, experts, t, parameter(inst, ROUTE.normalise), float_parameter(inst, ROUTE.scale),
+                    factors,
+                    operand(inst, ctx, 1) + t * parameter(inst, ROUTE.out_stride))
         t = claim(ctx)
     return 0
 
@@ -204,22 +215,22 @@ def starts_of(routes, stride, tokens, active, experts, starts, segments):
 
 
 @kernel("sort_routes")
-def sort_routes(rec, ctx, tid, n_threads):
+def sort_routes(inst, ctx, tid, n_threads):
     """Entries of all tokens in one list by expert, segments behind it; scratch has room for a row of logits."""
-    tokens, active = count(ctx, parameter(rec, ROUTE.rows)), parameter(rec, ROUTE.active)
+    tokens, active = count(ctx, parameter(inst, ROUTE.rows)), parameter(inst, ROUTE.active)
     if claim(ctx) != 0 or tokens == 0:
         return 0
-    routes, out, starts = operand(rec, ctx, 0), operand(rec, ctx, 1), \
-        operand(rec, ctx, 3) + tid * parameter(rec, ROUTE.scratch)
-    stride = parameter(rec, ROUTE.in_stride)
-    found = starts_of(routes, stride, tokens, active, parameter(rec, ROUTE.experts), starts,
+    routes, out, starts = operand(inst, ctx, 0), operand(inst, ctx, 1), \
+        operand(inst, ctx, 3) + tid * parameter(inst, ROUTE.scratch)
+    stride = parameter(inst, ROUTE.in_stride)
+    found = starts_of(routes, stride, tokens, active, parameter(inst, ROUTE.experts), starts,
                       out + ROUTE_BYTES * tokens * active)
     for t in range(tokens):
         for k in range(active):
             entry = routes + t * stride + ROUTE_BYTES * k
-            place = starts + 4 * load_i32(entry + ROUTE_EXPERT)
-            to = out + ROUTE_BYTES * load_i32(place)
-            store_i32(place, load_i32(place) + 1)
+            next_entry = starts + 4 * load_i32(entry + ROUTE_EXPERT)
+            to = out + ROUTE_BYTES * load_i32(next_entry)
+            store_i32(next_entry, load_i32(next_entry) + 1)
             store_i32(to + ROUTE_EXPERT, load_i32(entry + ROUTE_EXPERT))
             store_i32(to + ROUTE_TOKEN, t)
             store_f32(to + ROUTE_WEIGHT, load_f32(entry + ROUTE_WEIGHT))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ...abi import FLAG_BIAS, FLAG_MASK, FLAG_THRESHOLD, NEURON_TOKENS, ROLE_DECODE, TOKEN_ROLE
 from ...parameters import NEURON_GATED
+from ...vector.instruction import flags, inline, operand, outlined, parameter, token
 from ...vector.memory import load_f32, load_i32, load_i64, prefetch, store_f32, store_i32, store_i64
-from ...vector.record import flags, inline, operand, outlined, parameter, token
 from ...vector.scalars import f32_from_bits, shift_right, trailing_zeros
 
 THRESHOLDS = 8 * NEURON_TOKENS
@@ -19,7 +19,7 @@ THRESHOLDS = 8 * NEURON_TOKENS
 class Ffn(NamedTuple):
     """Values shared by all steps of an instruction."""
 
-    rec: int
+    inst: int
     gates: int
     """Address of neuron 0's gate row; those of all neurons follow each other."""
     pairs: int
@@ -65,19 +65,19 @@ class Tokens(NamedTuple):
 
 
 @inline
-def open_ffn(rec, ctx, family, bits, bias, table):
+def open_ffn(inst, ctx, family, bits, bias, table):
     """Read an instruction whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`.
 
     The slots of cold neurons are the operand behind `table`.
     """
-    neurons, part, weights = parameter(rec, family.neurons), parameter(rec, family.part_bytes), operand(rec, ctx, 0)
-    groups, group = parameter(rec, family.groups), parameter(rec, family.group)
-    biases, codes = operand(rec, ctx, bias) if flags(rec) & FLAG_BIAS else 0, groups * group * bits >> 3
-    resident = neurons - parameter(rec, family.cold)
-    up = 1 - parameter(rec, family.ungated)
-    return Ffn(rec, weights, weights + resident * part, up, biases, neurons, part, codes, groups, group,
-               group * bits >> 7, (codes + 63) >> 6, resident, operand(rec, ctx, table), operand(rec, ctx, table + 1),
-               parameter(rec, family.cluster_bytes), parameter(rec, family.shift))
+    neurons, part, weights = parameter(inst, family.neurons), parameter(inst, family.part_bytes), operand(inst, ctx, 0)
+    groups, group = parameter(inst, family.groups), parameter(inst, family.group)
+    biases, codes = operand(inst, ctx, bias) if flags(inst) & FLAG_BIAS else 0, groups * group * bits >> 3
+    resident = neurons - parameter(inst, family.cold)
+    up = 1 - parameter(inst, family.ungated)
+    return Ffn(inst, weights, weights + resident * part, up, biases, neurons, part, codes, groups, group,
+               group * bits >> 7, (codes + 63) >> 6, resident, operand(inst, ctx, table), operand(inst, ctx, table + 1),
+               parameter(inst, family.cluster_bytes), parameter(inst, family.shift))
 
 
 @inline
@@ -121,19 +121,19 @@ def fetch_pair(ffn, column):
 
 
 @inline
-def find_masks(rec, ctx, t, tokens):
+def find_masks(inst, ctx, t, tokens):
     """Write for tokens t and on the addresses of their masks and their thresholds: 0 if there is none.
 
     A prompt's token has neither.
     """
-    stride, bits = parameter(rec, NEURON_GATED.mask_stride), flags(rec)
+    stride, bits = parameter(inst, NEURON_GATED.mask_stride), flags(inst)
     for j in range(tokens.present):
         mask, least = 0, f32_from_bits(0)
         if bits & (FLAG_MASK | FLAG_THRESHOLD) and token(ctx, t + j, TOKEN_ROLE) == ROLE_DECODE:
             if bits & FLAG_MASK:
-                mask = operand(rec, ctx, 3) + (t + j) * stride
+                mask = operand(inst, ctx, 3) + (t + j) * stride
             else:
-                least = load_f32(operand(rec, ctx, 3))
+                least = load_f32(operand(inst, ctx, 3))
         store_i64(tokens.masks + 8 * j, mask)
         store_f32(tokens.masks + THRESHOLDS + 4 * j, least)
 

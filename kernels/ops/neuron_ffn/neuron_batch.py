@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ...abi import FLAG_DENSE, NEURON_BATCH, NEURON_CLAIM, NEURON_TOKENS
 from ...parameters import ACTIVATIONS, NEURON_GATED
+from ...vector.instruction import flags, float_parameter, inline, outlined, parameter
 from ...vector.lanes import sum_lanes
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_f32, store_f32x16, store_i32, store_i64
-from ...vector.record import flags, float_parameter, inline, outlined, parameter
 from ...vector.scalars import abs_f32, f32_from_bits, max_f32
 from ...vector.vecmath import activate
 from .ffn import THRESHOLDS, chosen, column_at, fetch_pair, row_at
@@ -101,8 +101,8 @@ def gates(form, ffn, areas, window, first, stop):
             if ffn.bias:
                 gate += load_f32(ffn.bias + 4 * neuron)
             store_f32(at + 4 * (16 * t + k - first), gate)
-    activate_gates(at, form.n, parameter(ffn.rec, NEURON_GATED.activation),
-                   float_parameter(ffn.rec, NEURON_GATED.limit))
+    activate_gates(at, form.n, parameter(ffn.inst, NEURON_GATED.activation),
+                   float_parameter(ffn.inst, NEURON_GATED.limit))
 
 
 @outlined
@@ -112,7 +112,7 @@ def alive(form, ffn, scratch, tokens, window, first, stop, live):
     A neuron lives if one of the tokens that have chosen it has a gate that is not 0, or if all are to be computed.
     """
     for k in range(first, stop):
-        neuron, any_token = load_i32(window.numbers + 4 * k), flags(ffn.rec) & FLAG_DENSE
+        neuron, any_token = load_i32(window.numbers + 4 * k), flags(ffn.inst) & FLAG_DENSE
         for j in range(tokens.present):
             value = load_f32(scratch + GATES + 4 * (16 * j + k - first))
             if not chosen(tokens, j, neuron) or abs_f32(value) <= load_f32(tokens.masks + THRESHOLDS + 4 * j):
@@ -161,7 +161,7 @@ def ups(form, ffn, areas, tokens, window, first, stop, live):
                 up = sum_lanes(load_f32x16(scratch + 64 * j))
                 if ffn.bias:
                     up += load_f32(ffn.bias + 4 * (ffn.neurons + neuron))
-                if parameter(ffn.rec, NEURON_GATED.activation) == DRELU:
+                if parameter(ffn.inst, NEURON_GATED.activation) == DRELU:
                     up = max_f32(up, f32_from_bits(0))
                 store_f32(at, value * up)
                 store_f32(tokens.f + j * tokens.stride + 4 * neuron, value * up)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...abi import NEURON_BATCH
 from ...parameters import NEURON_GATED
+from ...vector.instruction import inline, outlined, parameter
 from ...vector.memory import load_i32
-from ...vector.record import inline, outlined, parameter
 from ...vector.scalars import div_i64
 from .ffn import fetch
 from .neuron_batch import FOUND, VALUES, all_alive, upcoming, ups
@@ -30,7 +30,7 @@ def add_columns(form, ffn, areas, window, sums, first, stop, live, part):
 @inline
 def add_to_blocks(form, ffn, areas, window, sums, first, stop, live):
     """Add the columns of live neurons first .. stop to the sums of their blocks; `sums` are those of block 0."""
-    height = parameter(ffn.rec, NEURON_GATED.block)
+    height = parameter(ffn.inst, NEURON_GATED.block)
     part = (stop << ffn.up) + ffn.up * (stop - first)  # half of the next batch was fetched beside its ups
     while first < stop:
         at, end = div_i64(load_i32(window.numbers + 4 * (window.first + first)), height), first + 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 from ...abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_TYPES, NEURON_WINDOW
 from ...parameters import NEURON_DOWN
 from ...registry import kernel
+from ...vector.instruction import claim, count, flags, inline, operand, outlined, parameter
 from ...vector.lanes import splat_f32
 from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
-from ...vector.record import claim, count, flags, inline, operand, outlined, parameter
 from ...vector.scalars import div_i64, f32_from_bits
 from .ffn import Tokens, column_at, fetch, open_ffn
 from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
@@ -29,7 +29,7 @@ def find(ffn, tokens, scratch, first, end):
     """Find the neurons first .. end with a value that is not 0: addresses of their columns, values of all TOKENS."""
     n = 0
     for neuron in range(first, end):
-        live = flags(ffn.rec) & FLAG_DENSE
+        live = flags(ffn.inst) & FLAG_DENSE
         for j in range(TOKENS):
             value = load_f32(tokens.f + j * tokens.stride + 4 * neuron) if j < tokens.present else f32_from_bits(0)
             store_f32(scratch + VALUES + 4 * (TOKENS * n + j), value)
@@ -51,7 +51,7 @@ def finish(ffn, column, y, out):
     """Store 16 outputs from `column` on, with bias and residual."""
     if ffn.bias:
         y = load_f32x16(ffn.bias + 4 * column) + y
-    if flags(ffn.rec) & FLAG_RESIDUAL:
+    if flags(ffn.inst) & FLAG_RESIDUAL:
         y = load_f32x16(out + 4 * column) + y
     store_f32x16(out + 4 * column, y)
 
@@ -64,7 +64,7 @@ def outputs(form, ffn, tokens, scratch, first, stop, out):
     zero(totals, TOKENS * stride)
     end = 0
     while end < ffn.neurons:
-        start, end = end, min(end + parameter(ffn.rec, NEURON_DOWN.block), ffn.neurons)
+        start, end = end, min(end + parameter(ffn.inst, NEURON_DOWN.block), ffn.neurons)
         m = find(ffn, tokens, scratch, start, end)
         zero(scratch, TOKENS * stride)
         fetch_ahead(ffn, scratch, 0, m, scales, scale_bytes)
@@ -81,17 +81,17 @@ def outputs(form, ffn, tokens, scratch, first, stop, out):
         for at in range(0, TOKENS * stride, 64):
             store_f32x16(totals + at, load_f32x16(totals + at) + load_f32x16(scratch + at))
     for j in range(tokens.present):
-        for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.rec, NEURON_DOWN.width)), 16):
+        for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.inst, NEURON_DOWN.width)), 16):
             finish(ffn, c, load_f32x16(totals + j * stride + 4 * (c - form.columns * first)),
-                   out + j * parameter(ffn.rec, NEURON_DOWN.out_stride))
+                   out + j * parameter(ffn.inst, NEURON_DOWN.out_stride))
 
 
 @inline
 def merge(form, ffn, sums, first, stop, out):
     """Add up the sums of blocks, for one token."""
-    stride, height = 4 * form.columns * ffn.lines, parameter(ffn.rec, NEURON_DOWN.block)
+    stride, height = 4 * form.columns * ffn.lines, parameter(ffn.inst, NEURON_DOWN.block)
     blocks = div_i64(ffn.neurons + height - 1, height)
-    for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.rec, NEURON_DOWN.width)), 16):
+    for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.inst, NEURON_DOWN.width)), 16):
         total, at = splat_f32(0.0), sums + 4 * c
         for _ in range(blocks):
             total = total + load_f32x16(at)
@@ -103,16 +103,16 @@ def _register(dtype):
     form = make_form(dtype, TOKENS)
 
     @kernel(f"neuron_down_{dtype}")
-    def run(rec, ctx, tid, n_threads):
-        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits, 4, 6), operand(rec, ctx, 1), operand(rec, ctx, 2)
-        x_stride, out_stride = parameter(rec, NEURON_DOWN.x_stride), parameter(rec, NEURON_DOWN.out_stride)
-        scratch = operand(rec, ctx, 3) + tid * parameter(rec, NEURON_DOWN.scratch)
-        tokens, chunk = count(ctx, parameter(rec, NEURON_DOWN.rows)), max(2, parameter(rec, NEURON_DOWN.chunk) & -2)
+    def run(inst, ctx, tid, n_threads):
+        ffn, f, out = open_ffn(inst, ctx, NEURON_DOWN, form.bits, 4, 6), operand(inst, ctx, 1), operand(inst, ctx, 2)
+        x_stride, out_stride = parameter(inst, NEURON_DOWN.x_stride), parameter(inst, NEURON_DOWN.out_stride)
+        scratch = operand(inst, ctx, 3) + tid * parameter(inst, NEURON_DOWN.scratch)
+        tokens, chunk = count(ctx, parameter(inst, NEURON_DOWN.rows)), max(2, parameter(inst, NEURON_DOWN.chunk) & -2)
         first = claim(ctx) * chunk
         while first < ffn.lines:
             stop = min(first + chunk, ffn.lines)
             if tokens == 1:
-                merge(form, ffn, operand(rec, ctx, 5), first, stop, out)
+                merge(form, ffn, operand(inst, ctx, 5), first, stop, out)
             else:
                 for t in range(0, tokens, TOKENS):
                     some = Tokens(min(TOKENS, tokens - t), f + t * x_stride, x_stride, 0)

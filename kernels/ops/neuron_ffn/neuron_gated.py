@@ -26,8 +26,8 @@ from __future__ import annotations
 from ...abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_CLAIM, NEURON_TYPES
 from ...parameters import NEURON_GATED
 from ...registry import kernel
+from ...vector.instruction import claim, count, float_parameter, inline, operand, parameter
 from ...vector.memory import load_i32, load_i64
-from ...vector.record import claim, count, float_parameter, inline, operand, parameter
 from ...vector.scalars import div_i64
 from ..elementwise import fused_input
 from .ffn import Tokens, choose, column_at, fetch, fetch_pair, find_masks, open_ffn, row_at
@@ -40,16 +40,16 @@ MANY_CHUNKS = 16
 
 
 @inline
-def input_row(rec, ctx, own):
+def input_row(inst, ctx, own):
     """Return the address of one token's x: a quantised row, or what this thread makes of the source at `own`."""
-    fused = parameter(rec, NEURON_GATED.fused)
+    fused = parameter(inst, NEURON_GATED.fused)
     if fused and count(ctx, COUNT_SEVERAL) == 0:
         return fused_input(
-            operand(rec, ctx, 7), operand(rec, ctx, 8), fused, parameter(rec, NEURON_GATED.width),
-            parameter(rec, NEURON_GATED.group), parameter(rec, NEURON_GATED.x_scales),
-            parameter(rec, NEURON_GATED.x_offsets), float_parameter(rec, NEURON_GATED.eps),
-            own + parameter(rec, NEURON_GATED.x_stride), own)
-    return operand(rec, ctx, 1)
+            operand(inst, ctx, 7), operand(inst, ctx, 8), fused, parameter(inst, NEURON_GATED.width),
+            parameter(inst, NEURON_GATED.group), parameter(inst, NEURON_GATED.x_scales),
+            parameter(inst, NEURON_GATED.x_offsets), float_parameter(inst, NEURON_GATED.eps),
+            own + parameter(inst, NEURON_GATED.x_stride), own)
+    return operand(inst, ctx, 1)
 
 
 @inline
@@ -65,15 +65,15 @@ def fetch_first(ffn, numbers, n, eager):
 @inline
 def single(form, ffn, areas, ctx, f, n_threads):
     """Compute all blocks of neurons for one token."""
-    form.as_lines(ffn, input_row(ffn.rec, ctx, areas.own), 0, 1, areas.x, form.x_bytes)
-    height, row, sums = parameter(ffn.rec, NEURON_GATED.block), 4 * form.columns * ffn.lines, operand(ffn.rec, ctx, 6)
+    form.as_lines(ffn, input_row(ffn.inst, ctx, areas.own), 0, 1, areas.x, form.x_bytes)
+    height, row, sums = parameter(ffn.inst, NEURON_GATED.block), 4 * form.columns * ffn.lines, operand(ffn.inst, ctx, 6)
     token, numbers, span = Tokens(1, f, 0, areas.scratch + MASKS), areas.scratch + NUMBERS, 1
-    find_masks(ffn.rec, ctx, 0, token)
+    find_masks(ffn.inst, ctx, 0, token)
     masked = load_i64(token.masks) != 0
     if masked:  # few neurons of a block are chosen: more blocks are claimed at once
         span = max(1, min(div_i64(NEURON_CLAIM, height), div_i64(ffn.neurons, 4 * n_threads * height)))
-    before, last = div_i64(parameter(ffn.rec, NEURON_GATED.before), height), ffn.neurons - parameter(
-        ffn.rec, NEURON_GATED.behind)
+    before, last = div_i64(parameter(ffn.inst, NEURON_GATED.before), height), ffn.neurons - parameter(
+        ffn.inst, NEURON_GATED.behind)
     at, eager = before + claim(ctx) * span, masked
     while at * height < last:
         end = min((at + span) * height, last)
@@ -92,19 +92,19 @@ def single(form, ffn, areas, ctx, f, n_threads):
 @inline
 def several(form, ffn, areas, ctx, f, tokens, n_threads):
     """Compute f of more tokens, TOKENS at a time."""
-    chunk, stride = parameter(ffn.rec, NEURON_GATED.chunk), parameter(ffn.rec, NEURON_GATED.out_stride)
+    chunk, stride = parameter(ffn.inst, NEURON_GATED.chunk), parameter(ffn.inst, NEURON_GATED.out_stride)
     chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
-    x, numbers, before = operand(ffn.rec, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.rec, NEURON_GATED.before)
-    start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.rec, NEURON_GATED.behind)
+    x, numbers, before = operand(ffn.inst, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.inst, NEURON_GATED.before)
+    start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.inst, NEURON_GATED.behind)
     if tokens < TOKENS:  # tokens that are not there are multiplied too, and what lies there may be denormal: slow
         zero(areas.x, TOKENS * ffn.lines * form.x_bytes)
     while start < last:
         end = min(start + chunk, last)
         for t in range(0, tokens, TOKENS):
             some = Tokens(min(TOKENS, tokens - t), f + t * stride, stride, areas.scratch + MASKS)
-            find_masks(ffn.rec, ctx, t, some)
+            find_masks(ffn.inst, ctx, t, some)
             for j in range(some.present):
-                q8, at, height = q8_block(x, parameter(ffn.rec, NEURON_GATED.x_stride), t + j, tokens)
+                q8, at, height = q8_block(x, parameter(ffn.inst, NEURON_GATED.x_stride), t + j, tokens)
                 form.as_lines(ffn, q8, at, height, areas.x + j * form.x_bytes, TOKENS * form.x_bytes)
             clear(some, start, end)
             n = choose(some, start, end, numbers)
@@ -119,11 +119,11 @@ def _register(dtype):
     one, many = make_form(dtype, 1), make_form(dtype, TOKENS)
 
     @kernel(f"neuron_gated_{dtype}")
-    def run(rec, ctx, tid, n_threads):
-        ffn, f = open_ffn(rec, ctx, NEURON_GATED, one.bits, 5, 9), operand(rec, ctx, 2)
-        scratch = operand(rec, ctx, 4) + tid * parameter(rec, NEURON_GATED.scratch)
+    def run(inst, ctx, tid, n_threads):
+        ffn, f = open_ffn(inst, ctx, NEURON_GATED, one.bits, 5, 9), operand(inst, ctx, 2)
+        scratch = operand(inst, ctx, 4) + tid * parameter(inst, NEURON_GATED.scratch)
         areas = areas_of(scratch, ffn.lines, one.x_bytes)
-        tokens = count(ctx, parameter(rec, NEURON_GATED.rows))
+        tokens = count(ctx, parameter(inst, NEURON_GATED.rows))
         if tokens == 1:
             single(one, ffn, areas, ctx, f, n_threads)
         else:

@@ -1,7 +1,7 @@
 """Masks of the neurons that a decoded token computes: those whose score is above their threshold.
 
 `neuron_mask_scores` compares scores that other instructions have computed. `neuron_mask_signs` computes them:
-hidden_size minus twice the number of places at which the signs of x and of a gate row differ (SparseInfer, arXiv
+hidden_size minus twice the number of positions at which the signs of x and of a gate row differ (SparseInfer, arXiv
 2411.12692). abi.FLAG_MASK gives the layout of a mask; prompt tokens get none. A token's mask depends on its own row
 alone.
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 from ...abi import ROLE_DECODE, TOKEN_ROLE
 from ...parameters import NEURON_MASK
 from ...registry import kernel
+from ...vector.instruction import claim, count, inline, operand, outlined, parameter, token
 from ...vector.lanes import differing_bits, lanes_above, splat_i32, sum_lanes_i32
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_i64
-from ...vector.record import claim, count, inline, operand, outlined, parameter, token
 from ...vector.scalars import count_ones, f32_of
 from .neuron_parts import q8_block
 
@@ -36,16 +36,16 @@ def compare(scores, thresholds, out, first, stop, neurons):
 
 
 @kernel("neuron_mask_scores")
-def from_scores(rec, ctx, tid, n_threads):
+def from_scores(inst, ctx, tid, n_threads):
     """Compare scores with thresholds."""
-    scores, thresholds, out = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    neurons, tokens = parameter(rec, NEURON_MASK.neurons), count(ctx, parameter(rec, NEURON_MASK.rows))
+    scores, thresholds, out = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
+    neurons, tokens = parameter(inst, NEURON_MASK.neurons), count(ctx, parameter(inst, NEURON_MASK.rows))
     words, first = (neurons + 63) >> 6, claim(ctx) * WORDS
     while first < words:
         for t in range(tokens):
             if token(ctx, t, TOKEN_ROLE) == ROLE_DECODE:
-                compare(scores + t * parameter(rec, NEURON_MASK.in_stride), thresholds,
-                        out + t * parameter(rec, NEURON_MASK.out_stride), first, min(first + WORDS, words), neurons)
+                compare(scores + t * parameter(inst, NEURON_MASK.in_stride), thresholds,
+                        out + t * parameter(inst, NEURON_MASK.out_stride), first, min(first + WORDS, words), neurons)
         first = claim(ctx) * WORDS
     return 0
 
@@ -91,21 +91,22 @@ def agree(rows, signs, words, columns, thresholds, out, first, stop, neurons):
 
 
 @kernel("neuron_mask_signs")
-def from_signs(rec, ctx, tid, n_threads):
+def from_signs(inst, ctx, tid, n_threads):
     """Count agreeing signs and compare the counts with thresholds."""
-    x, thresholds, out, rows = (operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), operand(rec, ctx, 4))
-    own = operand(rec, ctx, 3) + tid * parameter(rec, NEURON_MASK.scratch)
-    neurons, columns = parameter(rec, NEURON_MASK.neurons), parameter(rec, NEURON_MASK.width)
-    tokens, words = count(ctx, parameter(rec, NEURON_MASK.rows)), (columns + 63) >> 6
+    x, thresholds, out, rows = (operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2),
+                                operand(inst, ctx, 4))
+    own = operand(inst, ctx, 3) + tid * parameter(inst, NEURON_MASK.scratch)
+    neurons, columns = parameter(inst, NEURON_MASK.neurons), parameter(inst, NEURON_MASK.width)
+    tokens, words = count(ctx, parameter(inst, NEURON_MASK.rows)), (columns + 63) >> 6
     n_words, first, laid_out = (neurons + 63) >> 6, claim(ctx) * WORDS, -1
     while first < n_words:
         for t in range(tokens):
             if token(ctx, t, TOKEN_ROLE) == ROLE_DECODE:
                 if laid_out != t:
-                    block, j, n = q8_block(x, parameter(rec, NEURON_MASK.in_stride), t, tokens)
+                    block, j, n = q8_block(x, parameter(inst, NEURON_MASK.in_stride), t, tokens)
                     signs_of(block, j, n, columns, own)
                     laid_out = t
-                agree(rows, own, words, columns, thresholds, out + t * parameter(rec, NEURON_MASK.out_stride), first,
+                agree(rows, own, words, columns, thresholds, out + t * parameter(inst, NEURON_MASK.out_stride), first,
                       min(first + WORDS, n_words), neurons)
         first = claim(ctx) * WORDS
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...vector import neuron_rows
+from ...vector.instruction import inline, outlined
 from ...vector.lanes import keep_first, splat_f32
 from ...vector.memory import load_f32, load_i32, load_i64, prefetch, store_f32x16, store_i32
-from ...vector.record import inline, outlined
 from ...vector.scalars import div_i64, f32_from_bits
 from ...vector.tiles import store_tile, zero_tile
 from ..elementwise import block_of

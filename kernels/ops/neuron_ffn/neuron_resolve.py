@@ -52,25 +52,25 @@ from ...abi import (
 )
 from ...parameters import NEURON_RESOLVE
 from ...registry import kernel
+from ...vector.instruction import count, flags, inline, operand, outlined, parameter
 from ...vector.memory import load_i32, load_i64, store_i32, store_i64
-from ...vector.record import count, flags, inline, operand, outlined, parameter
 from ...vector.scalars import div_i64, trailing_zeros
 from ...vector.targets import atomic_load
+from ..forward import change
 from ..slots import hold, let_go, post_piece
-from ..walk import change
 
 NO_SLOT = 3
 """Status of an instruction that finds no slot: the plan has fewer than a layer's cold clusters."""
 
 
 @inline
-def wanted(rec, masks, tokens, word):
+def wanted(inst, masks, tokens, word):
     """Return which cold neurons of a word of masks one of the tokens computes; no masks: all."""
-    at, first, neurons = 64 * word, parameter(rec, NEURON_RESOLVE.hot), parameter(rec, NEURON_RESOLVE.neurons)
+    at, first, neurons = 64 * word, parameter(inst, NEURON_RESOLVE.hot), parameter(inst, NEURON_RESOLVE.neurons)
     bits = 0 if masks else -1
     if masks:
         for t in range(tokens):
-            bits |= load_i64(masks + t * parameter(rec, NEURON_RESOLVE.mask_stride) + 8 * word)
+            bits |= load_i64(masks + t * parameter(inst, NEURON_RESOLVE.mask_stride) + 8 * word)
     if first > at:
         bits &= -1 << (first - at)
     if neurons < at + 64:
@@ -79,13 +79,13 @@ def wanted(rec, masks, tokens, word):
 
 
 @outlined
-def pin(rec, ctx, masks, tokens, epoch):
+def pin(inst, ctx, masks, tokens, epoch):
     """Stamp the slots of wanted clusters that are there; return how many there are, and how many are missing."""
-    table, uses, stamps = operand(rec, ctx, 1), operand(rec, ctx, 4), operand(rec, ctx, 5)
-    shift, hits, missing = parameter(rec, NEURON_RESOLVE.shift), 0, 0
+    table, uses, stamps = operand(inst, ctx, 1), operand(inst, ctx, 4), operand(inst, ctx, 5)
+    shift, hits, missing = parameter(inst, NEURON_RESOLVE.shift), 0, 0
     together = (1 << (1 << shift)) - 1
-    for word in range(parameter(rec, NEURON_RESOLVE.hot) >> 6, (parameter(rec, NEURON_RESOLVE.neurons) + 63) >> 6):
-        bits = wanted(rec, masks, tokens, word)
+    for word in range(parameter(inst, NEURON_RESOLVE.hot) >> 6, (parameter(inst, NEURON_RESOLVE.neurons) + 63) >> 6):
+        bits = wanted(inst, masks, tokens, word)
         while bits:
             at = trailing_zeros(bits) >> shift << shift
             bits &= ~(together << at)
@@ -100,10 +100,10 @@ def pin(rec, ctx, masks, tokens, epoch):
 
 
 @inline
-def victim(rec, ctx, masks, epoch):
+def victim(inst, ctx, masks, epoch):
     """Return the slot that the clock's hand takes, -1 if all are stamped with this epoch."""
-    uses, stamps, words = operand(rec, ctx, 4), operand(rec, ctx, 5), operand(rec, ctx, 6)
-    slots, hand, found = parameter(rec, NEURON_RESOLVE.slots), load_i64(words + COLD_HAND), -1
+    uses, stamps, words = operand(inst, ctx, 4), operand(inst, ctx, 5), operand(inst, ctx, 6)
+    slots, hand, found = parameter(inst, NEURON_RESOLVE.slots), load_i64(words + COLD_HAND), -1
     turns = (COLD_USES + 2) * slots
     while found < 0 and turns > 0:
         if load_i64(stamps + 8 * hand) < epoch:
@@ -117,80 +117,81 @@ def victim(rec, ctx, masks, epoch):
 
 
 @inline
-def replace(rec, ctx, masks, cluster, epoch):
+def replace(inst, ctx, masks, cluster, epoch):
     """Give a missing cluster a slot, which another one may lose; return it."""
-    table, owners, base = operand(rec, ctx, 1), operand(rec, ctx, 3), parameter(rec, NEURON_RESOLVE.base)
-    slot = victim(rec, ctx, masks, epoch)
+    table, owners, base = operand(inst, ctx, 1), operand(inst, ctx, 3), parameter(inst, NEURON_RESOLVE.base)
+    slot = victim(inst, ctx, masks, epoch)
     if slot >= 0:
         owner = load_i32(owners + 4 * slot)
         if owner >= 0:
             store_i32(table + 4 * (owner - base), -1)  # in whichever layer
         store_i32(table + 4 * cluster, slot)
         store_i32(owners + 4 * slot, base + cluster)
-        store_i64(operand(rec, ctx, 5) + 8 * slot, epoch)
+        store_i64(operand(inst, ctx, 5) + 8 * slot, epoch)
     return slot
 
 
 @inline
-def part_of(rec, cluster):
+def part_of(inst, cluster):
     """Return the number of the event for which the instruction waits that computes a cluster's first cold neuron."""
-    behind = (cluster << parameter(rec, NEURON_RESOLVE.shift)) - parameter(rec, NEURON_RESOLVE.hot)
-    return parameter(rec, NEURON_RESOLVE.part) + div_i64(max(behind, 0), parameter(rec, NEURON_RESOLVE.span))
+    behind = (cluster << parameter(inst, NEURON_RESOLVE.shift)) - parameter(inst, NEURON_RESOLVE.hot)
+    return parameter(inst, NEURON_RESOLVE.part) + div_i64(max(behind, 0), parameter(inst, NEURON_RESOLVE.span))
 
 
 @inline
-def post(rec, ctx, stream, cluster, slot, n):
+def post(inst, ctx, stream, cluster, slot, n):
     """Let readers bring n clusters, which follow each other, into as many slots."""
-    nbytes = parameter(rec, NEURON_RESOLVE.cluster_bytes)
-    post_piece(stream, part_of(rec, cluster), parameter(rec, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes,
-               n * nbytes, n * nbytes, operand(rec, ctx, 2) + slot * nbytes)
+    nbytes = parameter(inst, NEURON_RESOLVE.cluster_bytes)
+    post_piece(stream, part_of(inst, cluster), parameter(inst, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes,
+               n * nbytes, n * nbytes, operand(inst, ctx, 2) + slot * nbytes)
 
 
 @outlined
-def fill(rec, ctx, stream, masks, tokens, epoch):
+def fill(inst, ctx, stream, masks, tokens, epoch):
     """Give all missing clusters slots and post their reads; return whether there were slots for all."""
-    table, shift, most = operand(rec, ctx, 1), parameter(rec, NEURON_RESOLVE.shift), parameter(rec, NEURON_RESOLVE.most)
+    table, shift, most = operand(inst, ctx, 1), parameter(inst, NEURON_RESOLVE.shift), parameter(inst,
+                                                                                                 NEURON_RESOLVE.most)
     together, first, to, n = (1 << (1 << shift)) - 1, 0, 0, 0
-    for word in range(parameter(rec, NEURON_RESOLVE.hot) >> 6, (parameter(rec, NEURON_RESOLVE.neurons) + 63) >> 6):
-        bits = wanted(rec, masks, tokens, word)
+    for word in range(parameter(inst, NEURON_RESOLVE.hot) >> 6, (parameter(inst, NEURON_RESOLVE.neurons) + 63) >> 6):
+        bits = wanted(inst, masks, tokens, word)
         while bits:
             at = trailing_zeros(bits) >> shift << shift
             bits &= ~(together << at)
             cluster = (64 * word + at) >> shift
             if load_i32(table + 4 * cluster) < 0:
-                slot = replace(rec, ctx, masks, cluster, epoch)
+                slot = replace(inst, ctx, masks, cluster, epoch)
                 if slot < 0:
                     return False
                 if n and (cluster != first + n or slot != to + n or n == most
-                          or part_of(rec, cluster) != part_of(rec, first)):
-                    post(rec, ctx, stream, first, to, n)
+                          or part_of(inst, cluster) != part_of(inst, first)):
+                    post(inst, ctx, stream, first, to, n)
                     n = 0
                 if n == 0:
                     first, to = cluster, slot
                 n += 1
     if n:
-        post(rec, ctx, stream, first, to, n)
+        post(inst, ctx, stream, first, to, n)
     return True
 
 
 @kernel("neuron_resolve")
-def neuron_resolve(rec, ctx, tid, n_threads):
+def neuron_resolve(inst, ctx, tid, n_threads):
     """Find the clusters that this forward pass wants of a layer, and have those read that are missing."""
-    tokens, early = count(ctx, parameter(rec, NEURON_RESOLVE.rows)), flags(rec) & FLAG_EARLY
-    masks = operand(rec, ctx, 0) if count(ctx, COUNT_DECODED) == tokens else 0
+    tokens, early = count(ctx, parameter(inst, NEURON_RESOLVE.rows)), flags(inst) & FLAG_EARLY
+    masks = operand(inst, ctx, 0) if count(ctx, COUNT_DECODED) == tokens else 0
     if tid or (early and masks):
         return 0
-    words, stream = operand(rec, ctx, 6), load_i64(ctx + CTX_STREAM)
-    held, layer = load_i64(words + COLD_EARLY), parameter(rec, NEURON_RESOLVE.part) + 1
+    words, stream = operand(inst, ctx, 6), load_i64(ctx + CTX_STREAM)
+    held, layer = load_i64(words + COLD_EARLY), parameter(inst, NEURON_RESOLVE.part) + 1
     epoch = load_i64(words + COLD_EPOCH) + (0 if held == layer else 1)
     store_i64(words + COLD_EPOCH, epoch)
     store_i64(words + COLD_EARLY, layer if early else 0)
     if held != layer:
         hold(stream, layer - 1, COLD_PARTS)
-    hits, missing = pin(rec, ctx, masks, tokens, epoch)
+    hits, missing = pin(inst, ctx, masks, tokens, epoch)
     status = 0
     if missing:
-        status = 0 if fill(rec, ctx, stream, masks, tokens, epoch) else NO_SLOT
+        status = 0 if fill(inst, ctx, stream, masks, tokens, epoch) else NO_SLOT
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     if masks:
         store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)

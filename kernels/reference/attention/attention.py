@@ -1,8 +1,8 @@
 """References of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context.
 
 What a token may see is a path: all rows of its sequence before TOKEN_BASE, those of TOKEN_MASK up to its own, and its
-own; of these the last `window`, but for rows that the layer lacks (FLAG_PRUNED). Splits and lanes count places in the
-path, not rows.
+own; of these the last `window`, but for rows that the layer lacks (FLAG_PRUNED). Splits and lanes count positions in
+the path, not rows.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def to_bfloat16(x: Doubles) -> Doubles:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def alibi_of(view: InstructionView, h: int, places: NDArray[np.int64], place: int) -> Doubles | None:
-    """Return ALiBi's bias of the scores of KV head h, (heads, keys), for keys at some places and a query at one.
+def alibi_of(view: InstructionView, h: int, positions: NDArray[np.int64], position: int) -> Doubles | None:
+    """Return ALiBi's bias of the scores of KV head h, (heads, keys), for keys at some positions and a query at one.
 
     It is slope x (key - query) (arXiv 2108.12409), with the slope of each query head; or, for Falcon, the difference of
     two products in bfloat16, times the scale of scores.
@@ -133,8 +133,8 @@ def alibi_of(view: InstructionView, h: int, places: NDArray[np.int64], place: in
         return None
     slopes = view.array(9, np.float32, (p.kv_heads, p.heads // p.kv_heads, 1))[h].astype(np.float64)
     if not view.flags & FLAG_ALIBI_BF16:
-        return slopes * (places - place)
-    keys, query = (to_bfloat16(slopes * to_bfloat16(x.astype(np.float64))) for x in (places, np.array([place])))
+        return slopes * (positions - position)
+    keys, query = (to_bfloat16(slopes * to_bfloat16(x.astype(np.float64))) for x in (positions, np.array([position])))
     return (keys - query) * float_of(p.scale)
 
 
@@ -152,7 +152,7 @@ def attention_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
             if merged:
                 out += _splits(view, t, h, queries[t, h], stored, path)
                 continue
-            bias = alibi_of(view, h, path.places[path.there], path.place)
+            bias = alibi_of(view, h, path.positions[path.there], path.position)
             part = attend(queries[t, h], *stored.of(h, path.rows[path.there]), float_of(p.cap), bias)
             total = part.weights.sum(axis=1, keepdims=True)
             if (sinks := sinks_of(view)) is not None:
@@ -167,8 +167,8 @@ def attention_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
 
 
 def score_row(view: InstructionView, row: int) -> tuple[NDArray[np.float32], ...]:
-    """Live views of the scores of row token * heads + head: by place, (largest, sum of exponentials) by split, choice,
-    largest by block.
+    """Live views of the scores of row token * heads + head: by position, (largest, sum of exponentials) by split,
+    choice, largest by block.
     """
     splits = view.parameters(ATTENTION).splits
     at = row * score_row_bytes(splits)
@@ -187,9 +187,9 @@ def mean_of(view: InstructionView, row: int) -> NDArray[np.float32]:
     return view.array(7, np.float32, (padded + 1,), at=(4 * padded + 64) * row)
 
 
-def mean_blocks(place: int) -> range:
-    """The blocks of the context whose mean stands for what a token at a place leaves out."""
-    below, step = max(place - MASK_TOKENS + 1, 0) // BLOCK_TOKENS, 1
+def mean_blocks(position: int) -> range:
+    """The blocks of the context whose mean stands for what a token at a position leaves out."""
+    below, step = max(position - MASK_TOKENS + 1, 0) // BLOCK_TOKENS, 1
     while below > MEAN_BLOCKS * step:
         step *= 2
     return range(step // 2, below, step)
@@ -207,7 +207,7 @@ def partials(view: InstructionView, row: int, split: int) -> tuple[NDArray[np.fl
 
 
 def _splits(view: InstructionView, t: int, h: int, q: Doubles, stored: Stored, path: Path) -> list[Expected]:
-    """Partial results of token t, KV head h: largest score, weights summed by place modulo 16, weighted sum of V."""
+    """Partial results of token t, KV head h: largest score, weights summed by position modulo 16, weighted sum of V."""
     p = view.parameters(ATTENTION)
     out, high = [], path.low + len(path.rows)
     for split in path.splits:
@@ -218,7 +218,7 @@ def _splits(view: InstructionView, t: int, h: int, q: Doubles, stored: Stored, p
             firsts = [partials(view, t * p.heads + h * len(q) + g, split) for g in range(len(q))]
             out += [Expected(f"split {split} of token {t}, without a row", m, np.full(1, LOWEST)) for m, *_ in firsts]
             continue
-        bias = alibi_of(view, h, path.places[mine][there], path.place)
+        bias = alibi_of(view, h, path.positions[mine][there], path.position)
         part = attend(q, *stored.of(h, path.rows[mine][there]), float_of(p.cap), bias)
         lanes = np.zeros((len(q), SPLIT_TOKENS))
         lanes[:, start % SPLIT_TOKENS + np.flatnonzero(there)] = part.weights

@@ -76,25 +76,25 @@ class Path(NamedTuple):
     """Positions that a token sees."""
 
     low: int
-    """Place of the first row in the whole path, which starts with row 0."""
+    """Position of the first row in the whole path, which starts with row 0."""
     rows: NDArray[np.int64]
     """Rows of the sequence, the token's own last."""
     there: NDArray[np.bool_]
     """Mask of those that the layer has."""
 
     @property
-    def place(self) -> int:
-        """The token's own place."""
+    def position(self) -> int:
+        """The token's own position."""
         return self.low + len(self.rows) - 1
 
     @property
-    def places(self) -> NDArray[np.int64]:
-        """Places of these rows."""
+    def positions(self) -> NDArray[np.int64]:
+        """Positions of these rows."""
         return np.arange(self.low, self.low + len(self.rows))
 
     @property
     def splits(self) -> range:
-        """The splits that these places lie in."""
+        """The splits that these positions lie in."""
         return range(self.low // SPLIT_TOKENS, (self.low + len(self.rows) - 1) // SPLIT_TOKENS + 1)
 
 

@@ -26,7 +26,7 @@ def scores_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
         queries, out = queries_of(view, kv, end), []
         for (t, path, stored), h in itertools.product(seen_tokens(view, kv, first, end), range(p.kv_heads)):
             k, _v, _scales = stored.of(h, path.rows)
-            bias = alibi_of(view, h, path.places, path.place)
+            bias = alibi_of(view, h, path.positions, path.position)
             scores, slack = score(queries[t, h], k, float_of(p.cap), bias)
             for g in range(group):
                 row = (t - first) * p.heads + h * group + g
@@ -53,7 +53,7 @@ def _row(where: tuple[NDArray[np.float32], ...], name: str, path: Path, scores: 
         start, stop = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
         part, off = scores[start - path.low : stop - path.low], slack[start - path.low : stop - path.low].max()
         total = np.exp(part - part.max()).sum()
-        if part.max() == np.float32(LOWEST):  # nothing of it is there, and all places of its blocks are alike
+        if part.max() == np.float32(LOWEST):  # nothing of it is there, and all positions of its blocks are alike
             total = BLOCK_TOKENS * (-(-stop // BLOCK_TOKENS) - start // BLOCK_TOKENS)
         out.append(Expected(name + f"split {split}", where[1][split], np.array([part.max(), total]), False,
                             np.array([off, 2 * off * total + TINY])))

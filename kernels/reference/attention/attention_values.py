@@ -38,11 +38,12 @@ def _splits(view: InstructionView, seen: Seen, t: int, h: int) -> list[Expected]
     group = p.heads // p.kv_heads
     rows = range(t * p.heads + h * group, t * p.heads + (h + 1) * group)
     blocks, scores = wanted_blocks(view, rows, path), [score_row(view, row)[0].astype(np.float64) for row in rows]
-    places = np.flatnonzero(np.repeat(blocks, BLOCK_TOKENS)[: path.place + 1])
-    places = places[path.there[places]]
+    positions = np.flatnonzero(np.repeat(blocks, BLOCK_TOKENS)[: path.position + 1])
+    positions = positions[path.there[positions]]
     whole = any(float(score_row(view, row)[2][0]) <= NEVER for row in rows)
     for split in path.splits:
-        mine = places[_part_of(blocks, path.splits, split, whole)[places // BLOCK_TOKENS] & (places >= path.low)]
+        mine = positions[_part_of(blocks, path.splits, split,
+                                  whole)[positions // BLOCK_TOKENS] & (positions >= path.low)]
         if not mine.size:
             out += [Expected(f"row {row}, split {split}: m", partials(view, row, split)[0], np.array([LOWEST]))
                     for row in rows]
@@ -75,13 +76,13 @@ def _part_of(blocks: NDArray[np.bool_], splits: range, split: int, whole: bool) 
 
 def _mean(view: InstructionView, seen: Seen, row: int, h: int) -> Expected:
     """The mean over rows that are there; without any, that there is none."""
-    found = [np.arange(b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS) for b in mean_blocks(seen.path.place)]
-    places, where = np.concatenate([np.zeros(0, np.int64), *found]), mean_of(view, row)
-    places = places[seen.path.there[places]]
-    if not len(places):
+    found = [np.arange(b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS) for b in mean_blocks(seen.path.position)]
+    positions, where = np.concatenate([np.zeros(0, np.int64), *found]), mean_of(view, row)
+    positions = positions[seen.path.there[positions]]
+    if not len(positions):
         return Expected(f"mean of row {row}", where[-1:], np.zeros(1))
-    _k, v, v_scales = seen.stored.of(h, places)
-    part = weigh(np.zeros((1, len(places))), np.array([TOLERANCES["sums"]]), v, v_scales)
-    mean, slack = (np.pad(x[0] / len(places), (0, len(where) - v.shape[1])) for x in (part.total, part.slack))
-    mean[-1] = len(places)
+    _k, v, v_scales = seen.stored.of(h, positions)
+    part = weigh(np.zeros((1, len(positions))), np.array([TOLERANCES["sums"]]), v, v_scales)
+    mean, slack = (np.pad(x[0] / len(positions), (0, len(where) - v.shape[1])) for x in (part.total, part.slack))
+    mean[-1] = len(positions)
     return Expected(f"mean of row {row}", where, mean, False, slack)

@@ -11,7 +11,7 @@ from edgeinfer.quant import WeightType, layouts
 
 from ...abi import FLAG_BIAS, FLAG_RESIDUAL, q8_row_bytes, unpack_token_tiles
 from ...parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROWS
-from ...routes import FLAG_SLOTS, LINE, PLACE_BYTES, PLACE_DOWN, PLACE_GATE_UP
+from ...routes import FLAG_SLOTS, LINE, LOCATION_BYTES, LOCATION_DOWN, LOCATION_GATE_UP
 from ..elementwise import quantise_rows
 from ..expected import Expected
 from ..linear import gated_values, linear_values
@@ -100,7 +100,7 @@ def _weights(view: InstructionView, expert: int, tiles: int, dtype: str, group: 
     p = view.parameters(LINEAR)
     at = expert * p.expert_bytes
     if view.flags & FLAG_SLOTS:
-        at = LINE * int(view.array(8, np.int32, (1,), at=PLACE_BYTES * expert + field)[0])
+        at = LINE * int(view.array(8, np.int32, (1,), at=LOCATION_BYTES * expert + field)[0])
     rows, columns = layouts.TILE_ROWS * tiles, p.records * WeightType(dtype, group).padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=at)
     bias = view.array(3, np.float32, (rows,), at=4 * rows * expert) if view.flags & FLAG_BIAS else np.zeros(rows)
@@ -133,7 +133,7 @@ def experts_gated_reference(dtype: str, group: int) -> Callable[[InstructionView
         tolerance = np.zeros_like(y)
         segments, computed = _computed(view, routes)
         for expert, part in segments:
-            w, bias = _weights(view, expert, 2 * p.tiles, dtype, group, PLACE_GATE_UP)
+            w, bias = _weights(view, expert, 2 * p.tiles, dtype, group, LOCATION_GATE_UP)
             gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, y.shape[1], -1)
             biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, -1)
             y[part], tolerance[part] = gated_values(x[part], gate, up, names[p.activation], *biases,
@@ -156,7 +156,7 @@ def experts_down_reference(dtype: str, group: int) -> Callable[[InstructionView]
         y = out.astype(np.float64) if view.flags & FLAG_RESIDUAL else np.zeros(out.shape)
         tolerance = 1e-6 * np.abs(y)
         for expert, part in _computed(view, routes)[0]:
-            w, bias = _weights(view, expert, p.tiles, dtype, group, PLACE_DOWN)
+            w, bias = _weights(view, expert, p.tiles, dtype, group, LOCATION_DOWN)
             matmul, near = linear_values(x[part], w, bias)
             weights = routes.weights[part, None]
             np.add.at(y, routes.tokens[part], weights * matmul)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ... import abi
 from ...parameters import EXPERTS_RESOLVE
-from ...routes import LINE, PLACE_BYTES, ROUTE_BYTES
+from ...routes import LINE, LOCATION_BYTES, ROUTE_BYTES
 from ..expected import Expected
 from ..view import InstructionView, memory
 
@@ -59,8 +59,8 @@ def count_choices(cache: Cache, chosen: NDArray[np.int64], own: slice, first: bo
     cache.counts[own] = np.minimum(after, MOST)
 
 
-def _places(p: Any, slots: NDArray[np.int32], chosen: NDArray[np.int64], before: NDArray[np.int32]) -> NDArray[Any]:
-    """Rows of PLACE_* of the layer's experts, of which the `chosen` ones have new places."""
+def _locations(p: Any, slots: NDArray[np.int32], chosen: NDArray[np.int64], before: NDArray[np.int32]) -> NDArray[Any]:
+    """Rows of LOCATION_* of the layer's experts, of which the `chosen` ones have new locations."""
     rows = before.copy()
     rows[:, 0] = slots
     at = slots[chosen].astype(np.int64) * p.slot_bytes + (LINE * p.unit + chosen * p.expert_bytes) % PAGE
@@ -73,7 +73,7 @@ def experts_resolve_reference(view: InstructionView) -> list[Expected]:
     p = view.parameters(EXPERTS_RESOLVE)
     tokens = view.count(p.rows)
     routes = view.array(0, np.int32, (tokens, p.active), (p.in_stride, ROUTE_BYTES)).astype(np.int64)
-    rows = memory(view.address(1) - PLACE_BYTES * p.base, np.int32, (p.total, PLACE_BYTES // 4))  # of all layers
+    rows = memory(view.address(1) - LOCATION_BYTES * p.base, np.int32, (p.total, LOCATION_BYTES // 4))  # of all layers
     live = Cache(rows[:, 0], memory(view.address(4) - 4 * p.base, np.int32, (p.total,)),
                  view.array(3, np.int32, (p.slots,)), view.array(5, np.int64, (p.slots,)),
                  view.array(6, np.int64, (abi.COLD_BYTES // 8,)))
@@ -86,9 +86,9 @@ def experts_resolve_reference(view: InstructionView) -> list[Expected]:
     if decoded:
         cache.words[abi.COLD_HITS // 8] += len(wanted) - len(missing)
         cache.words[abi.COLD_MISSES // 8] += len(missing)
-    places = rows.copy()
-    places[:, 0] = cache.table
-    places[own] = _places(p, cache.table[own], np.array(missing, np.int64) - p.base, rows[own])
-    return [Expected("places", rows, places), Expected("counts", live.counts, cache.counts),
+    locations = rows.copy()
+    locations[:, 0] = cache.table
+    locations[own] = _locations(p, cache.table[own], np.array(missing, np.int64) - p.base, rows[own])
+    return [Expected("locations", rows, locations), Expected("counts", live.counts, cache.counts),
             Expected("owners", live.owners, cache.owners), Expected("stamps", live.stamps, cache.stamps),
             Expected("words", live.words, cache.words)]

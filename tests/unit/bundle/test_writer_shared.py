@@ -1,4 +1,4 @@
-"""Tensors that share a place in weights.bin, as the matrices of an MoE model's experts do: each expert is in one
+"""Tensors that share an allocation in weights.bin, as the matrices of an MoE model's experts do: each expert is in one
 piece.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter, Quantisation, file_offsets, weights_file_bytes
-from edgeinfer.bundle.format import Places, end_of_file
+from edgeinfer.bundle.format import TensorLayout, end_of_file
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.quant import WeightType
@@ -75,7 +75,7 @@ ROOM = "pieces of .* which do not fit beside each other"
     (lambda up, down: down.update(pieces=6), ROOM),
     (lambda up, down: up.update(pieces=7), ROOM),
     (lambda up, down: (up.update(stride=2 * STRIDE), down.update(stride=2 * STRIDE)),
-     "'last' does not follow on tensors that share a place and fill it"),
+     "'last' does not follow on tensors that share an allocation and fill it"),
     (lambda up, down: down.update(offset=down["offset"] + 64), "starts at byte"),
     (lambda up, down: up.update(pieces=0), "'up' has 0 pieces, 1088 bytes apart, which is out of range"),
     (lambda up, down: up.update(stride=2**62), "bytes apart, which is out of range"),
@@ -120,11 +120,11 @@ def moved(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
         contents = {name: tensor_bytes(bundle, name).tobytes() for name in bundle.tensors}
 
     def place(header: dict[str, Any]) -> None:
-        places, rows = Places(), header["tensors"]
+        layout, rows = TensorLayout(), header["tensors"]
         change(rows)
         for row in rows:
-            row["offset"] = places.add(row["nbytes"], row.get("pieces", 0), row.get("stride", 0))
-        header["weights_bytes"] = end_of_file(places.end)
+            row["offset"] = layout.add(row["nbytes"], row.get("pieces", 0), row.get("stride", 0))
+        header["weights_bytes"] = end_of_file(layout.end)
         data = np.zeros(header["weights_bytes"], np.uint8)
         for row in rows:
             pieces = np.frombuffer(contents[row["name"]], np.uint8).reshape(row.get("pieces", 1), -1)
@@ -166,7 +166,7 @@ def test_places_other_than_those_of_the_graph_are_refused(tmp_path: Path, change
     moved(path, change)
     with Bundle.open(path) as bundle:
         bundle.verify()
-    with pytest.raises(BundleError, match=r"share a place are not those of a .* model"), session(path):
+    with pytest.raises(BundleError, match=r"share an allocation are not those of a .* model"), session(path):
         pass
 
 

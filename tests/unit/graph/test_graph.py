@@ -30,7 +30,7 @@ def kinds(graph: Graph) -> list[str]:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_an_unquantised_graph_is_the_textbook(model_type: str) -> None:
     graph = build("f32", model_type=model_type)
-    assert kinds(graph) == ["embed", *LAYER, *LAYER, "gather_outputs", "rms_norm", "linear", "draw"]
+    assert kinds(graph) == ["embed", *LAYER, *LAYER, "gather_outputs", "rms_norm", "linear", "sample"]
     assert {tensor.dtype for op in graph.ops for tensor in (*op.inputs, op.out)} == {"f32"}
     assert [(op.layer, op.window) for op in graph.ops if isinstance(op, Attention)] == [
         (i, 4096 if model_type == "mistral" else 0) for i in range(2)
@@ -42,7 +42,7 @@ def test_an_unquantised_graph_is_the_textbook(model_type: str) -> None:
 def test_activations_are_quantised_where_weights_are(weights: str, group_size: int) -> None:
     graph = build(weights, group_size)
     layer = [*LAYER[:4], "quantize", *LAYER[4:7], "quantize", *LAYER[7:]]
-    assert kinds(graph) == ["embed", *layer, *layer, "gather_outputs", "rms_norm", "linear", "draw"]
+    assert kinds(graph) == ["embed", *layer, *layer, "gather_outputs", "rms_norm", "linear", "sample"]
     for op in graph.ops:
         if op.name in ("linear", "gated"):
             weight = graph.types[op.weights[0].name]
@@ -69,7 +69,8 @@ def test_every_tensor_is_written_before_it_is_read() -> None:
         assert op.out.name not in written and (op.over is None or op.over in op.inputs)
         written[op.out.name] = op.out
     assert (graph.logits.width, graph.logits.rows) == (99, "outputs")
-    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear", "draw"]
+    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear",
+                                                                         "sample"]
 
 
 def test_weights_name_their_sources() -> None:

@@ -113,12 +113,12 @@ class Lowering:
         """Return the operand of a tensor or a weight; for None one that is not used."""
         if what is None:
             return NOTHING
-        place = self.plan.places[what.name]  # vectors of weights are read in whole lines of 64 bytes
-        return Operand(place.region, place.offset, round_up(place.nbytes, 64))
+        allocation = self.plan.allocations[what.name]  # vectors of weights are read in whole lines of 64 bytes
+        return Operand(allocation.region, allocation.offset, round_up(allocation.nbytes, 64))
 
     def stride(self, tensor: Tensor) -> int:
         """Bytes from one row to the next."""
-        return self.plan.places[tensor.name].stride
+        return self.plan.allocations[tensor.name].stride
 
     def head_bytes(self, tensor: Tensor) -> int:
         """Bytes from the rows of one head to those of the next, where a tensor has rows for each."""

@@ -35,7 +35,7 @@ def _resolve(op: Route, at: Lowering) -> Instruction:
         gate_up_bytes=own.gate_up_bytes, expert_bytes=own.nbytes, unit=own.offset // routes.LINE,
         event=2 * routes.EXPERT_PARTS * number, span=plan.span, readers=READERS,
         least=LEAST_READ_BYTES, most=MOST_READ_BYTES, total=plan.total)
-    operands = [at.at(op.out), _places(number, at), _slots(at), _in_region(plan.owners, 4 * plan.slots),
+    operands = [at.at(op.out), _locations(number, at), _slots(at), _in_region(plan.owners, 4 * plan.slots),
                 _in_region(plan.counts + 4 * number * plan.experts, 4 * (plan.total - number * plan.experts)),
                 _in_region(plan.stamps, 8 * plan.slots),
                 _in_region(plan.words, abi.COLD_BYTES), _in_region(plan.wanted, 4 * plan.experts)]
@@ -52,11 +52,11 @@ def _slots(at: Lowering) -> Operand:
     return _in_region(0, at.plan.experts.slots * at.plan.experts.slot_bytes)
 
 
-def _places(number: int, at: Lowering) -> Operand:
+def _locations(number: int, at: Lowering) -> Operand:
     """Return the table of the addresses of one layer's experts."""
     plan = at.plan.experts
     assert plan
-    nbytes = routes.PLACE_BYTES * plan.experts
+    nbytes = routes.LOCATION_BYTES * plan.experts
     return _in_region(plan.table + number * nbytes, nbytes)
 
 
@@ -92,7 +92,7 @@ def _(op: SigmoidGate, at: Lowering) -> list[Instruction]:
 def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Instruction]:
     """Units of an expert (pairs of tiles, or tiles) are claimed in chunks."""
     assert op.source
-    stored, cols, place = at.types[op.weight.name], op.weight.shape[1], at.plan.places[op.weight.name]
+    stored, cols, allocation = at.types[op.weight.name], op.weight.shape[1], at.plan.allocations[op.weight.name]
     size, units = stored.tile_bytes(cols), op.rows // 16
     working = units * (op.active if op.TILES == 2 else 1)  # of a token
     chunk = matmul_chunk(op.TILES * size, op.TILES, working, at.threads)
@@ -107,8 +107,9 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Instruction]:
         out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk,
         scratch=at.plan.thread_scratch_bytes, token_tiles=at.token_tiles, width=op.x.width, active=op.active,
         source_stride=0 if op.source.times == 1 else at.stride(op.source),
-        expert_bytes=place.stride, **more)
-    matrices = Operand(place.region, place.offset, (op.experts - 1) * place.stride + place.nbytes // op.experts)
+        expert_bytes=allocation.stride, **more)
+    matrices = Operand(allocation.region, allocation.offset, (op.experts - 1) * allocation.stride
+                       + allocation.nbytes // op.experts)
     operands = [matrices, at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.routes), at.at(op.listed)]
     kernel, flags = op.kernels(at.types, at.kv)[0], abi.FLAG_BIAS if op.bias else 0
@@ -131,7 +132,7 @@ def _from_slots(op: ExpertsGated | ExpertsDown, at: Lowering, kernel: str, opera
         own = parameters.copy()
         own[LINEAR.since], own[LINEAR.until] = since, min(since + plan.span, plan.experts)
         onto = abi.FLAG_RESIDUAL if part and isinstance(op, ExpertsDown) else 0  # the parts before
-        found.append(at.instruction(op, kernel, [_slots(at), *operands[1:], _places(number, at)], own,
+        found.append(at.instruction(op, kernel, [_slots(at), *operands[1:], _locations(number, at)], own,
                                flags | routes.FLAG_SLOTS | onto, step=part, event=event + part,
                                label=f"{op.label}, experts {since} to {own[LINEAR.until] - 1}"))
     return found

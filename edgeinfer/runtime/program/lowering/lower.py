@@ -1,4 +1,4 @@
-"""Lowering: each operation of the graph becomes one or two instructions, with the places that the plan gave its
+"""Lowering: each operation of the graph becomes one or two instructions, with the addresses that the plan gave its
 operands.
 
 Operations on rows are in rows.py, what all share in base.py.

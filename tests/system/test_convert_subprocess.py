@@ -36,7 +36,7 @@ def test_progress_and_outcome(source: Path, tmp_path: Path, capfd: pytest.Captur
     assert Bundle.open(tmp_path / "bundle").quantisation.weights == "int8"
     assert {stage for stage, *_ in told} == {"convert"} and told[-1][1] == told[-1][2]
     said = capfd.readouterr()
-    assert said.out == "" and said.err.count("becomes a bundle of") == said.err.count("\n")
+    assert said.out == "" and said.err.count("to a bundle of") == said.err.count("\n")
 
 
 def test_the_working_directory_is_not_searched(

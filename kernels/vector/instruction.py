@@ -13,9 +13,9 @@ from ..abi import (
     CTX_ERROR,
     CTX_TOKENS,
     CTX_WORK,
-    REC_FLAGS,
-    REC_OPERANDS,
-    REC_PARAMETERS,
+    INST_FLAGS,
+    INST_OPERANDS,
+    INST_PARAMETERS,
     REGION_SHIFT,
     TOKEN_BYTES,
 )
@@ -45,28 +45,28 @@ _NONE_LEFT = 1 << 40
 
 
 @inline
-def operand(rec, ctx, index):
+def operand(inst, ctx, index):
     """Address of operand `index`: the region's base (from ctx) + the instruction's offset."""
-    word = load_i64(rec + REC_OPERANDS + 8 * index)
+    word = load_i64(inst + INST_OPERANDS + 8 * index)
     return load_i64(ctx + ((word >> REGION_SHIFT) << 3)) + (word & _OFFSET_MASK)
 
 
 @inline
-def parameter(rec, index):
+def parameter(inst, index):
     """Integer parameter `index` of the instruction."""
-    return load_i32(rec + REC_PARAMETERS + 4 * index)
+    return load_i32(inst + INST_PARAMETERS + 4 * index)
 
 
 @inline
-def float_parameter(rec, index):
+def float_parameter(inst, index):
     """Parameter `index` read as float32."""
-    return f32_from_bits(load_i32(rec + REC_PARAMETERS + 4 * index))
+    return f32_from_bits(load_i32(inst + INST_PARAMETERS + 4 * index))
 
 
 @inline
-def flags(rec):
+def flags(inst):
     """FLAG_* bits."""
-    return load_i32(rec + REC_FLAGS)
+    return load_i32(inst + INST_FLAGS)
 
 
 @inline

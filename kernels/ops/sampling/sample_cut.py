@@ -9,11 +9,11 @@ for the few tokens whose random bits can win.
 from __future__ import annotations
 
 from ...abi import SAMPLE_BLOCK, SAMPLE_KEY, SAMPLE_MIN_P, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, SAMPLE_TOP_P
+from ...vector.instruction import inline, outlined
 from ...vector.lanes import lanes_at_least
 from ...vector.memory import load_f32, load_f64, load_i64, store_f64, store_i64
-from ...vector.record import inline, outlined
 from ...vector.scalars import bits_of_f64, div_f64, div_i64, f64_of, narrow, shift_right, trailing_zeros, widen
-from .draw_numbers import absorb, exp, gumbel, log, logit_of_order, logits_at, order_of
+from .sample_numbers import absorb, exp, gumbel, log, logit_of_order, logits_at, order_of
 
 _INFINITY = float("inf")
 _EVERY = 1 << 40
@@ -47,9 +47,9 @@ def tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefi
                     order = order_of(logits, at)
                     equals += 1 if order == limit and at < vocab_size else 0
                     inside = at < vocab_size and (order > limit or (order == limit and equals <= limit_ties))
-                    place = order - _BASE
-                    if inside and place >> (shift + 8) == prefix:
-                        slot = bins + 16 * ((place >> shift) & 255)
+                    bits = order - _BASE
+                    if inside and bits >> (shift + 8) == prefix:
+                        slot = bins + 16 * ((bits >> shift) & 255)
                         store_i64(slot, load_i64(slot) + 1)
                         store_f64(slot + 8, load_f64(slot + 8) + exp(widen(load_f32(logits + 4 * at)) - top))
 

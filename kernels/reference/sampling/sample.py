@@ -67,7 +67,7 @@ def _rows(view: InstructionView) -> Iterator[_Row]:
 
 
 def edit_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``draw_edit``."""
+    """The reference of ``sample_edit``."""
     expected = []
     for row in _rows(view):
         logits, ids, counts = row.logits.copy(), row.edits["token"], row.edits["count"]
@@ -88,7 +88,7 @@ def _chunks(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def blocks_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``draw_blocks``."""
+    """The reference of ``sample_blocks``."""
     expected, sums_at = [], view.parameters(SAMPLE).sums
     for row in _rows(view):
         chunks = _chunks(row.logits)
@@ -105,7 +105,7 @@ def blocks_reference(view: InstructionView) -> list[Expected]:
 
 
 def choose_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``draw_choose``."""
+    """The reference of ``sample_choose``."""
     expected, p = [], view.parameters(SAMPLE)
     for row in _rows(view):
         token, ids = _choose(row, p.sums)

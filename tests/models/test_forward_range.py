@@ -41,7 +41,7 @@ def cuts(opened: Session) -> list[int]:
 
 def residual(opened: Session, n: int) -> np.ndarray:
     """The first n rows of the residual, in place."""
-    at = opened.plan.places["x.0"]
+    at = opened.plan.allocations["x.0"]
     rows = opened.executor.regions["activations"][at.offset :][: n * at.stride]
     return rows.view(np.float32).reshape(n, -1)[:, : MODEL.hidden_size]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...vector.instruction import inline
 from ...vector.lanes import lane_numbers, mask_outside
 from ...vector.memory import load_f32x16, load_i32
-from ...vector.record import inline
 from ...vector.scalars import bits_of_f64, div_f64, f32_from_bits, f64_from_bits, f64_of, i64_of, shift_right
 
 _GAMMA, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -36,7 +36,7 @@ EDIT_KEPT = 12
 
 
 def sample_row(vocab_size: int) -> tuple[int, int, int]:
-    """Return the layout of a row of work of the sample kernels, in bytes: (its length, place of sums, of candidates).
+    """Return the layout of a row of work of the sample kernels, in bytes: (its length, offset of sums, of candidates).
 
     Maxima of blocks come first, whole vectors of them; then the sum of each chunk's exponentials; then the candidates;
     then bins of a count and a weight.
@@ -48,7 +48,7 @@ def sample_row(vocab_size: int) -> tuple[int, int, int]:
 
 
 SCREEN_LEAST, SCREEN_REACH, SCREEN_MAXIMA = 0, 4, 64
-"""Places in a row of work of the screen kernels: float32 that a logit must be able to reach, what the bounds of all
+"""Offsets in a row of work of the screen kernels: float32 that a logit must be able to reach, what the bounds of all
 logits are multiplied by, and the largest estimate of each chunk of SAMPLE_CHUNK."""
 SCREEN_ROUNDING = 64
 """Weight of an error of the rounded input relative to one of the input, in reach and in bounds."""

@@ -31,7 +31,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    path = write_model(tmp_path_factory.mktemp("draws"), replace(TINY, vocab_size=VOCABULARY))
+    path = write_model(tmp_path_factory.mktemp("samples"), replace(TINY, vocab_size=VOCABULARY))
     with session(path, max_sequences=8, threads=2) as running:
         yield running
 
@@ -104,7 +104,8 @@ def test_samples_and_outputs_go_in_pairs(opened: Session) -> None:
 
 
 def test_passes_without_samples_skip_their_instructions(opened: Session) -> None:
-    sequence, sample_specs = opened.new_sequence(), [r.kernel.startswith("draw_") for r in opened.program.instructions]
+    sequence, sample_specs = opened.new_sequence(), [r.kernel.startswith("sample_")
+                                                     for r in opened.program.instructions]
     assert sum(sample_specs) == 3 and opened.program.instructions[-1].predicates == (abi.COUNT_OUTPUTS,
                                                                                      abi.COUNT_SAMPLES)
     opened.prefill(sequence, [1, 2, 3])

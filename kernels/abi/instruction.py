@@ -9,19 +9,19 @@ VERSION = 2
 
 # -- instruction: 32 words of 8 bytes ----------------------------------------------------------------------------------
 INSTRUCTION_BYTES = 256
-REC_KERNEL = 0
+INST_KERNEL = 0
 """Byte offset of the kernel's address, filled in at load from the table of the chosen instruction set."""
-REC_FLAGS = 8
+INST_FLAGS = 8
 """int32: FLAG_* bits, of the kernel's own meaning."""
-REC_EVENT = 12
+INST_EVENT = 12
 """int32: 1 + index of a completion event that must be redeemed before the instruction starts. 0 = none."""
-REC_PREDICATES = 16
+INST_PREDICATES = 16
 """2 int32: each 1 + index of a count, 0 = none; the instruction is skipped where one of these counts is 0."""
 N_PREDICATES = 2
-REC_OPERANDS = 24
+INST_OPERANDS = 24
 """12 operands of 8 bytes: region << 48 | byte offset."""
 N_OPERANDS = 12
-REC_PARAMETERS = 120
+INST_PARAMETERS = 120
 """32 int32 parameters: counts, strides in bytes, float32 bits."""
 N_PARAMETERS = 32
 REGION_SHIFT = 48
@@ -51,11 +51,11 @@ for a row that was left out on the way to this layer and 0 for every other. Noth
 FLAG_SINKS = 1024
 """attention, attention_merge: operand 8 has a float for each query head that competes with the scores and has no V."""
 FLAG_ALIBI = 1 << 16
-"""attention, attention_scores: operand 9 has a slope for each query head; a score gets slope x (place of the key -
-place of the query) (ALiBi, arXiv 2108.12409)."""
+"""attention, attention_scores: operand 9 has a slope for each query head; a score gets slope x (position of the key -
+position of the query) (ALiBi, arXiv 2108.12409)."""
 FLAG_ALIBI_BF16 = 1 << 17
-"""With FLAG_ALIBI, slopes that are bfloat16: slope x place is rounded to bfloat16, for places that are rounded so too,
-and the difference is multiplied by the instruction's scale (Falcon)."""
+"""With FLAG_ALIBI, slopes that are bfloat16: slope x position is rounded to bfloat16, for positions that are rounded so
+too, and the difference is multiplied by the instruction's scale (Falcon)."""
 FLAG_CENTRED = 512
 """norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256

@@ -67,7 +67,7 @@ def test_the_second_of_two_conversions_to_one_destination_waits(
     with pytest.raises(DestinationError, match="bundle already exists"):
         convert(source, tmp_path / "bundle")
     assert capsys.readouterr().err == \
-        f"edgeinfer: Another process writes {tmp_path / 'bundle'}; this one waits for it.\n"
+        f"edgeinfer: Another process is writing {tmp_path / 'bundle'}; waiting for it.\n"
     assert slow_conversion.wait(600) == 0  # it was let finish
 
 

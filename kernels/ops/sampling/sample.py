@@ -1,13 +1,15 @@
 """Choosing a token from each row of logits for which a sample is listed: bias and penalties, top-k, top-p, min-p, a
 sample.
 
-Three instructions. `draw_edit` changes the logits of the tokens that a sample spec's list names. `draw_blocks` notes
+Three instructions. `sample_edit` changes the logits of the tokens that a sample spec's list names. `sample_blocks`
+notes
 the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole vocabulary
-the sum of the exponentials of each chunk. `draw_choose` sorts the best candidates of a row, cuts and samples, and puts
+the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and samples, and
+puts
 the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
 maxima.
 
-Operands: 0 logits, 1 work. Parameters: parameters.DRAW. Reference: reference/sampling/draw.py; all in NumPy:
+Operands: 0 logits, 1 work. Parameters: parameters.SAMPLE. Reference: reference/sampling/sample.py; all in NumPy:
 sampling.py. Floats of 64 bits go through the same single operations as there, so that tokens are the same.
 """
 
@@ -40,13 +42,13 @@ from ...abi import (
 )
 from ...parameters import SAMPLE
 from ...registry import kernel
+from ...vector.instruction import claim, count, inline, operand, parameter, token
 from ...vector.lanes import first_lane, lanes_at_least, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
 from ...vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64, store_f32, store_i64
-from ...vector.record import claim, count, inline, operand, parameter, token
 from ...vector.scalars import div_f64, div_i64, f32_from_bits, f64_of, max_f32, narrow, trailing_zeros, widen
 from ...vector.vecmath import exp as exp_lanes
-from .draw_cut import choose_of_many
-from .draw_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
+from .sample_cut import choose_of_many
+from .sample_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
 
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
@@ -74,20 +76,20 @@ def penalised(spec, logit, seen):
     return narrow(min(value, -_LOWEST))
 
 
-@kernel("draw_edit")
-def draw_edit(rec, ctx, tid, n_threads):
+@kernel("sample_edit")
+def sample_edit(inst, ctx, tid, n_threads):
     """Change the logits of the tokens in each sample spec's list, and keep what stood there."""
     r = claim(ctx)
     while r < count(ctx, COUNT_SAMPLES):
-        spec, logits = sample_spec_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
+        spec, logits = sample_spec_of(ctx, r), operand(inst, ctx, 0) + r * parameter(inst, SAMPLE.logits_stride)
         if spec:
             edit = load_i64(spec + SAMPLE_EDITS)
             for _ in range(load_i64(spec + SAMPLE_N_EDITS)):
-                place, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
-                logit = load_f32(place)
+                address, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
+                logit = load_f32(address)
                 store_f32(edit + EDIT_KEPT, logit)
                 logit = logit + load_f32(edit + EDIT_BIAS)
-                store_f32(place, penalised(spec, logit, seen) if seen >= 0 else logit)
+                store_f32(address, penalised(spec, logit, seen) if seen >= 0 else logit)
                 edit += EDIT_BYTES
         r = claim(ctx)
     return 0
@@ -121,19 +123,19 @@ def largest_of(maxima, n):
     return max_lanes(v)
 
 
-@kernel("draw_blocks")
-def draw_blocks(rec, ctx, tid, n_threads):
+@kernel("sample_blocks")
+def sample_blocks(inst, ctx, tid, n_threads):
     """The largest of each block of 64 logits (+inf where one is NaN), and the sums of e^(logit - its chunk's largest).
     """
-    vocab_size, rows = parameter(rec, SAMPLE.vocab_size), count(ctx, COUNT_SAMPLES)
+    vocab_size, rows = parameter(inst, SAMPLE.vocab_size), count(ctx, COUNT_SAMPLES)
     chunks = div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)
     unit = claim(ctx)
     while unit < rows * chunks:
         r = div_i64(unit, chunks)
         chunk, spec = unit - r * chunks, sample_spec_of(ctx, r)
         if spec:
-            logits = operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
-            work = operand(rec, ctx, 1) + r * parameter(rec, SAMPLE.work_stride)
+            logits = operand(inst, ctx, 0) + r * parameter(inst, SAMPLE.logits_stride)
+            work = operand(inst, ctx, 1) + r * parameter(inst, SAMPLE.work_stride)
             first, maxima = chunk * SAMPLE_CHUNK, work + 64 * chunk
             for k in range(_BLOCKS):
                 top = splat_f32(-_INFINITY)
@@ -146,7 +148,7 @@ def draw_blocks(rec, ctx, tid, n_threads):
                 total = splat_f32(0.0)
                 for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
                     total = total + exp_lanes(logits_at(logits, i, vocab_size) - base)
-                store_f32(work + parameter(rec, SAMPLE.sums) + 4 * chunk, sum_lanes(total))
+                store_f32(work + parameter(inst, SAMPLE.sums) + 4 * chunk, sum_lanes(total))
         unit = claim(ctx)
     return 0
 
@@ -271,18 +273,18 @@ def choose(spec, logits, work, sums, heap, vocab_size, position):
     return choose_of_many(spec, logits, work, bins, vocab_size, top, total, position)
 
 
-@kernel("draw_choose")
-def draw_choose(rec, ctx, tid, n_threads):
+@kernel("sample_choose")
+def sample_choose(inst, ctx, tid, n_threads):
     """Sort, cut and sample; the id of the token goes to the sample, and the logits are the model's own again."""
     r = claim(ctx)
     while r < count(ctx, COUNT_SAMPLES):
-        spec, logits = sample_spec_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, SAMPLE.logits_stride)
+        spec, logits = sample_spec_of(ctx, r), operand(inst, ctx, 0) + r * parameter(inst, SAMPLE.logits_stride)
         if spec:
-            work = operand(rec, ctx, 1) + r * parameter(rec, SAMPLE.work_stride)
+            work = operand(inst, ctx, 1) + r * parameter(inst, SAMPLE.work_stride)
             last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
             store_i64(spec + SAMPLE_TOKEN, choose(
-                spec, logits, work, work + parameter(rec, SAMPLE.sums), work + parameter(rec, SAMPLE.candidates),
-                parameter(rec, SAMPLE.vocab_size), token(ctx, last, TOKEN_POSITION) + 1))
+                spec, logits, work, work + parameter(inst, SAMPLE.sums), work + parameter(inst, SAMPLE.candidates),
+                parameter(inst, SAMPLE.vocab_size), token(ctx, last, TOKEN_POSITION) + 1))
             put_back(spec, logits)
         r = claim(ctx)
     return 0

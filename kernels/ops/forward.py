@@ -69,14 +69,14 @@ from ..abi import (
     CTX_WORK,
     EVENT_FAILED,
     GATE_SLEEPERS,
+    INST_EVENT,
+    INST_KERNEL,
+    INST_PREDICATES,
     INSTRUCTION_BYTES,
-    REC_EVENT,
-    REC_KERNEL,
-    REC_PREDICATES,
 )
 from ..registry import kernel
+from ..vector.instruction import inline
 from ..vector.memory import load_i32, load_i64, store_i64
-from ..vector.record import inline
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call4, call6, pause
 from .steps import take_step
 
@@ -180,8 +180,8 @@ def runnable(ctx, pc):
     instructions = load_i64(ctx + CTX_END)
     pc += 1
     while pc < instructions:
-        rec = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
-        if holds(ctx, load_i32(rec + REC_PREDICATES)) and holds(ctx, load_i32(rec + REC_PREDICATES + 4)):
+        inst = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
+        if holds(ctx, load_i32(inst + INST_PREDICATES)) and holds(ctx, load_i32(inst + INST_PREDICATES + 4)):
             return pc
         pc += 1
     return -1
@@ -190,7 +190,7 @@ def runnable(ctx, pc):
 @inline
 def event(ctx, pc):
     """Address of the completion event that instruction `pc` waits for, or 0."""
-    number = load_i32(load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc + REC_EVENT)
+    number = load_i32(load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc + INST_EVENT)
     return load_i64(ctx + CTX_EVENTS) + 8 * (number - 1) if number else 0
 
 
@@ -271,14 +271,14 @@ def forward(ctx, tid, n_threads):
         pc = meet(ctx, -3 - pc, n_threads)
     while pc >= 0:
         instruction = load_i64(ctx + CTX_PROGRAM) + INSTRUCTION_BYTES * pc
-        status = call4(load_i64(instruction + REC_KERNEL), instruction, ctx, tid, n_threads)
+        status = call4(load_i64(instruction + INST_KERNEL), instruction, ctx, tid, n_threads)
         if status:
             atomic_store(ctx + CTX_ERROR, status)
         pc = meet(ctx, pc, n_threads)
 
 
 @kernel("worker")
-def worker(rec, ctx, tid, n_threads):
+def worker(inst, ctx, tid, n_threads):
     """The life of the helper (thread 0) or of one of the crew; returns when its gate holds -1."""
     gate, seen = ctx + (CTX_CREW if tid else CTX_HELPER), 0
     while True:
@@ -289,10 +289,10 @@ def worker(rec, ctx, tid, n_threads):
 
 
 @kernel("submit")
-def submit(rec, ctx, tid, n_threads):
+def submit(inst, ctx, tid, n_threads):
     """Start a forward pass of 1 or all threads; called when the last pass is over. With CTX_STOP set, end the threads.
 
-    With `rec` the caller is thread 0. Returns 1 if the forward pass has ended, 0 if it is to be waited for.
+    With `inst` the caller is thread 0. Returns 1 if the forward pass has ended, 0 if it is to be waited for.
     """
     epoch = load_i64(ctx + CTX_EPOCH) + 1
     if not atomic_load(ctx + CTX_STOP):
@@ -307,7 +307,7 @@ def submit(rec, ctx, tid, n_threads):
         if not atomic_load(ctx + CTX_STOP):
             if n_threads > 1:
                 change(ctx, ctx + CTX_CREW, epoch)
-            if not rec:
+            if not inst:
                 change(ctx, ctx + CTX_HELPER, epoch)
                 return 0
             forward(ctx, 0, n_threads)
@@ -323,24 +323,24 @@ def submit(rec, ctx, tid, n_threads):
 
 
 @kernel("wait")
-def wait(rec, ctx, tid, n_threads):
-    """Wait for the end of the forward pass, at most the timespec at `rec` (0: no limit); returns 1 if it has ended."""
+def wait(inst, ctx, tid, n_threads):
+    """Wait for the end of the forward pass, at most the timespec at `inst` (0: no limit); returns 1 if it has ended."""
     gate = ctx + CTX_DONE
     atomic_add(gate + GATE_SLEEPERS, 1)
     epoch, done = atomic_load(ctx + CTX_EPOCH), atomic_load(gate)
     while done != epoch:
-        sleep_on(ctx, gate, done, rec)
+        sleep_on(ctx, gate, done, inst)
         done = atomic_load(gate)
-        if rec:
+        if inst:
             break
     atomic_add(gate + GATE_SLEEPERS, -1)
     return 1 if done == epoch else 0
 
 
 @kernel("spin")
-def spin(rec, ctx, tid, n_threads):
-    """Spin `rec` turns at a gate that does not change, so that their time can be taken."""
-    while rec > 0 and atomic_load(ctx + CTX_DONE) >= 0:
-        rec -= 1
+def spin(inst, ctx, tid, n_threads):
+    """Spin `inst` turns at a gate that does not change, so that their time can be taken."""
+    while inst > 0 and atomic_load(ctx + CTX_DONE) >= 0:
+        inst -= 1
         pause()
     return 0

@@ -27,7 +27,7 @@ class Pruned(Layer):
             gone = {None: rows < 0, "scattered": rng.random(s.past) < 0.5, "blocks": rows // 16 % 5 > 0,
                     "splits": rows // 256 % 2 == 0, "own": rows > 0}[pattern]
             self.pruned[np.array(s.blocks)[rows[gone] // 16], rows[gone] % 16] = 1
-        self.places += [0] * (6 - len(self.places)) + [self.bench.put("kv", self.pruned)]
+        self.operands += [0] * (6 - len(self.operands)) + [self.bench.put("kv", self.pruned)]
         self.attention_flags = abi.FLAG_PRUNED
 
     def spoil(self) -> None:

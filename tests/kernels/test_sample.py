@@ -53,20 +53,20 @@ class Samples:
         for row, values in zip(table, rows, strict=True):
             row[:size] = values
         length, sums, candidates = abi.sample_row(size)
-        self.places = [self.bench.put("logits", table), self.bench.reserve("activations", len(rows) * length)]
+        self.operands = [self.bench.put("logits", table), self.bench.reserve("activations", len(rows) * length)]
         self.parameters = fill(SAMPLE, vocab_size=size, logits_stride=stride, work_stride=length, sums=sums,
                                candidates=candidates)
         self.bench.tokens([POSITION - 1] * (len(rows) + 1))
         self.bench.outputs = np.arange(1, len(rows) + 1)
         self.bench.sample_specs = np.array([chain.address if chain else 0 for chain in chains])
         self.bench.counts[abi.COUNT_SAMPLES] = len(rows)
-        self.logits = self.bench.array(self.places[0], np.float32, (len(rows), size), (stride, 4))
+        self.logits = self.bench.array(self.operands[0], np.float32, (len(rows), size), (stride, 4))
 
     def run(self, isa: str, threads: int = 1) -> None:
         """All three kernels, each compared with its reference; the logits must be the model's own in the end."""
         before = self.logits.copy()
-        for name in ("draw_edit", "draw_blocks", "draw_choose"):
-            self.bench.run(isa, name, self.places, self.parameters, threads=threads, keep=True)
+        for name in ("sample_edit", "sample_blocks", "sample_choose"):
+            self.bench.run(isa, name, self.operands, self.parameters, threads=threads, keep=True)
         assert self.logits.tobytes() == before.tobytes()
 
     def tokens(self) -> list[int | None]:

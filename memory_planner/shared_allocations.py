@@ -1,0 +1,46 @@
+"""Weights that share an allocation: the matrices of a layer's experts, which lie expert by expert beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from edgeinfer.graph import Graph
+
+from .lifetimes import Placement
+
+
+def allocation_bytes(graph: Graph) -> dict[str, int]:
+    """Bytes of the allocation that each weight begins: its own, of several that share one all, then none."""
+    found: dict[str, int] = {}
+    strides, filled = graph.strides, 0
+    for weight in graph.weights:
+        nbytes, stride = graph.types[weight.name].nbytes(weight.shape), strides.get(weight.name, 0)
+        found[weight.name] = (0 if filled else weight.pieces * stride) if weight.pieces else nbytes
+        filled = (filled + nbytes // weight.pieces) % stride if weight.pieces else 0
+    return found
+
+
+def settle(graph: Graph, allocations: dict[str, Placement]) -> None:
+    """Put weights that share an allocation behind the first of these, as far as in their file."""
+    strides, first, behind = graph.strides, "", 0
+    for weight in graph.weights:
+        if not weight.pieces:
+            continue
+        stride, allocation = strides[weight.name], allocations[weight.name]
+        first = first if behind else weight.name
+        allocations[weight.name] = replace(allocation, offset=allocations[first].offset + behind, stride=stride)
+        behind = (behind + allocation.nbytes // weight.pieces) % stride
+
+
+def extents(allocations: Mapping[str, Placement], names: Iterable[str]) -> dict[str, int]:
+    """Return what can be read at once: the first of the weights that share an allocation, and the bytes of all
+    these."""
+    found: dict[str, int] = {}
+    for name in names:
+        allocation = allocations[name]
+        first = name if not allocation.stride else next(
+            (other for other in found if 0 < allocation.offset
+             - allocations[other].offset < allocations[other].stride), name)
+        found[first] = found.get(first, 0) + allocation.nbytes
+    return found
