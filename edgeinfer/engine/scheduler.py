@@ -121,7 +121,7 @@ class Scheduler:
         wanted = [(sequence, self._growth(request, len(sequence)))]
         wanted += [(one.task.sequence, self._growth(one, len(one.task.sequence))) for one in self.running
                    if one.task.sequence is not None]
-        if self.running and not self.runner.has_room(wanted):
+        if self.running and not self.runner.fits(wanted):
             self.runner.release(sequence)
             return False
         task.begin(sequence)
