@@ -28,6 +28,7 @@ EDIT = np.dtype({"names": ["token", "count", "bias"], "formats": ["i4", "i4", "f
                  "offsets": [abi.EDIT_TOKEN, abi.EDIT_COUNT, abi.EDIT_BIAS]})  # fmt: skip
 _N_EDITS = abi.SAMPLE_N_EDITS >> 3
 _NONE = -1
+EMPTY = -2
 
 
 class Sampled(NamedTuple):

@@ -175,10 +175,10 @@ class Steps:
 
     @staticmethod
     def _checking(works: list[Work], proposals: list[list[int]]) -> list[Work]:
-        """Return works that verify draft tokens, of which forms may forbid some."""
+        """Return works that verify draft tokens; samples without any decode one token."""
         following, checking = iter(proposals), []
         for work in works:
-            runs = [work.request.task.verification(run, next(following)) for run in work.runs]
+            runs = [work.request.task.verification(run, one) if (one := next(following)) else run for run in work.runs]
             checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
         return checking
 
@@ -192,7 +192,9 @@ class Steps:
         if not any(proposals):
             return None
         checking = self._checking(works, proposals)
-        checked = [run.owner.proposal for work in checking for run in work.runs]
+        checked = [run.owner.proposal if run.whole else [] for work in checking for run in work.runs]
+        for sample in samples:
+            sample.accepted = 0
         passed = self._mixed(checking, cancel)
         return passed._replace(learn=lambda: speculation.verified(checked, [one.accepted for one in samples]))
 
