@@ -22,6 +22,7 @@ MAX_ITL = 0.2
 """Seconds between two tokens of a text that the prompts of other requests may cause."""
 MAX_QUEUE = 1024
 """Requests that may wait."""
+CLOSED = "The model was closed; open it again."
 LINGER_SECONDS = 1.0
 """Time after the last request until the thread ends; the next request starts another one."""
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -60,7 +61,7 @@ class Engine:
     def check_open(self) -> None:
         """Raise `ClosedError` once the engine is closed, and `EdgeInferError` in a process that was forked."""
         if self.closed:
-            raise ClosedError("The model was closed; open it again.")
+            raise ClosedError(CLOSED)
         check_process(self.process)
 
     @property
@@ -114,9 +115,10 @@ class Engine:
         self._inbox.put(None)
 
     def cancel(self) -> None:
-        """Cancel all requests that run; from any thread or a signal handler."""
-        for request in tuple(self.scheduler.running):
-            request.cancel()
+        """Cancel all requests that run, or would but for older ones; from any thread or a signal handler."""
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            if request.preemptions or request in self.scheduler.running:
+                request.cancel()
 
     def close(self) -> None:
         """End what runs, refuse what waits and close the runner. Callable twice, and from any thread."""
@@ -130,7 +132,7 @@ class Engine:
         if thread is not None and not self.inside:
             thread.join()
         if not self.inside:
-            self._receive_closed()
+            self._refuse(ClosedError(CLOSED))
             self.runner.close()
 
     # -- its own thread ----------------------------------------------------------------------------------------------
@@ -142,11 +144,11 @@ class Engine:
         except BaseException as error:  # of the engine itself: nobody may wait for ever
             failure = EdgeInferError(f"The engine failed ({type(error).__name__}: {error}); this is a bug.")
             failure.__cause__ = error
-            self._steps.close(failure, failed=True)
+            self._refuse(failure, failed=True)
         finally:
             with self._starting:  # a request comes before this, and is told, or starts a thread that tells it
                 if self.closed:
-                    self._receive_closed()
+                    self._refuse(ClosedError(CLOSED))
                 if self._thread is threading.current_thread():
                     self._thread = None
             if self.closed:
@@ -180,17 +182,17 @@ class Engine:
             self.scheduler.add(request)
         return True
 
-    def _receive_closed(self) -> None:
+    def _refuse(self, error: Exception, failed: bool = False) -> None:
         """End all requests there are, and those that came too late."""
-        error = ClosedError("The model was closed; open it again.")
         while True:
             try:
                 request = self._inbox.get_nowait()
             except Empty:
                 break
-            if request is not None:
+            if request is not None and request.claim():
+                request.task.end()
                 request.conclude(error)
-        self._steps.close(error)
+        self._steps.close(error, failed)
 
 
 @atexit.register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -31,7 +32,8 @@ class Request(Generic[Result]):
     """A task on its way through the engine.
 
     The client's thread calls `start`, `next_piece`, `finish` and `close`; any thread and signal handlers call `cancel`;
-    the engine's thread calls `emit` and `conclude`.
+    the engine's thread calls the rest. While a request waits it belongs to whoever claims it first: the engine, to run
+    it, or who cancels it, to end it at once, whatever forward pass the engine is in.
 
     Parameters
     ----------
@@ -63,6 +65,7 @@ class Request(Generic[Result]):
         """Called by the engine's thread when there is text to be read, and at the end."""
         self._engine = engine
         self._started = self._whole = False
+        self._claims: deque[None] = deque([None])  # whose `pop` gives one thread the request
         self._pieces: SimpleQueue[str | _End] = SimpleQueue()
         self._outcome: _End | None = None
 
@@ -70,13 +73,14 @@ class Request(Generic[Result]):
 
     def start(self) -> None:
         """Hand it to the engine, once; raises `ClosedError` if that is closed, `QueueFullError` if too many wait."""
-        if not self._started and self._engine is not None:
-            self._started = True
-            if self.task.cancellation.asked:
-                self.task.end()
-                self.conclude()
-            else:
-                self._engine.submit(self)
+        if self._started or self.ended or self._engine is None:
+            return
+        self._started = True
+        try:
+            self._engine.submit(self)
+        except BaseException:
+            self._leave()
+            raise
 
     def next_piece(self) -> str | None:
         """Return the next text, or None at the end; raises what the request ended with."""
@@ -110,6 +114,7 @@ class Request(Generic[Result]):
     def cancel(self) -> None:
         """Cancel this request within 100 ms, whether it runs or waits; from any thread and from signal handlers."""
         self.task.cancel()
+        self._leave()
         if self._engine is not None and self._started and not self.ended:
             self._engine.wake()
 
@@ -119,9 +124,14 @@ class Request(Generic[Result]):
             self.ended = True
             return
         self.cancel()
-        self.start()
         if not self.ended and not self._engine.inside:
             self._wait_for_end()
+
+    def _leave(self) -> None:
+        """End the request if it waits."""
+        if self.claim():
+            self.emit(self.task.end())
+            self.conclude()
 
     def belongs_to(self, engine: Engine) -> bool:
         """Whether it is a request of this engine."""
@@ -151,6 +161,18 @@ class Request(Generic[Result]):
             self._pieces.put(piece)
 
     # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        """Take a request that waits, to run it or to end it; returns False if another thread was faster."""
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        return True
+
+    def wait_again(self) -> None:
+        """Let a request wait that was claimed."""
+        self._claims.append(None)
 
     def emit(self, text: str) -> None:
         """Hand text to the client; one that waits for the outcome alone is not woken."""

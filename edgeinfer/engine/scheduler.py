@@ -97,6 +97,9 @@ class Scheduler:
             request = self.waiting[0]
             if not self._has_sequences(request):
                 break
+            if not request.claim():  # who cancelled it has ended it
+                self.waiting.pop(0)
+                continue
             try:
                 entered = self._enter(request)
             except Exception as error:
@@ -104,6 +107,7 @@ class Scheduler:
                 failed.append((request, error))
                 continue
             if not entered:
+                request.wait_again()
                 break
             self.running.append(self.waiting.pop(0))
             self.running.sort(key=lambda one: one.number)
@@ -266,6 +270,7 @@ class Scheduler:
         self.waiting.sort(key=lambda one: one.number)
         request.preemptions += 1
         self.preemptions += 1
+        request.wait_again()
 
     def share_end(self, request: Request[Any]) -> None:
         """Leave what a request that ends has computed in the prefix cache."""

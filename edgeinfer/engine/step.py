@@ -228,6 +228,9 @@ class Steps:
 
     def _conclude(self, request: Request[Any], error: Exception | None = None) -> None:
         """End a request, give its sequences back and tell its client."""
+        if request in self.scheduler.waiting and not request.claim():  # who cancelled it has ended it
+            self.scheduler.remove(request)
+            return
         try:
             if not request.task.finished:
                 rest = request.task.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.engine import Completion, Engine, Generation, Request, Stream, run_alone
-from edgeinfer.errors import BundleError, CancelledError, RequestError
+from edgeinfer.errors import BundleError, CancelledError, ClosedError, QueueFullError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
 
@@ -107,6 +108,45 @@ def test_an_engine_mixes_requests_in_the_passes_of_a_runner() -> None:
     assert engine.passes == len(runner.passes) == 3 + 3 + 2 and runner.alive == 0
     engine.close()
     assert runner.closed
+
+
+def test_a_request_that_waits_is_cancelled_within_the_pass_of_another() -> None:
+    """Its client waits neither for that pass, nor for the engine; also where it was never started."""
+    runner, config = Fake(max_sequences=1), GenerationConfig(temperature=0, ignore_eos=True, max_tokens=6)
+    engine = Engine(runner)
+    first, *others = (Request(engine, Generation(runner, None, [7, 1], config)) for _ in range(5))
+    runner.open.clear()
+    first.start()
+    while not engine.n_running:
+        time.sleep(0.001)
+    for request in others[:3]:
+        request.start()
+    others[0].cancel()
+    others[1].close()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(others[2].next_piece)
+        others[2].cancel()
+        assert reading.result(60) is None
+    others[3].cancel()
+    for request in others:
+        assert request.ended and request.finish().finish_reason == "cancelled" and not request.finish().token_ids
+    runner.open.set()
+    assert first.finish().token_ids == expected([7, 1], 6) and len(runner.passes) == 6
+    engine.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_request_that_is_refused_has_ended(closed: bool) -> None:
+    runner, config = Fake(max_sequences=1), GenerationConfig(temperature=0, ignore_eos=True, max_tokens=2)
+    engine = Engine(runner, max_queue=0)
+    request = Request(engine, Generation(runner, None, [7, 1], config))
+    if closed:
+        engine.close()
+    with pytest.raises(ClosedError if closed else QueueFullError, match="open it again|the most that may"):
+        request.next_piece()
+    assert request.ended and request.next_piece() is None and request.finish().finish_reason == "cancelled"
+    request.close()
+    engine.close()
 
 
 def test_a_runner_that_moves_nothing_keeps_chains_alone() -> None:
