@@ -1,4 +1,4 @@
-"""One model, several threads: requests wait for each other, and can be cancelled and closed from outside."""
+"""One model, several threads: requests run together, and each can be cancelled and closed from outside."""
 
 from __future__ import annotations
 
@@ -12,42 +12,63 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgeinfer.engine import requests
+from edgeinfer.engine import Stream
 from edgeinfer.errors import CancelledError, ClosedError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.text import ChatTemplate
 from edgeinfer.text.sandbox import BoundedEnvironment
 from tests.helpers.slow_model import CTX, write_slow_bundle
+from tests.helpers.tasks import within
 
 PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
+LONG = 4096
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+ENDLESS = {**GREEDY, "max_tokens": LONG - 64}
+"""Of a text that takes many seconds, and is cancelled."""
 LIMIT_S = 2.0
 """Cancelling takes 100 ms; the rest is for a machine that is busy with something else."""
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle"), ctx=CTX) as llm:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def slow(bundle: Path) -> Iterator[LLM]:
+    with LLM(bundle, ctx=CTX) as llm:
         yield llm
 
 
-def within(limit_s: float, condition: Callable[[], bool]) -> bool:
-    """Wait until the condition holds."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
+@pytest.fixture(scope="module")
+def shared(bundle: Path) -> Iterator[LLM]:
+    """A model for two sequences."""
+    with LLM(bundle, ctx=LONG, max_sequences=2, threads=1) as llm:
+        yield llm
 
 
-def test_threads_get_what_they_would_get_alone() -> None:
+def end_of(stream: Stream) -> str | None:
+    """Why a stream has ended; None if it has not."""
+    try:
+        return stream.completion.finish_reason
+    except RequestError:
+        return None
+
+
+def all_free(llm: LLM) -> bool:
+    return llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+
+
+@pytest.mark.parametrize("max_sequences", [1, 4])
+def test_threads_get_what_they_would_get_alone(max_sequences: int) -> None:
     options = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
-    with LLM("demo", ctx=256, threads=1) as llm:
+    with LLM("demo", ctx=256, threads=1, max_sequences=max_sequences) as llm:
         alone = [llm.generate(prompt, **options) for prompt in PROMPTS]
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda prompt: llm.generate(prompt, **options), PROMPTS * 6))
@@ -62,69 +83,116 @@ def test_threads_get_what_they_would_get_alone() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+        assert all_free(llm)
     assert together == alone * 6
     assert streamed == alone
 
 
-def test_cancel_of_one_stream_leaves_the_others_alone() -> None:
-    options = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
-        alone = [llm.generate(prompt, **options) for prompt in PROMPTS[:2]]
-        first, second = (llm.stream(prompt, **options) for prompt in PROMPTS[:2])
-        text = next(first)
-        waiting = pool.submit("".join, second)
-        assert within(60, lambda: second._request._reading)
-        llm.cancel(second)  # waits for its turn in another thread
-        assert waiting.result() == "" and second.completion.finish_reason == "cancelled"
-        assert text + "".join(first) == alone[0] and first.completion.finish_reason == "length"
+def test_streams_of_one_thread_are_open_together(shared: LLM) -> None:
+    """A stream that nobody reads keeps neither another thread nor its own from the model, and goes on by itself."""
+    prompts = [[7, 8, 9], [4, 5]]
+    alone = [shared.generate(prompt, max_tokens=40, **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(1) as pool:
+        unread = shared.stream([3], **ENDLESS)
+        next(unread)
+        assert shared.generate(prompts[0], max_tokens=40, **GREEDY) == alone[0]
+        assert pool.submit(shared.generate, prompts[1], max_tokens=40, **GREEDY).result() == alone[1]
+        assert end_of(unread) is None
+        unread.close()
+        streams = [shared.stream(prompt, max_tokens=40, **GREEDY) for prompt in prompts]
+        texts = [next(stream) for stream in streams]
+        assert within(60, lambda: [end_of(stream) for stream in streams] == ["length", "length"])
+        assert [text + "".join(stream) for text, stream in zip(texts, streams, strict=True)] == alone
+    assert all_free(shared)
 
-        first, second = (llm.stream(prompt, **options) for prompt in PROMPTS[:2])
-        next(first)
-        waiting = pool.submit("".join, second)
-        llm.cancel(first)  # nobody reads it: its turn is given back
-        assert waiting.result() == alone[1] and first.completion.finish_reason == "cancelled"
-        llm.cancel(first)
+
+def test_cancel_of_one_stream_leaves_the_others_alone(shared: LLM) -> None:
+    alone = shared.generate([7, 8, 9], max_tokens=40, **GREEDY)
+    with ThreadPoolExecutor(1) as pool:
+        first, second = shared.stream([7, 8, 9], max_tokens=40, **GREEDY), shared.stream([4, 5], **ENDLESS)
+        text, begun = next(first), next(second)
+        reading = pool.submit("".join, second)
+        shared.cancel(second)  # runs, and another thread reads it
+        assert begun + reading.result() == second.completion.text and second.completion.finish_reason == "cancelled"
+        assert text + "".join(first) == alone and first.completion.finish_reason == "length"
+
+        first, second, third = (shared.stream([4, 5], **ENDLESS) for _ in range(3))
+        next(first), next(second)
+        waiting = pool.submit("".join, third)
+        assert within(60, lambda: shared._engine.n_waiting == 1)
+        shared.cancel(third)  # waits for one of the sequences
+        assert waiting.result() == "" and third.completion.finish_reason == "cancelled"
+
+        last = shared.stream([7, 8, 9], max_tokens=40, **GREEDY)
+        waiting = pool.submit("".join, last)
+        shared.cancel(first)  # nobody reads it: its sequence is given to the one that waits
+        assert waiting.result() == alone and first.completion.finish_reason == "cancelled"
+        assert end_of(second) is None
+        shared.cancel(first)
         first.cancel()
-        never = llm.stream(PROMPTS[0], **options)
-        llm.cancel(never)
+        never = shared.stream([7, 8, 9])
+        shared.cancel(never)
         assert list(never) == [] and never.completion.finish_reason == "cancelled"
-        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+        second.close()
+        assert all_free(shared)
         with LLM("demo", ctx=256, threads=1) as other:
             for wrong in ("x", other.stream("Once")):
                 with pytest.raises(RequestError, match=r"which is not a stream of this model; give what stream\(\)"):
-                    llm.cancel(wrong)  # type: ignore[arg-type]
+                    shared.cancel(wrong)  # type: ignore[arg-type]
 
 
-def test_a_cancel_while_a_piece_is_read_ends_the_stream() -> None:
-    """Also where it comes behind the last look of the reader, who may never read again."""
-    with LLM("demo", ctx=256, threads=1) as llm:
-        stream = llm.stream(PROMPTS[0], max_tokens=40)
-        request, plain = stream._request, stream._request._next
-        request._next = lambda: (plain(), request.cancel())[0]  # type: ignore[method-assign]
-        next(stream)
-        assert request.ended and stream.completion.finish_reason == "cancelled"
-        assert llm.generate(PROMPTS[1], max_tokens=2)
+def test_cancel_without_a_stream_ends_all_that_run(shared: LLM) -> None:
+    """One that waits goes on."""
+    with ThreadPoolExecutor(1) as pool:
+        streams = [shared.stream([4, 5], **ENDLESS) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        waiting = pool.submit(shared.complete, [7, 8, 9], max_tokens=4, **GREEDY)
+        assert within(60, lambda: shared._engine.n_waiting == 1)
+        shared.cancel()
+        assert waiting.result().finish_reason == "length"
+        assert within(60, lambda: [end_of(stream) for stream in streams] == ["cancelled", "cancelled"])
+    assert all_free(shared)
 
 
-def test_cancelling_a_request_without_a_turn_waits_for_nobody() -> None:
-    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
-        never = llm.stream(PROMPTS[0])
-        with llm._queue.step:  # as a long prompt of another request holds it
-            assert pool.submit(llm.cancel, never).result(timeout=60) is None
+def test_a_cancelled_stream_ends_also_if_nobody_reads_on(shared: LLM) -> None:
+    """Within the forward pass that it is in, and with what it had; also where another thread waits for its text."""
+    stream, prompt = shared.stream([7, 8, 9], **ENDLESS), shared.stream([7] * (LONG - 100), **ENDLESS)
+    text = next(stream)
+    stream.cancel()
+    assert within(60, lambda: end_of(stream) == "cancelled")
+    assert stream.completion.text.startswith(text) and text + "".join(stream) == stream.completion.text
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit("".join, prompt)
+        assert within(60, lambda: shared._engine.n_running == 1)
+        prompt.cancel()
+        assert reading.result() == "" and prompt.completion.finish_reason == "cancelled"
+    assert shared.complete([7, 8], max_tokens=2, **GREEDY).finish_reason == "length"
+    assert all_free(shared)
+
+
+def test_cancelling_a_request_that_waits_waits_for_nobody(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass of others may take long."""
+    entered, go_on = threading.Event(), threading.Event()
+    forward = shared.session._run
+
+    def held(*how: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return forward(*how)
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(shared.session, "_run", held)
+        running = pool.submit(shared.complete, [7, 8, 9], max_tokens=4, n=2, **GREEDY)
+        assert entered.wait(60)
+        never, submitted = shared.stream([7, 8, 9]), shared.request([7, 8, 9], {})
+        submitted.start()
+        shared.cancel(never)
+        submitted.cancel()
         assert list(never) == [] and never.completion.finish_reason == "cancelled"
-
-
-def test_a_stream_that_nobody_reads_blocks_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "UNREAD_SECONDS", 0.01)
-    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
-        stream = llm.stream(PROMPTS[0], max_tokens=40, ignore_eos=True)
-        next(stream)
-        with pytest.raises(RequestError, match=r"has not been read for 0 s; read it to its end or close it \(stream"):
-            pool.submit(llm.generate, PROMPTS[1], max_tokens=4).result()
-        stream.close()
-        assert pool.submit(llm.complete, PROMPTS[1], max_tokens=4, ignore_eos=True).result().completion_tokens == 4
-        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+        assert submitted.finish().finish_reason == "cancelled"
+        go_on.set()
+        assert running.result().finish_reason == "length"
 
 
 @pytest.mark.timing
@@ -144,7 +212,7 @@ def test_cancel_ends_a_running_prefill_and_a_running_answer(slow: LLM) -> None:
         assert done.finish_reason == "cancelled" and done.completion_tokens > 0
     slow.cancel()  # nothing runs: nothing happens, and the next request is not touched
     assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
-    assert slow.session.kv.pool.n_free == slow.session.kv.pool.n_blocks
+    assert all_free(slow)
 
 
 @pytest.mark.parametrize("end", [LLM.cancel, LLM.close])
@@ -205,7 +273,7 @@ def test_ctrl_c_in_somebodys_program_leaves_the_model_usable(slow: LLM) -> None:
             timer.join()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert slow.session.kv.pool.n_free == slow.session.kv.pool.n_blocks
+    assert within(LIMIT_S, lambda: all_free(slow))
     assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
 
 
@@ -273,7 +341,7 @@ with LLM("demo", ctx=256, threads=1, device=sys.argv[1]) as llm:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("device", ["cpu", "onnx-cpu"])
 def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None:
-    """Another thread has its turn when the process forks: neither a request nor closing waits for that."""
+    """The engine runs another thread's request when the process forks: neither a request nor closing waits for that."""
     if device != "cpu":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
     run = subprocess.run([sys.executable, "-c", FORKED, device], timeout=600, capture_output=True, text=True)
@@ -282,7 +350,7 @@ def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None
 
 @pytest.mark.slow
 def test_a_thousand_late_cancels_end_nothing() -> None:
-    """A thread that looked up the running request and acts on it when others run cancels only that request."""
+    """A thread that ends a request when that is over and others run ends none of these."""
     chance, late = random.Random(9), queue.SimpleQueue[Callable[[], None] | None]()
 
     def cancel_late() -> None:
@@ -298,14 +366,12 @@ def test_a_thousand_late_cancels_end_nothing() -> None:
             for i in range(1000):
                 stream = llm.stream("Once upon a time", max_tokens=3, temperature=0, reuse=True)
                 text = next(stream)
-                running = llm._queue._active
-                assert running is not None
                 text += "".join(stream)
                 texts.add(text)
                 reasons.add(stream.completion.finish_reason)
-                late.put((running.generation.cancel, stream.close, running.end)[i % 3])
+                late.put((stream.cancel, stream.close, partial(llm.cancel, stream))[i % 3])
         finally:
             late.put(None)
             thread.join()
-        assert llm.session.kv.pool.n_free >= llm.session.kv.pool.n_blocks - 1  # one is kept for the next request
+        assert all_free(llm)
     assert len(texts) == 1 and reasons == {"length"}
