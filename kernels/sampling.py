@@ -1,10 +1,10 @@
 """Choosing a token from its logits, in NumPy: what the kernels of `ops/sampling/sample.py` do.
 
-The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Every filter keeps a prefix of the
-candidates sorted from best to worst, the lower id first among equals. What is kept is sampled from by Gumbel-max
-(Gumbel, 1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln u). The u of a token depends on
-seed, sample, position and token id alone, so a text does not depend on what else is computed beside it, nor on which
-other tokens are candidates.
+The order is llama.cpp's: logit bias, penalties, the mask of a grammar, top-k, top-p, min-p, temperature. Every filter
+keeps a prefix of the candidates sorted from best to worst, the lower id first among equals. What is kept is sampled
+from by Gumbel-max (Gumbel, 1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln u). The u of
+a token depends on seed, sample, position and token id alone, so a text does not depend on what else is computed beside
+it, nor on which other tokens are candidates.
 
 Numbers come from SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). exp and
 ln are sequences of single float64 operations, so that they and the kernels give the same bits on every machine.
@@ -119,6 +119,18 @@ def apply_penalties(
         values = np.where(values > 0, values / repetition, values * repetition)
         values = values - presence * (counts > 0) - frequency * counts
         logits[seen] = np.minimum(values, np.finfo(np.float32).max)  # -inf stays: the token is forbidden
+
+
+def forbid(logits: Floats, mask: NDArray[Any]) -> Floats:
+    """Return a copy of the logits with -inf for each token whose bit is not set in a mask (`abi.SAMPLE_MASK`).
+
+    Parameters
+    ----------
+    logits : float32 array of shape (vocab_size,)
+    mask : int32 or uint32 array of at least vocab_size / 32 words
+    """
+    allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def top_k_ids(logits: Floats, k: int) -> Ids:

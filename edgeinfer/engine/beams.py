@@ -150,12 +150,15 @@ class BeamSearch(Generation):
         found: list[tuple[float, int, int]] = []
         for number, (beam, row) in enumerate(zip(beams, rows, strict=True)):
             edited = beam.sampler.edited(row)
-            ids = sampling.top_k_ids(edited, most)
-            totals = beam.total + log_probabilities(edited, ids)
+            allowed = beam.sampler.allowed(edited)
+            if allowed is None:
+                continue
+            ids = sampling.top_k_ids(allowed, most)
+            totals = beam.total + np.where(allowed[ids] > -np.inf, log_probabilities(edited, ids), -np.inf)
             found += zip((-totals).tolist(), [number] * len(ids), ids.tolist(), strict=True)
         found.sort()
         for loss, number, token_id in found[:most]:
-            if loss < math.inf:  # else logit_bias forbids it
+            if loss < math.inf:  # else logit_bias or the mask forbids it
                 yield beams[number], rows[number], token_id, -loss
 
     def _score(self, total: float, length: int) -> float:

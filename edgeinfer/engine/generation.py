@@ -219,7 +219,7 @@ class Generation(Task[Completion]):
         """Return the run of a sample's last token and draft tokens behind it."""
         sample = run.owner
         proposal, masks = sample.allowed(proposal)
-        ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, *([masks] if masks else []))
+        ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, masks)
         return run._replace(ids=ids, last=False, each=True, specs=[sampler.address for sampler in samplers],
                             owner=Draft(sample, proposal, samplers), whole=True)
 

@@ -7,7 +7,7 @@ chooses within its pass; otherwise, and where a row has nothing to choose from, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -18,23 +18,21 @@ from edgeinfer.kernels import abi, sampling
 
 from ..config import GenerationConfig
 from ..errors import KernelError, RequestError
+from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises
 
 Floats = NDArray[np.floating[Any]]
 Ids = NDArray[np.intp]
 
-MAX_BIAS = 1e30
-"""Stays finite in float32; a token with more is certain anyway."""
-EDIT = np.dtype({"names": ["token", "count", "bias"], "formats": ["i4", "i4", "f4"], "itemsize": abi.EDIT_BYTES,
-                 "offsets": [abi.EDIT_TOKEN, abi.EDIT_COUNT, abi.EDIT_BIAS]})  # fmt: skip
 _N_EDITS = abi.SAMPLE_N_EDITS >> 3
-_NONE = -1
 EMPTY = -2
+"""Stands for a token where a mask leaves none."""
 
 
 class Sampled(NamedTuple):
     """One chosen token."""
 
     token_id: int
+    """EMPTY if there is none to choose: the mask forbids all tokens that the logits and `logit_bias` allow."""
     logprob: float | None = None
     """Natural logarithm of the token's probability in the model's own distribution; None if not asked for."""
     top: tuple[tuple[int, float], ...] = ()
@@ -79,6 +77,9 @@ class Sampler:
         Of the settings as kernels read them (abi.SAMPLE_*); they belong to this sampler and live as long as it does.
     ends : frozenset of int
         Tokens that end the text.
+    draft_masks : callable or None
+        Begins a draft: returns a function that takes one draft token after the other and returns the mask of the
+        token behind it. Without one, draft tokens all have the mask of the token that is sampled next.
 
     Raises
     ------
@@ -90,9 +91,9 @@ class Sampler:
                  ends: Iterable[int] = ()):
         self._config, self._logprobs = config, config.logprobs
         self._vocab_size = vocab_size
-        bias = _checked_bias(config.logit_bias, vocab_size)
+        bias = checked_bias(config.logit_bias, vocab_size)
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
-        self._penalises = self._penalties != (1, 0, 0)
+        self._penalises = penalises(config)
         self._key = sampling.stream_key(seed, index)
         self._position = 0
         most = (vocab_size if room is None else room) if self._penalises else 0
@@ -101,25 +102,14 @@ class Sampler:
         """Index of each token in the edits."""
         with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
             edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
-        edits["count"] = _NONE
-        spec = np.zeros(abi.SAMPLE_BYTES >> 3, np.int64)
-        spec.view(np.uint64)[abi.SAMPLE_KEY >> 3] = self._key
-        spec[abi.SAMPLE_TOP_K >> 3] = config.top_k
-        for offset, value in (
-            (abi.SAMPLE_TEMPERATURE, config.temperature), (abi.SAMPLE_TOP_P, config.top_p),
-            (abi.SAMPLE_MIN_P, config.min_p),
-            (abi.SAMPLE_REPETITION, self._penalties[0]), (abi.SAMPLE_PRESENCE, self._penalties[1]),
-            (abi.SAMPLE_FREQUENCY, self._penalties[2]),
-        ):  # fmt: skip
-            spec.view(np.float64)[offset >> 3] = value
+        edits["count"] = NONE
         self.ends = frozenset(ends)
         self._ends = np.array(sorted(self.ends), np.int64)
-        spec[abi.SAMPLE_ENDS >> 3], spec[abi.SAMPLE_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
-        spec[abi.SAMPLE_SCREEN >> 3] = spec[abi.SAMPLE_ALONE >> 3] = \
-            config.logprobs is None and not bias and not self._penalises
-        spec[abi.SAMPLE_TOKEN >> 3], spec[_N_EDITS] = _NONE, len(bias)
         self._following: list[Sampler] = []
-        self._keep(spec, edits)
+        self.draft_masks: Callable[[], Callable[[int], Mask | None]] | None = None
+        self._behind: Callable[[int], Mask | None] | None = None
+        self._mask: Mask | None = None
+        self._keep(new_spec(config, self._key, self._ends, len(bias)), edits)
 
     def _keep(self, spec: NDArray[np.int64], edits: NDArray[Any]) -> None:
         """Take memory that kernels read: the settings, and the tokens that have biases or penalties."""
@@ -127,11 +117,21 @@ class Sampler:
         self._edits, self._tokens, self._counts = edits, edits["token"], edits["count"]
         self.address, self._spec = spec.ctypes.data, spec.data
 
-    def following(self, proposals: Items[int]) -> list[Sampler]:
+    def set_mask(self, words: Mask | None) -> None:
+        """Let only tokens be sampled whose bit is set, until another mask is set; None allows all.
+
+        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens behind
+        the last word are forbidden. Raises `RequestError` for what is no array of such words.
+        """
+        self._mask = words = None if words is None else checked_mask(words, self._vocab_size)
+        self._spec[abi.SAMPLE_MASK >> 3] = 0 if words is None else words.ctypes.data
+
+    def following(self, proposals: Items[int], masks: Items[Mask | None] = ()) -> list[Sampler]:
         """Return the samplers of the next token (this one) and of the token after each draft token, if the draft tokens
         are right.
 
-        All but the first are valid until this is called again.
+        All but the first are valid until this is called again. They have the masks that are given, one for the token
+        behind each draft token; without any they have this sampler's.
         """
         samplers = [self]
         for place, proposal in enumerate(proposals):
@@ -139,6 +139,7 @@ class Sampler:
                 self._following.append(self.fork())
             samplers.append(self._following[place])
             samplers[-1]._follow(samplers[-2], proposal)
+            samplers[-1].set_mask(masks[place] if masks else self._mask)
         return samplers
 
     def fork(self) -> Sampler:
@@ -152,27 +153,30 @@ class Sampler:
         """Return a sampler that drafts up to n tokens which this one samples from here on, from logits of another
         model.
 
-        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty.
+        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty. Masks
+        are those of `draft_masks`.
         """
         other = copy.copy(self)
         known = self._edits[: len(self._places)]
         if vocab_size < self._vocab_size:
             known = known[known["token"] < vocab_size]
         edits = np.zeros(len(known) + n * self._penalises, EDIT)
-        edits[: len(known)], edits["count"][len(known) :] = known, _NONE
+        edits[: len(known)], edits["count"][len(known) :] = known, NONE
         spec = np.array(self._spec)
-        spec[abi.SAMPLE_TOKEN >> 3], spec[_N_EDITS] = _NONE, len(known)
+        spec[abi.SAMPLE_TOKEN >> 3], spec[_N_EDITS] = NONE, len(known)
         other._keep(spec, edits)
         other._places = {token_id: place for place, token_id in enumerate(known["token"].tolist())}
         other._vocab_size, other._logprobs, other._following = vocab_size, None, []
+        other._behind = self.draft_masks() if self.draft_masks else None
+        other.set_mask(self._mask)
         return other
 
     def _follow(self, before: Sampler, token_id: int) -> None:
         """Become a copy of another sampler after one more token."""
-        self._position, self._spec[0] = before._position, _NONE
+        self._position, self._spec[0] = before._position, NONE
         if self._penalises:
             n = len(before._places)
-            self._edits[:n], self._counts[n : n + 1] = before._edits[:n], _NONE
+            self._edits[:n], self._counts[n : n + 1] = before._edits[:n], NONE
             self._places = dict(before._places)
         self._note(token_id, 1)
 
@@ -190,6 +194,8 @@ class Sampler:
         """Instruction a generated token; its penalty is already `noted` if the forward pass continued with it by
         itself.
         """
+        if self._behind:
+            self.set_mask(self._behind(token_id))
         if not noted:
             self._note(token_id, 1)
             return
@@ -207,7 +213,7 @@ class Sampler:
             self._spec[_N_EDITS] = len(self._places)
 
     def sample(self, logits: Floats) -> Sampled:
-        """Choose a token; it counts for penalties once `accept` is called with it.
+        """Choose a token, EMPTY if the mask leaves none; it counts for penalties once `accept` is called with it.
 
         Parameters
         ----------
@@ -221,22 +227,24 @@ class Sampler:
             `logit_bias` forbids every token.
         """
         token_id = self._spec[0]
-        if token_id == _NONE:
+        if token_id == NONE:
             token_id = self._sample(logits)
         else:
-            self._spec[0] = _NONE  # chosen within the forward pass
+            self._spec[0] = NONE  # chosen within the forward pass
         return self.named(token_id, logits)
 
     def named(self, token_id: int, logits: Floats) -> Sampled:
         """Return a token with the log-probabilities that are asked for."""
-        if self._logprobs is None:
+        if self._logprobs is None or token_id == EMPTY:
             return Sampled(token_id)
         logprobs = log_softmax(logits)
         best = sampling.top_k_ids(logits, self._logprobs) if self._logprobs else ()
         return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in best))
 
     def _sample(self, logits: Floats) -> int:
-        edited = self.edited(logits)
+        edited = self.allowed(self.edited(logits))
+        if edited is None:
+            return EMPTY
         if self._config.temperature == 0:
             return int(np.argmax(edited))  # the first of equals: the lowest id
         return sampling.sample(edited, self._candidates(edited), self._config.temperature, self._key, self._position)
@@ -244,9 +252,12 @@ class Sampler:
     def distribution(self, logits: Floats) -> tuple[Ids, Floats]:
         """Return the tokens that may be sampled and their probabilities (float64, sum 1) after the whole chain.
 
-        At temperature 0 this is one token of probability 1. Raises as `sample`.
+        At temperature 0 this is one token of probability 1; where the mask leaves none there are none. Raises as
+        `sample`.
         """
-        edited = self.edited(logits)
+        edited = self.allowed(self.edited(logits))
+        if edited is None:
+            return np.zeros(0, np.intp), np.zeros(0)
         if self._config.temperature == 0:
             return np.array([np.argmax(edited)]), np.ones(1)
         ids = self._candidates(edited)
@@ -255,6 +266,13 @@ class Sampler:
 
     def _candidates(self, logits: Floats) -> Ids | None:
         return sampling.candidates(logits, self._config.top_k, self._config.top_p, self._config.min_p)
+
+    def allowed(self, edited: Floats) -> Floats | None:
+        """Return the logits with -inf for what the mask forbids, in a copy if there is one; None if it leaves none."""
+        if self._mask is None:
+            return edited
+        edited = sampling.forbid(edited, self._mask)
+        return edited if edited.max() > -np.inf else None
 
     def edited(self, logits: Floats) -> Floats:
         """Return the logits, checked, with bias and penalties in a copy if there are any."""
@@ -275,12 +293,3 @@ class Sampler:
         if logits.max() == -np.inf:
             raise RequestError("logit_bias forbids every token; leave at least one allowed.")
         return logits
-
-
-def _checked_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
-    for token_id, value in bias.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
-            raise RequestError(f"logit_bias names token {token_id!r}; ids are from 0 to {vocab_size - 1}.")
-        if not isinstance(value, (int, float)) or not value <= MAX_BIAS:
-            raise RequestError(f"logit_bias of token {token_id} is {value!r}; it must be a number up to {MAX_BIAS:g}.")
-    return {int(token_id): value for token_id, value in bias.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 SAMPLE_BYTES = 128
 """Kept by the caller while it samples; integers are int64, the others float64."""
 SAMPLE_TOKEN = 0
-"""Result: the token's id; -1 if a logit is NaN or infinite."""
+"""Result: the token's id; -1 if there is none: a logit is NaN or infinite, or what bias and mask leave is -inf."""
 SAMPLE_KEY = 8
 """State of the random numbers (sampling.stream_key)."""
 SAMPLE_TEMPERATURE, SAMPLE_TOP_P, SAMPLE_MIN_P, SAMPLE_TOP_K = 16, 24, 32, 40
@@ -19,6 +19,10 @@ SAMPLE_SCREEN = 104
 """1 if estimates suffice for logits that cannot be the largest, else 0: only the sample reads the row."""
 SAMPLE_ALONE = 112
 """1 if the row is not looked at once the token is chosen, so that a runner need not give it; else 0."""
+SAMPLE_MASK = 120
+"""Address of int32 words with a bit for each token, from the lowest bit of the first word on, or 0. Tokens whose bit is
+not set are forbidden: wherever the sample kernels read a logit of theirs it counts as -inf, unless it is NaN or +inf,
+and the row stays as it is. With a mask SAMPLE_SCREEN and SAMPLE_ALONE count as 0, and no pass goes on by itself."""
 SAMPLE_CANDIDATES = 128
 """Most candidates that kernels sort; where more may be kept the cut is found by counting, in so many bins."""
 SAMPLE_BINS = 256

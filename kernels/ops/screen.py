@@ -24,6 +24,7 @@ from ..abi import (
     CTX_OUTPUTS,
     ROLE_DECODE,
     SAMPLE_CHUNK,
+    SAMPLE_MASK,
     SAMPLE_SCREEN,
     SCREEN_LEAST,
     SCREEN_MAXIMA,
@@ -66,7 +67,7 @@ _ALL = 0xFFFF
 def screened(ctx, r):
     """Whether estimates are enough for row r."""
     spec = sample_spec_of(ctx, r)
-    if spec == 0:
+    if spec == 0 or load_i64(spec + SAMPLE_MASK) != 0:
         return False
     last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
     return load_i64(spec + SAMPLE_SCREEN) != 0 and token(ctx, last, TOKEN_ROLE) == ROLE_DECODE

@@ -22,6 +22,7 @@ from ..abi import (
     SAMPLE_EDITS,
     SAMPLE_ENDS,
     SAMPLE_FREQUENCY,
+    SAMPLE_MASK,
     SAMPLE_N_EDITS,
     SAMPLE_N_ENDS,
     SAMPLE_PRESENCE,
@@ -42,9 +43,12 @@ from ..vector.memory import load_f64, load_i32, load_i64, store_i32, store_i64
 
 @inline
 def sampled_token(ctx, r):
-    """The token that was sampled for row r; -1 if none was, or where it ends its text."""
+    """The token that was sampled for row r; -1 if none was, where it ends its text, or where a mask is for one token.
+    """
     spec = load_i64(load_i64(ctx + CTX_SAMPLES) + 8 * r)
     token, ends = load_i64(spec + SAMPLE_TOKEN), load_i64(spec + SAMPLE_ENDS)
+    if load_i64(spec + SAMPLE_MASK):
+        return -1
     for i in range(load_i64(spec + SAMPLE_N_ENDS)):
         if load_i64(ends + 8 * i) == token:
             return -1

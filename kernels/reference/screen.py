@@ -25,8 +25,10 @@ def _screened(view: InstructionView) -> Iterator[int]:
     n = view.count(abi.COUNT_SAMPLES)
     roles = view.tokens(abi.TOKEN_ROLE)[view.outputs(n)]
     for r, spec in enumerate(view.sample_specs(n)):
-        if spec and int(memory(spec + abi.SAMPLE_SCREEN, np.int64, (1,))[0]) and roles[r] == abi.ROLE_DECODE:
-            yield r
+        if spec and roles[r] == abi.ROLE_DECODE:
+            screen, mask = (int(memory(spec + at, np.int64, (1,))[0]) for at in (abi.SAMPLE_SCREEN, abi.SAMPLE_MASK))
+            if screen and not mask:
+                yield r
 
 
 def _estimates(view: InstructionView, p: Any, rows: int) -> Floats:

@@ -55,6 +55,15 @@ def mask_flagged(b, v, flags, fill):
     return b.select(there, v, splat(b, fill, VF))
 
 
+@define(F32x16, F32x16, types.int64)
+def allow(b, v, bits):
+    """Return the lanes whose bit is set unchanged, the others as -inf but for NaN and +inf, which no mask hides."""
+    word = b.and_(splat(b, b.trunc(bits, I32), VI), ir.Constant(VI, [1 << i for i in range(16)]))
+    broken = b.fcmp_unordered(">", v, constant(VF, 3.4028234663852886e38))
+    kept = b.or_(b.icmp_signed("!=", word, constant(VI, 0)), broken)
+    return b.select(kept, v, constant(VF, float("-inf")))
+
+
 @define(F32x16, F32x16, F32x16)
 def vmax(b, x, y):
     """Larger lane by lane (no NaN expected)."""

@@ -11,6 +11,8 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.engine import Sampler
+from edgeinfer.engine.sampler import EMPTY
+from edgeinfer.errors import KernelError
 from edgeinfer.kernels import SAMPLE, abi, fill
 from tests.helpers.kernel_bench import ISAS, Bench
 
@@ -140,3 +142,76 @@ def test_numbers_at_the_ends_of_float32(isa: str) -> None:
         sample_specs = Samples([row], [sampler(2000, **options)])
         sample_specs.run(isa)
         assert sample_specs.tokens() == [sampler(2000, **options).sample(row).token_id]
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def mask_of(allowed: np.ndarray) -> np.ndarray:
+    """Words with a bit for each of these tokens, all of whose other bits are set: no token stands for them."""
+    bits = np.ones(-(-len(allowed) // 32) * 32, bool)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def masks(size: int) -> list[np.ndarray]:
+    """Masks that allow all tokens, most, some, few, one of a vector's edge, and none."""
+    rng = np.random.default_rng(size)
+    shares = [rng.random(size) < share for share in (1.0, 0.97, 0.5, 0.01, 200 / max(size, 200))]
+    return [mask_of(allowed) for allowed in (*shares, np.arange(size) == size // 32 * 32 - 1,
+                                             np.arange(size) == size - 1, np.zeros(size, bool))]
+
+
+@pytest.mark.slow(keep=5)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", SIZES)
+def test_masked_kernels_choose_what_the_masked_sampler_chooses(isa: str, size: int) -> None:
+    """All settings with each mask; what leaves nothing is left to the sampler, which says so."""
+    rows = [random_logits(size, seed, ties=seed % 3 == 0) for seed in range(len(SETTINGS))]
+    rows[5] /= 100
+    for mask in masks(size):
+        chains, wanted = list[Sampler | None](), list[Sampler]()
+        for options in SETTINGS:
+            options = {"temperature": 1.0} if size == 1 else options  # one of them forbids the only token
+            chains.append(sampler(size, **options))
+            wanted.append(sampler(size, **options))
+            for chain in (chains[-1], wanted[-1]):
+                chain.set_mask(mask)
+        specs = Samples(rows, chains)
+        specs.run(isa, 2)
+        for row, token, chain, other in zip(rows, specs.tokens(), chains, wanted, strict=True):
+            want = other.sample(row).token_id
+            assert token == (-1 if want == EMPTY else want)
+            assert chain and chain.sample(row).token_id == want
+            allowed = np.unpackbits(mask.view(np.uint8), count=size, bitorder="little")
+            assert allowed[want] if want != EMPTY else not (allowed * np.isfinite(chain.edited(row))).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_mask_hides_no_damage(isa: str) -> None:
+    """NaN and +inf are found where they are forbidden too."""
+    rows = [random_logits(200, seed) for seed in range(4)]
+    for row, value in zip(rows, (np.nan, np.inf, -np.inf, 3.4e38), strict=True):
+        row[150] = value
+    chains = [sampler(200) for _ in rows]
+    for chain in chains:
+        chain.set_mask(mask_of(np.arange(200) != 150))
+    specs = Samples(rows, list(chains))
+    specs.run(isa)
+    assert [token == -1 for token in specs.tokens()] == [True, True, False, False]
+    for chain, row in zip(chains[:2], rows, strict=False):
+        with pytest.raises(KernelError, match="as its largest logit"):
+            chain.sample(row)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_with_and_without_masks_share_a_pass(isa: str) -> None:
+    row = random_logits(4096)
+    chains = [sampler(4096, seed, top_k=0, min_p=0.0) for seed in range(40)]
+    alone = [sampler(4096, seed, top_k=0, min_p=0.0) for seed in range(40)]
+    for number in range(0, 40, 2):
+        for one in (chains, alone):
+            one[number].set_mask(masks(4096)[number % 5])
+    specs = Samples([row] * 40, list(chains))
+    specs.run(isa, 3)
+    assert specs.tokens() == [chain.sample(row).token_id for chain in alone]

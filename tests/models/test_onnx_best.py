@@ -83,6 +83,18 @@ def test_what_looks_at_more_gets_the_whole_row(settings: dict[str, Any]) -> None
     assert sampler.sample(logits) == sampler_of(settings, [1, 2]).sample(logits)
 
 
+def test_a_mask_gets_the_whole_row() -> None:
+    """What it allows may not be among the best logits."""
+    logits = np.random.default_rng(4).normal(0, 5, VOCABULARY).astype(np.float32)
+    sampler, words = sampler_of({"temperature": 0.0}, [1, 2]), np.zeros(-(-VOCABULARY // 32), np.uint32)
+    words[np.argmin(logits) // 32] = 1 << np.argmin(logits) % 32
+    sampler.set_mask(words)
+    assert not alone(sampler, *best_of(logits, np.random.default_rng(5)), 2)
+    assert sampler.sample(logits).token_id == logits.argmin()
+    sampler.set_mask(None)
+    assert alone(sampler, *best_of(logits, np.random.default_rng(5)), 2)
+
+
 def test_no_sample_and_no_numbers() -> None:
     values, ids = np.ones(BEST, np.float32), np.arange(BEST)
     values[1:] = 0

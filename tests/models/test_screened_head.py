@@ -139,6 +139,24 @@ def test_a_token_has_the_same_bits_in_any_batch(path: Path) -> None:
         assert np.array_equal(opened.forward([Segment(opened.new_sequence(), ids, every, DECODE)]), want)
 
 
+def test_a_masked_row_has_all_its_logits(path: Path) -> None:
+    """Beside a row of estimates, in one pass."""
+    ids = ids_of(path, 3)
+    with session(path, ctx=128, max_sequences=2) as exact:
+        want = exact.forward([Segment(exact.new_sequence(), ids, (2,))])[0].copy()
+    with session(path, ctx=128, max_sequences=2, recipe=SCREENED) as opened:
+        masked, plain = sampler(opened), sampler(opened)
+        forbidden = int(want.argmax())
+        words = np.full(-(-len(want) // 32), 2**32 - 1, np.uint32)
+        words[forbidden // 32] ^= np.uint32(1 << forbidden % 32)
+        masked.set_mask(words)
+        rows = opened.forward([Segment(opened.new_sequence(), ids, (2,), DECODE, None, (chain.address,))
+                               for chain in (masked, plain)])
+        assert np.array_equal(rows[0], want) and not np.array_equal(rows[1], want)
+        assert masked.sample(rows[0]).token_id == np.argsort(-want, kind="stable")[1]
+        assert plain.sample(rows[1]).token_id == forbidden
+
+
 def test_every_kernel_agrees_with_its_reference(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_of(path, 6)
     monkeypatch.setenv("EDGEINFER_CHECK", "1")

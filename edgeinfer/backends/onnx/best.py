@@ -30,6 +30,7 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
 
     They do where the best token is sampled, or one of fewer than there are here (top-k), and where none that is equal
     to the last of those may be missing, for among equals the lower id comes first: whichever of them were brought.
+    Where a mask forbids tokens the whole row is needed.
 
     Parameters
     ----------
@@ -49,7 +50,8 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
     temperature, top_p, min_p = np.frombuffer(told).reshape(len(sample_specs), -1).T[
         [abi.SAMPLE_TEMPERATURE >> 3, abi.SAMPLE_TOP_P >> 3, abi.SAMPLE_MIN_P >> 3]]
     top_k = np.where(temperature == 0, 1, words[abi.SAMPLE_TOP_K >> 3])
-    if not (words[abi.SAMPLE_ALONE >> 3].all() and (top_k > 0).all() and (top_k < values.shape[1]).all()):
+    alone = (words[abi.SAMPLE_ALONE >> 3] != 0) & (words[abi.SAMPLE_MASK >> 3] == 0)
+    if not (alone.all() and (top_k > 0).all() and (top_k < values.shape[1]).all()):
         return False
     rows, order = np.arange(len(sample_specs)), np.lexsort((ids, -values))
     values, ids = values[rows[:, None], order], ids[rows[:, None], order]

@@ -15,7 +15,7 @@ from ..progress import ProgressLine
 from .bench_run import find_bundle, open_runner
 
 if TYPE_CHECKING:
-    from ...bench import Load, RequestLength
+    from ...bench import Load
     from ..options import Given
 
 MOST_SEQUENCES = 64

@@ -176,7 +176,8 @@ def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]],
             for token in more:
                 sampler.accept(token, noted=True)
             proposal += (*more, sampler.sample(row).token_id)
-            if (strange := next((i for i, token in enumerate(proposal) if token >= vocab_size), None)) is not None:
+            strange = next((i for i, token in enumerate(proposal) if not 0 <= token < vocab_size), None)
+            if strange is not None:  # another model's token, or none: the mask left nothing
                 del proposal[strange:]
             elif len(proposal) < n and proposal[-1] not in sampler.ends:
                 sampler.accept(proposal[-1])

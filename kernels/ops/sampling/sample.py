@@ -2,12 +2,11 @@
 sample.
 
 Three instructions. `sample_edit` changes the logits of the tokens that a sample spec's list names. `sample_blocks`
-notes
-the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole vocabulary
-the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and samples, and
-puts
-the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
-maxima.
+notes the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole
+vocabulary the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and
+samples, and puts the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
+maxima. What a mask forbids is -inf in every vector of logits that is read (`logits_at`), and no sample takes a token
+of -inf; so single logits are only read where they are allowed.
 
 Operands: 0 logits, 1 work. Parameters: parameters.SAMPLE. Reference: reference/sampling/sample.py; all in NumPy:
 sampling.py. Floats of 64 bits go through the same single operations as there, so that tokens are the same.
@@ -30,6 +29,7 @@ from ...abi import (
     SAMPLE_EDITS,
     SAMPLE_FREQUENCY,
     SAMPLE_KEY,
+    SAMPLE_MASK,
     SAMPLE_MIN_P,
     SAMPLE_N_EDITS,
     SAMPLE_PRESENCE,
@@ -45,14 +45,26 @@ from ...registry import kernel
 from ...vector.instruction import claim, count, inline, operand, parameter, token
 from ...vector.lanes import first_lane, lanes_at_least, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
 from ...vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64, store_f32, store_i64
-from ...vector.scalars import div_f64, div_i64, f32_from_bits, f64_of, max_f32, narrow, trailing_zeros, widen
+from ...vector.scalars import div_f64, div_i64, f64_of, max_f32, narrow, trailing_zeros, widen
 from ...vector.vecmath import exp as exp_lanes
 from .sample_cut import choose_of_many
-from .sample_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
+from .sample_numbers import (
+    LOWEST_ORDER,
+    absorb,
+    candidate,
+    exp,
+    gumbel,
+    id_of,
+    lanes_from,
+    logit_of,
+    logit_of_order,
+    logits_at,
+)
 
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
-_NO_CANDIDATE = -(2**63)
+_NO_CANDIDATE = (LOWEST_ORDER - 1) << 32
+"""The place of a candidate where there are too few: a logit of -inf, whose weight is 0."""
 _BLOCKS = SAMPLE_CHUNK // SAMPLE_BLOCK
 
 
@@ -134,6 +146,7 @@ def sample_blocks(inst, ctx, tid, n_threads):
         r = div_i64(unit, chunks)
         chunk, spec = unit - r * chunks, sample_spec_of(ctx, r)
         if spec:
+            mask = load_i64(spec + SAMPLE_MASK)
             logits = operand(inst, ctx, 0) + r * parameter(inst, SAMPLE.logits_stride)
             work = operand(inst, ctx, 1) + r * parameter(inst, SAMPLE.work_stride)
             first, maxima = chunk * SAMPLE_CHUNK, work + 64 * chunk
@@ -141,13 +154,13 @@ def sample_blocks(inst, ctx, tid, n_threads):
                 top = splat_f32(-_INFINITY)
                 start = first + k * SAMPLE_BLOCK
                 for i in range(start, min(start + SAMPLE_BLOCK, vocab_size), 16):
-                    top = vmax_or_inf(top, logits_at(logits, i, vocab_size))
+                    top = vmax_or_inf(top, logits_at(logits, mask, i, vocab_size))
                 store_f32(maxima + 4 * k, max_lanes(top))
             if sums_wanted(spec, vocab_size):
                 base = splat_f32(max_f32(largest_of(maxima, 1), first_lane(splat_f32(_LOWEST))))
                 total = splat_f32(0.0)
                 for i in range(first, min(first + SAMPLE_CHUNK, vocab_size), 16):
-                    total = total + exp_lanes(logits_at(logits, i, vocab_size) - base)
+                    total = total + exp_lanes(logits_at(logits, mask, i, vocab_size) - base)
                 store_f32(work + parameter(inst, SAMPLE.sums) + 4 * chunk, sum_lanes(total))
         unit = claim(ctx)
     return 0
@@ -173,15 +186,15 @@ def replace_root(heap, n, key):
 
 
 @inline
-def collect_block(logits, first, vocab_size, heap, n, threshold):
+def collect_block(logits, mask, first, vocab_size, heap, n, threshold):
     """Put what is better than the worst of n candidates among them, from one block; returns the worst one's logit."""
     for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
-        mask = lanes_at_least(logits_at(logits, i, vocab_size), threshold)
-        while mask:
-            at = i + trailing_zeros(mask)
-            mask = mask & (mask - 1)
+        lanes = lanes_from(logits, mask, i, vocab_size, threshold)
+        while lanes:
+            at = i + trailing_zeros(lanes)
+            lanes = lanes & (lanes - 1)
             key = candidate(logits, at)
-            if at < vocab_size and key > load_i64(heap):
+            if key > load_i64(heap):
                 replace_root(heap, n, key)
                 if load_i64(heap) != _NO_CANDIDATE:
                     threshold = logit_of(load_i64(heap))
@@ -189,17 +202,17 @@ def collect_block(logits, first, vocab_size, heap, n, threshold):
 
 
 @inline
-def collect(logits, maxima, vocab_size, heap, n):
+def collect(logits, mask, maxima, vocab_size, heap, n):
     """Leave the n best candidates at `heap`, best first."""
     for j in range(n):
         store_i64(heap + 8 * j, _NO_CANDIDATE)
-    threshold = f32_from_bits(0xFF800000)
+    threshold = logit_of_order(LOWEST_ORDER)
     for chunk in range(div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)):
-        mask = lanes_at_least(load_f32x16(maxima + 64 * chunk), threshold)
-        while mask:
-            first = chunk * SAMPLE_CHUNK + trailing_zeros(mask) * SAMPLE_BLOCK
-            mask = mask & (mask - 1)
-            threshold = collect_block(logits, first, vocab_size, heap, n, threshold)
+        blocks = lanes_at_least(load_f32x16(maxima + 64 * chunk), threshold)
+        while blocks:
+            first = chunk * SAMPLE_CHUNK + trailing_zeros(blocks) * SAMPLE_BLOCK
+            blocks = blocks & (blocks - 1)
+            threshold = collect_block(logits, mask, first, vocab_size, heap, n, threshold)
     for end in range(n - 1, 0, -1):
         worst, last = load_i64(heap), load_i64(heap + 8 * end)
         replace_root(heap, end, last)
@@ -253,14 +266,15 @@ def sampled(spec, heap, n, top, position):
 
 @inline
 def choose(spec, logits, work, sums, heap, vocab_size, position):
-    """The token's id; -1 if a logit is NaN or infinite."""
+    """The token's id; -1 if a logit is NaN or infinite, or none is left."""
     largest = largest_of(work, div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK))
     if not (largest < _INFINITY and largest > -_INFINITY):
         return -1
     temperature, top_k = load_f64(spec + SAMPLE_TEMPERATURE), load_i64(spec + SAMPLE_TOP_K)
+    mask = load_i64(spec + SAMPLE_MASK)
     wanted = top_k if 0 < top_k < vocab_size else vocab_size
     n = 1 if temperature == 0.0 else min(wanted, SAMPLE_CANDIDATES)
-    collect(logits, work, vocab_size, heap, n)
+    collect(logits, mask, work, vocab_size, heap, n)
     if temperature == 0.0:
         return id_of(load_i64(heap))
     top = widen(logit_of(load_i64(heap)))
@@ -270,7 +284,7 @@ def choose(spec, logits, work, sums, heap, vocab_size, position):
         if kept:
             return sampled(spec, heap, kept, top, position)
     bins = heap + 8 * SAMPLE_CANDIDATES
-    return choose_of_many(spec, logits, work, bins, vocab_size, top, total, position)
+    return choose_of_many(spec, logits, mask, work, bins, vocab_size, top, total, position)
 
 
 @kernel("sample_choose")

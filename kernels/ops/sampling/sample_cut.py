@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from ...abi import SAMPLE_BLOCK, SAMPLE_KEY, SAMPLE_MIN_P, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, SAMPLE_TOP_P
 from ...vector.instruction import inline, outlined
-from ...vector.lanes import lanes_at_least
 from ...vector.memory import load_f32, load_f64, load_i64, store_f64, store_i64
-from ...vector.scalars import bits_of_f64, div_f64, div_i64, f64_of, narrow, shift_right, trailing_zeros, widen
-from .sample_numbers import absorb, exp, gumbel, log, logit_of_order, logits_at, order_of
+from ...vector.scalars import bits_of_f64, div_f64, div_i64, f64_of, max_f32, narrow, shift_right, trailing_zeros, widen
+from .sample_numbers import LOWEST_ORDER, absorb, exp, gumbel, lanes_from, log, logit_of_order, order_of
 
 _INFINITY = float("inf")
 _EVERY = 1 << 40
 """More tokens than there are."""
 _BASE = -(1 << 31)
 """Below all order-preserving bits."""
-_LOWEST = -0x7F800001
-"""The bits of -inf: nothing is cut."""
 _MOST_GUMBEL = 37.0
 """Above -ln(2^-53), the largest Gumbel number that there is."""
 
 
 @inline
-def tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, shift):
+def tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, shift):
     """Count the tokens, and add up their weights, by the byte of their bits behind a prefix.
 
     Left out are logits below `least` and what lies behind the limit, which is a cut.
@@ -40,13 +37,13 @@ def tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefi
         if load_f32(maxima + 4 * block) >= least:
             first = SAMPLE_BLOCK * block
             for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
-                mask = lanes_at_least(logits_at(logits, i, vocab_size), least)
-                while mask:
-                    at = i + trailing_zeros(mask)
-                    mask = mask & (mask - 1)
+                lanes = lanes_from(logits, mask, i, vocab_size, least)
+                while lanes:
+                    at = i + trailing_zeros(lanes)
+                    lanes = lanes & (lanes - 1)
                     order = order_of(logits, at)
-                    equals += 1 if order == limit and at < vocab_size else 0
-                    inside = at < vocab_size and (order > limit or (order == limit and equals <= limit_ties))
+                    equals += 1 if order == limit else 0
+                    inside = order > limit or (order == limit and equals <= limit_ties)
                     bits = order - _BASE
                     if inside and bits >> (shift + 8) == prefix:
                         slot = bins + 16 * ((bits >> shift) & 255)
@@ -55,14 +52,14 @@ def tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefi
 
 
 @outlined
-def cut_at(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, count, share, total):
+def cut_at(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, count, share, total):
     """The cut behind the first token with which so many, or this share of the total, is reached: (bits, equals kept).
 
-    A total below 0 stands for that of the tokens before the limit.
+    A total below 0 stands for that of the tokens before the limit. Where there are too few tokens nothing is cut.
     """
     prefix, n, reached, mass, b = 0, 0, 0.0, share * total, 0
     for level in range(4):
-        tally(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, 24 - 8 * level)
+        tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, 24 - 8 * level)
         if mass < 0.0:
             total = 0.0
             for slot in range(256):
@@ -74,17 +71,19 @@ def cut_at(logits, maxima, bins, vocab_size, top, least, limit, limit_ties, coun
             reached = reached + load_f64(bins + 16 * b + 8)
             b -= 1
         prefix = prefix << 8 | b
+    if prefix + _BASE < LOWEST_ORDER:
+        return LOWEST_ORDER, _EVERY
     equals, weight = load_i64(bins + 16 * b), exp(widen(logit_of_order(prefix + _BASE)) - top)
     kept = 1
     while kept < equals and n + kept < count and reached + weight * f64_of(kept) < mass:
         kept += 1
-    return max(prefix + _BASE, _LOWEST), kept
+    return prefix + _BASE, kept
 
 
 @inline
 def least_likely(top, min_p):
     """The bits of the smallest logit whose weight is at least min-p."""
-    low, high = _LOWEST, 0x7F800000
+    low, high = LOWEST_ORDER, 0x7F800000
     while low < high:
         middle = (low + high) >> 1
         logit = widen(logit_of_order(middle))
@@ -100,48 +99,52 @@ def surely_left_out(top, top_p, total, vocab_size):
     """A logit below which all tokens together weigh less than what top-p leaves out."""
     weight = div_f64(0.9 * (1.0 - top_p) * total, f64_of(vocab_size))
     if weight < 1e-300:
-        return narrow(-_INFINITY)
+        return logit_of_order(LOWEST_ORDER)
     bound = top + log(weight)
-    return narrow(bound - 1e-6 * abs(bound))
+    return max_f32(narrow(bound - 1e-6 * abs(bound)), logit_of_order(LOWEST_ORDER))
 
 
 @inline
-def sampled_of_all(spec, logits, maxima, vocab_size, top, cut, ties, position):
+def sampled_of_all(spec, logits, mask, maxima, vocab_size, top, cut, ties, position):
     """The token before the cut with the largest logit / temperature + Gumbel number; the lowest id among equals."""
     state, temperature = absorb(load_i64(spec + SAMPLE_KEY), position), load_f64(spec + SAMPLE_TEMPERATURE)
     least, best, chosen, equals = logit_of_order(cut), -_INFINITY, vocab_size, 0
     for block in range(div_i64(vocab_size + SAMPLE_BLOCK - 1, SAMPLE_BLOCK)):
         most = load_f32(maxima + 4 * block)
         if most >= least and div_f64(widen(most) - top, temperature) + _MOST_GUMBEL >= best:
-            for at in range(SAMPLE_BLOCK * block, min(SAMPLE_BLOCK * (block + 1), vocab_size)):
-                order = order_of(logits, at)
-                equals += 1 if order == cut else 0
-                if order > cut or (order == cut and equals <= ties):
-                    bits = absorb(state, at)
-                    score = div_f64(widen(load_f32(logits + 4 * at)) - top, temperature)
-                    # -ln u >= 1 - u, which is at least 2^-53 times the integer whose highest bit is looked at here
-                    rest = bits_of_f64(f64_of((1 << 52) - shift_right(bits, 12))) >> 52
-                    if score + 0.69314719 * f64_of(53 + 1023 - rest) >= best:
-                        score = score + gumbel(bits)
-                        if score > best or (score == best and at < chosen):
-                            best, chosen = score, at
+            first = SAMPLE_BLOCK * block
+            for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
+                lanes = lanes_from(logits, mask, i, vocab_size, least)
+                while lanes:
+                    at = i + trailing_zeros(lanes)
+                    lanes = lanes & (lanes - 1)
+                    equals += 1 if order_of(logits, at) == cut else 0
+                    if equals <= ties or order_of(logits, at) > cut:
+                        bits = absorb(state, at)
+                        score = div_f64(widen(load_f32(logits + 4 * at)) - top, temperature)
+                        # -ln u >= 1 - u, at least 2^-53 times the integer whose highest bit is looked at here
+                        rest = bits_of_f64(f64_of((1 << 52) - shift_right(bits, 12))) >> 52
+                        if score + 0.69314719 * f64_of(53 + 1023 - rest) >= best:
+                            score = score + gumbel(bits)
+                            if score > best or (score == best and at < chosen):
+                                best, chosen = score, at
     return chosen
 
 
 @outlined
-def choose_of_many(spec, logits, maxima, bins, vocab_size, top, total, position):
+def choose_of_many(spec, logits, mask, maxima, bins, vocab_size, top, total, position):
     """The token that is sampled where any number may be kept; `total` is the weight of the whole vocabulary."""
     top_k, top_p, min_p = load_i64(spec + SAMPLE_TOP_K), load_f64(spec + SAMPLE_TOP_P), load_f64(spec + SAMPLE_MIN_P)
-    cut, ties, least = _LOWEST, _EVERY, narrow(-_INFINITY)
+    cut, ties, least = LOWEST_ORDER, _EVERY, logit_of_order(LOWEST_ORDER)
     if 0 < top_k < vocab_size:
-        cut, ties = cut_at(logits, maxima, bins, vocab_size, top, least, cut, ties, top_k, _INFINITY, 1.0)
+        cut, ties = cut_at(logits, mask, maxima, bins, vocab_size, top, least, cut, ties, top_k, _INFINITY, 1.0)
         least, total = logit_of_order(cut), -1.0
     elif top_p < 1.0:
         least = surely_left_out(top, top_p, total, vocab_size)
     if top_p < 1.0:
-        cut, ties = cut_at(logits, maxima, bins, vocab_size, top, least, cut, ties, _EVERY, top_p, total)
+        cut, ties = cut_at(logits, mask, maxima, bins, vocab_size, top, least, cut, ties, _EVERY, top_p, total)
     if min_p > 0.0:
         likely = least_likely(top, min_p)
         if likely > cut:
             cut, ties = likely, _EVERY
-    return sampled_of_all(spec, logits, maxima, vocab_size, top, cut, ties, position)
+    return sampled_of_all(spec, logits, mask, maxima, vocab_size, top, cut, ties, position)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from ...vector.instruction import inline
-from ...vector.lanes import lane_numbers, mask_outside
-from ...vector.memory import load_f32x16, load_i32
+from ...vector.lanes import allow, lane_numbers, lanes_at_least, mask_outside
+from ...vector.memory import load_f32x16, load_i32, load_u16
 from ...vector.scalars import bits_of_f64, div_f64, f32_from_bits, f64_from_bits, f64_of, i64_of, shift_right
 
 _GAMMA, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
+LOWEST_ORDER = -0x7F800000
+"""The order-preserving bits of the lowest finite number: a logit below it is -inf, and its token in no sample."""
+
+
 @inline
-def logits_at(logits, i, vocab_size):
-    """16 logits from number i on; -inf behind the last one."""
+def logits_at(logits, mask, i, vocab_size):
+    """16 logits from number i on, a multiple of 16; -inf behind the last one, and where a mask (or 0) forbids one."""
     v = load_f32x16(logits + 4 * i)
+    if mask:
+        v = allow(v, load_u16(mask + (i >> 3)))
     if i + 16 <= vocab_size:
         return v
     return mask_outside(v, lane_numbers(), 0, vocab_size - 1 - i, f32_from_bits(0xFF800000))
+
+
+@inline
+def lanes_from(logits, mask, i, vocab_size, least):
+    """Bit j for each of the 16 logits from number i on that is `least` or more, a finite number, and allowed."""
+    lanes = lanes_at_least(logits_at(logits, 0, i, vocab_size), least)
+    return lanes & load_u16(mask + (i >> 3)) if mask else lanes
 
 
 @inline

@@ -27,6 +27,8 @@ class _Row(NamedTuple):
     """The same memory."""
     edits: NDArray[Any]
     logits: NDArray[np.float32]
+    mask: NDArray[np.int32] | None
+    """Of the tokens that it allows; None allows all."""
     work: int
     """Address of its row of work."""
     position: int
@@ -37,6 +39,13 @@ class _Row(NamedTuple):
 
     def number(self, offset: int) -> float:
         return float(self.floats[offset // 8])
+
+    @property
+    def allowed(self) -> NDArray[np.float32]:
+        """The logits as they are read: -inf where the mask forbids one that is no sign of damage."""
+        if self.mask is None:
+            return self.logits
+        return np.where(self.logits < np.inf, sampling.forbid(self.logits, self.mask), self.logits)
 
     @property
     def temperature(self) -> float:
@@ -62,7 +71,9 @@ def _rows(view: InstructionView) -> Iterator[_Row]:
             words = memory(address, np.int64, (abi.SAMPLE_BYTES // 8,))
             edits = memory(int(words[abi.SAMPLE_EDITS // 8]), EDIT, (int(words[abi.SAMPLE_N_EDITS // 8]),))
             logits = view.array(0, np.float32, (p.vocab_size,), at=r * p.logits_stride)
-            yield _Row(words, words.view(np.float64), edits, logits, view.address(1) + r * p.work_stride,
+            mask = int(words[abi.SAMPLE_MASK // 8])
+            allowed = memory(mask, np.int32, (-(-p.vocab_size // 32),)) if mask else None
+            yield _Row(words, words.view(np.float64), edits, logits, allowed, view.address(1) + r * p.work_stride,
                        int(positions[r]) + 1)
 
 
@@ -91,7 +102,7 @@ def blocks_reference(view: InstructionView) -> list[Expected]:
     """The reference of ``sample_blocks``."""
     expected, sums_at = [], view.parameters(SAMPLE).sums
     for row in _rows(view):
-        chunks = _chunks(row.logits)
+        chunks = _chunks(row.allowed)
         maxima = chunks.reshape(-1, abi.SAMPLE_BLOCK).max(axis=1)
         maxima[np.isnan(maxima)] = np.inf
         expected.append(Expected("maxima", memory(row.work, np.float32, maxima.shape), maxima))
@@ -114,14 +125,14 @@ def choose_reference(view: InstructionView) -> list[Expected]:
         bins = memory(row.work + p.candidates + 8 * abi.SAMPLE_CANDIDATES, np.uint8, (16 * abi.SAMPLE_BINS,))
         expected += [Expected("token", row.words[:1], np.array([token])), Expected("logits", row.logits, logits),
                      Expected("candidates", memory(row.work + p.candidates, np.int64, (len(ids),)),
-                              _keys(row.logits[ids], ids)),
+                              _keys(row.allowed[ids], ids)),
                      Expected("bins", bins, bins)]  # scratch, whatever it holds
     return expected
 
 
 def _choose(row: _Row, sums_at: int) -> tuple[int, sampling.Ids]:
     """Return the token, -1 if there is none to choose from, and the candidates that are sorted."""
-    (top_k, top_p, min_p), logits, none = row.settings, row.logits, np.zeros(0, np.intp)
+    (top_k, top_p, min_p), logits, none = row.settings, row.allowed, np.zeros(0, np.intp)
     n_chunks = -(-len(logits) // abi.SAMPLE_CHUNK)
     maxima = memory(row.work, np.float32, (n_chunks, abi.SAMPLE_CHUNK // abi.SAMPLE_BLOCK)).max(axis=1)
     if not np.isfinite(maxima.max()):
@@ -142,6 +153,6 @@ def _choose(row: _Row, sums_at: int) -> tuple[int, sampling.Ids]:
 
 
 def _keys(logits: NDArray[np.float32], ids: sampling.Ids) -> NDArray[np.int64]:
-    """Candidates as the kernel sorts them: order-preserving bits of the logit above the inverted id."""
+    """Candidates as the kernel sorts them: order-preserving bits of the logit above the inverted id, none for -inf."""
     bits = (logits + np.float32(0)).view(np.int32).astype(np.int64)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32 | (0xFFFFFFFF - ids)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32 | np.where(logits > -np.inf, 0xFFFFFFFF - ids, 0)
