@@ -20,12 +20,15 @@ import pytest
 
 from edgeinfer.errors import EdgeInferError
 from tests import tested
+from tests.helpers import pace
 
 LEFT_OUT = ("slow", "timing")
 """Marks of the tests that README's command leaves out."""
 OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
+UNIT_SECONDS = 1.0
+"""Processor time of a unit test, where a fixed loop takes as long as on the machine that pace.py names."""
 TELL_SECONDS = 10.0
 """Between two lines of progress off a terminal."""
 
@@ -66,6 +69,19 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
             cases.setdefault(name, []).append(item.nodeid)
             wanted[name] = marks[0].kwargs["keep"]
     return {ids[i * len(ids) // wanted[name]] for name, ids in cases.items() for i in range(wanted[name])}
+
+
+def too_long(item: pytest.Item, seconds: float) -> str:
+    """Say that a unit test took longer than it may; empty if not, of marked tests, and without `--all`.
+
+    `seconds` is the processor time of this process, so that other processes take none of it. They still slow it down
+    by caches and by the other half of a core, and machines differ: so the limit is that of a loop timed just then.
+    """
+    marked = any(item.get_closest_marker(mark) for mark in (*LEFT_OUT, "reference"))
+    if marked or not item.config.getoption("all_tests") or seconds <= UNIT_SECONDS:
+        return ""
+    most = UNIT_SECONDS * pace.slowness()
+    return f"a unit test took {seconds:.1f} s of at most {most:.1f}: mark it slow" if seconds > most else ""
 
 
 def choose_levels(config: pytest.Config) -> None:
