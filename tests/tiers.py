@@ -115,12 +115,15 @@ class OnProgress:
         self._reporter = config.pluginmanager.get_plugin("terminalreporter")
 
     def tell(self, done: int, total: int, name: str) -> None:
-        """Take what `find_objects` reports."""
+        """Take what `find_objects` reports; a total of 0 means that another process compiles."""
         now, on_terminal = time.monotonic(), self._reporter and self._reporter.isatty
-        if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and done < total):
+        ended = total and done == total
+        if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and not ended):
             return
         self._told = now
-        text = f"compiling kernels for {self._isa}: {done} of {total}, {now - self._began:.0f} s"
+        what = f"compiling kernels for {self._isa}: {done} of {total}" if total else \
+            f"another process compiles kernels for {self._isa}"
+        text = f"{what}, {now - self._began:.0f} s"
         if on_terminal:
             self._reporter.rewrite(text, erase=True)
         else:

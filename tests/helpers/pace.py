@@ -10,7 +10,7 @@ READINGS = 3
 
 
 def slowness() -> float:
-    """How many times as long as there the loop takes here and now; at least 1."""
+    """Return how many times as long as there the loop takes here and now; at least 1."""
     return max(1.0, *(_loop() / QUIET_SECONDS for _ in range(READINGS)))
 
 
