@@ -14,10 +14,11 @@ import pytest
 
 from edgeinfer.base.cache_dir import cache_entries, cache_root, clear_cache
 from edgeinfer.bundle import FORMAT_VERSION, Bundle, is_bundle
-from edgeinfer.errors import DestinationError, ModelNotFoundError, UnsupportedModelError
-from edgeinfer.models import checkpoint_path, demo_path, resolve
+from edgeinfer.errors import DestinationError, ModelNotFoundError, UnsupportedModelError, UsageError
+from edgeinfer.models import Storage, checkpoint_path, demo_path, resolve
 from tests.helpers.bundles import alter_header, as_format_1
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.packers import make_packed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -239,3 +240,12 @@ def test_a_checkpoint_that_cannot_be_converted_is_not_told_to_be(tmp_path: Path)
     (source / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
     with pytest.raises(UnsupportedModelError, match="mamba"):
         resolve(source, convert=False)
+
+
+@pytest.mark.slow
+def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path) -> None:
+    make_packed(tmp_path / "hf", "gptq")
+    made = resolve(tmp_path / "hf", storage=Storage("q4", 64))
+    assert resolve(tmp_path / "hf", storage=Storage("q4", 64)) == made
+    with pytest.raises(UsageError, match="also say with --weights"):
+        resolve(tmp_path / "hf", storage=Storage(None, 64))
