@@ -115,7 +115,11 @@ class Drafting(NamedTuple):
 
 def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -> Drafter:
     """Make the drafter of a request."""
-    from ..engine import DraftModel, PromptLookup, SelfDraft
+    from ..engine import PromptLookup
+
+    if draft is None and kind not in (DRAFT, SELF):
+        return PromptLookup()
+    from ..engine import DraftModel, SelfDraft
     from ..runtime import SelfDraftSession
 
     if isinstance(draft, SelfDraftSession):
