@@ -24,8 +24,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Bundle, checkpoint directory or GGUF file (converted once into the cache), ollama:NAME, known name, or "
-             "hub id.",
+        help="GGUF file or checkpoint directory (converted once into the cache), bundle, ollama:NAME, known name, or "
+             "id on the hub.",
         show_default=False,
     ),
 ]
@@ -258,8 +258,8 @@ def _name_machine(given: Given, known: set[str]) -> None:
     named, by_flag = given.device, given.by_flag("device")
     if named in (None, *DEVICES):
         if "device" not in known and by_flag:
-            raise UsageError(f"--device {named} is an executor, and an estimate is about hardware; give --machine NAME "
-                             "('edgeinfer devices' lists them).")
+            raise UsageError(f"--device {named} selects an executor, and estimate is for hardware; give --machine NAME "
+                             "('edgeinfer devices' lists names).")
         return
     where = f"--device {named}" if by_flag else f"EDGEINFER_DEVICE={named}"
     if "machine" in known and given.machine is None:
@@ -289,8 +289,8 @@ def agreeing(given: Given, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
         return {name: value for name, value in asked.items() if name != "length_penalty" or given.by_flag(name)}
     if sampled:
         flag = next(one.flag for one in OPTIONS if one.name == sampled[0])
-        raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the most likely texts "
-                         "instead; leave one of them out.")
+        raise UsageError(f"{flag} {asked[sampled[0]]} applies to sampling, and --beams does not sample; "
+                         "use one or the other.")
     return {name: value for name, value in asked.items() if name not in SAMPLING}
 
 

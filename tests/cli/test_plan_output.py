@@ -67,7 +67,7 @@ def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
     def notes(*options: str) -> list[str]:
         return list(edgeinfer("plan", "demo", "--json", *options).json["notes"])
 
-    remark = "The budget is the memory of Raspberry Pi 5, 16 GB, less 1.07 GB for the system; --budget sets another. It is"
+    remark = "The budget is the memory of Raspberry Pi 5, 16 GB, less 1.07 GB for the system; --budget sets another."
     assert any(note.startswith(remark) for note in notes("--machine", "rpi5"))
     assert not any(note.startswith(remark) for note in notes("--machine", "rpi5", "--budget", "1GB"))
     assert not any(note.startswith(remark) for note in notes())
