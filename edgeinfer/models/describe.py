@@ -337,5 +337,5 @@ def _unknown(name: str) -> str:
         return missing
     shapes = builtin_shapes()
     near = difflib.get_close_matches(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
-    return unknown_model(name, near, "Give a GGUF file, a checkpoint, a bundle, a config.json, an id on the hub such as "
+    return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

@@ -43,7 +43,7 @@ def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path
     monkeypatch.setitem(devices.PROVIDERS, "onnx-cpu", PROVIDERS["onnx-cpu"]._replace(kv=("f16",)))  # as cuda's
     assert edgeinfer(*given, "--reference", "demo", "--reference-device", "onnx-cpu").json["kld_mean"] < 1e-12
     told = edgeinfer(*given[:-1], "--reference-device", "onnx-cpu")
-    assert told.code == 2 and told.sentence.startswith("--reference-device onnx-cpu is about a reference; add")
+    assert told.code == 2 and told.sentence.startswith("--reference-device onnx-cpu requires --reference")
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
     assert "rank is 5, but a sign predictor has none" in refused(bundles, *text, "--rank", 5, "--predictor", "sign")
     assert "epochs is 3, but a sign predictor" in refused(bundles, *text, "--epochs", 3, "--predictor", "sign")
     assert "epochs is 101; it must be from 0 to 100" in refused(bundles, *text, "--epochs", 101)
-    assert "--epochs 3 is about these; give one" in refused(bundles, *text, "--epochs", 3, "--head")
+    assert "--epochs 3 is for them; give one of the two" in refused(bundles, *text, "--epochs", 3, "--head")
     demo = edgeinfer("sparsify", "demo", bundles / "none", "--text", tmp_path / "short.txt")
     assert demo.code == 1 and "too few to learn from" in demo.err
     again = edgeinfer("sparsify", bundles / "tile16", bundles / "tile16", *text, "--overwrite")

@@ -117,7 +117,7 @@ def test_a_conversion_that_cannot_be_opened_is_made_again(
 
 def test_a_checkpoint_is_not_converted_where_that_is_not_wanted(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "tiny")
-    with pytest.raises(ModelNotFoundError, match="has not been converted yet; .edgeinfer run. or"):
+    with pytest.raises(ModelNotFoundError, match=r"has not been converted yet; .edgeinfer run. or"):
         resolve(source, convert=False)
     assert resolve(resolve(source), convert=False) == resolve(source, convert=False)
 
@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
     [
         ("dmeo", r"Unknown model 'dmeo'; did you mean 'demo'\?$"),
         ("tinylama", r"did you mean 'tinyllama'\?"),
-        ("zzzzzz", "Unknown model 'zzzzzz'. Give a GGUF file, .* such as demo or .*'edgeinfer models' lists what is on this machine"),
+        ("zzzzzz", "Unknown model 'zzzzzz'. Give a GGUF file, .* such as demo or .*'edgeinfer models' lists what"),
         ("no/such/place", r"There is no file or directory 'no/such/place'\.$"),
         ("/no/such/place", "There is no file or directory '/no/such/place'\\."),
     ],

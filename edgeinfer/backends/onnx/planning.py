@@ -214,10 +214,11 @@ class DevicePlanner:
         """The sentence for a plan that does not fit."""
         here = host is not None and plan.total_bytes > host
         needs, has = (plan.total_bytes, host or 0) if here else (plan.device_bytes, device or 0)
-        advice = "Fits: " + "; ".join(map(str, options)) if options else "Nothing smaller of this model fits"
+        advice = f"It fits with {', or with '.join(map(str, options))}" if options else \
+            "No smaller setting of this model fits"
         return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
-                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; or "
-                "run with --device cpu.")
+                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; "
+                "otherwise run with --device cpu.")
 
 
 def written_out(matmul: Node, tokens: int) -> int:

@@ -96,7 +96,7 @@ def bench(
     ] = False,
     given: Given = NOTHING,
 ) -> None:
-    """Measure tokens per second and compare them with the limits of this machine.
+    """Measure the speed of a model.
 
     Tests are named as in llama-bench: pp512 processes a prompt of 512 tokens, tg128 generates 128 tokens, tg128 @ d4096
     does so after 4096 tokens of context. Between repetitions bench measures the machine's read bandwidth (all threads
@@ -148,7 +148,7 @@ def bench(
 def numbers(option: str, text: str) -> list[int]:
     """Return the numbers of a list like ``0,4096``."""
     if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
-        raise UsageError(f"{option} {text!r} cannot be read; write a number of tokens, or several as in 128,512.")
+        raise UsageError(f"{option} {text!r} is not a number of tokens; write one, or several as in 128,512.")
     return [int(number) for number in text.split(",")]
 
 
@@ -166,7 +166,7 @@ def check_request(model: str | None, shape: str | None, repetitions: int) -> Non
         near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
         names = " or ".join(repr(name) for name in near)
         few = ", ".join(sorted(SHAPES)[:SHOWN_NAMES])
-        hint = f"did you mean {names}?" if near else f"shapes are {few} and others, which '{LISTING}' lists."
+        hint = f"did you mean {names}?" if near else f"shapes include {few}; '{LISTING}' lists all."
         raise UsageError(f"There is no shape {shape!r}; {hint}")
 
 
@@ -174,7 +174,7 @@ def check_speculation(speculate: bool, draft: str | None, accept: float | None) 
     """Refuse what means nothing, and an acceptance that is not a share."""
     for option, value in (("--draft", draft), ("--accept", accept)):
         if value is not None and not speculate:
-            raise UsageError(f"{option} belongs to --speculate; add it.")
+            raise UsageError(f"{option} requires --speculate.")
     if accept is not None and not 0 <= accept <= 1:
         raise UsageError(f"--accept {accept} is out of range; it is a share, from 0 to 1.")
 
@@ -183,5 +183,5 @@ def check_device(device: str, profile: bool, speculate: bool) -> None:
     """Refuse what is measured of our own kernels alone."""
     for option, asked in (("--profile", profile), ("--speculate", speculate)):
         if asked and device != CPU:
-            raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; leave one of them "
-                             "out.")
+            raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; use one or the "
+                             "other.")

@@ -113,9 +113,9 @@ def sparsify(
     if predictor is not None and predictor not in PREDICTORS:
         raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
     if head and predictor is not None:
-        raise UsageError(f"--head leaves the FFNs as they are, and --predictor {predictor} is about these; give one.")
+        raise UsageError(f"--head leaves FFNs as they are, and --predictor {predictor} is for them; give one of the two.")
     if head and epochs:
-        raise UsageError(f"--head leaves the FFNs as they are, and --epochs {epochs} is about these; give one.")
+        raise UsageError(f"--head leaves FFNs as they are, and --epochs {epochs} is for them; give one of the two.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
     from edgeinfer.sparse import MEASURED_TOKENS, MOST_TOKENS, screen_head
