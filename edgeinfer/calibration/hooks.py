@@ -22,7 +22,7 @@ from edgeinfer.kernels import abi, reference
 from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, plain_segments
 from edgeinfer.runner import Sequence as Tokens
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..runtime import Session
 
 Floats = NDArray[np.float32]
@@ -135,8 +135,8 @@ class HookedRunner(Runner):
 
 
 def open_plain(path: str | Path, window: int, threads: int | None = None, *, host: Session | None = None,
-               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: Counted | None = None,
-               progress: Counted | None = None) -> Session:
+               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: OnStageProgress | None = None,
+               progress: OnStageProgress | None = None) -> Session:
     """Open a bundle in a session whose activations can all be read: no pass has changed its graph.
 
     Parameters
