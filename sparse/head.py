@@ -61,7 +61,7 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     Raises
     ------
     UnsupportedModelError
-        The head is not a product of codes, or screening it would read about as much as the head.
+        The head is not a matmul with codes, or screening it would read about as much as the head.
     UsageError
         No screen of this model has this rank.
     """
@@ -121,7 +121,7 @@ class _Head:
 def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[int],
             on_progress: OnProgress) -> tuple[Doubles,
                                                                                                         Floats]:
-    """Mean x x' of the head's inputs, as its product sees them, and some of them from all over the text.
+    """Mean x x' of the head's inputs, as its matmul sees them, and some of them from all over the text.
 
     What is visited is the residual stream before the last norm, for a capture asks for no logits.
     """

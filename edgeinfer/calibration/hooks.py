@@ -46,7 +46,7 @@ class View:
         return memory.view(np.float32).reshape(self.tokens, -1)[:, : tensor.width]
 
     def values(self, tensor: Tensor) -> Floats:
-        """Return a copy of the rows, of shape (tokens, width); quantised ones as the products see them."""
+        """Return a copy of the rows, of shape (tokens, width); quantised ones as the matmuls see them."""
         if tensor.dtype == "f32":
             return self.floats(tensor).copy()
         allocation, group = self._session.plan.allocations[tensor.name], tensor.group_size

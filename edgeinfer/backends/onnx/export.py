@@ -153,7 +153,7 @@ def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
         ffns = [weight for weight in graph.graph.weights if weight.kind == "ffn"]
         before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
         found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
-                     f"which no product of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
+                     f"which no matmul of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
                      f"instead of {format_size(before)}. Convert with --ffn-layout tile16 to keep their codes.")
     wide = {stored.storage.name for stored in graph.graph.types.values()
             if stored.layout == "tile16" and not stored.quantised}
