@@ -79,7 +79,7 @@ class Bundle:
         expected : mapping of str to tuple of int, optional
             Names and shapes that the tensor table must have, no more and no less; see also `check`.
         compare : bool
-            Whether the small files are compared with their checksums; who only looks at the header need not.
+            Whether the small files are compared with their checksums; not needed to read only the header.
 
         Raises
         ------

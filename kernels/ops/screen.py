@@ -245,7 +245,7 @@ def _register_head(name, make_matmul, group):
         matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
         tokens, tiles = count(ctx, parameter(inst, SCREEN.rows)), parameter(inst, SCREEN.tiles)
         chunk = parameter(inst, SCREEN.chunk)
-        if count(ctx, COUNT_SAMPLES) == 0:  # nobody has made estimates
+        if count(ctx, COUNT_SAMPLES) == 0:  # there are no estimates
             whole_chunks(matmul, ctx, tiles, chunk, tokens)
             return 0
         at = Estimated(matmul, operand(inst, ctx, 3), operand(inst, ctx, 4), operand(inst, ctx, 5))

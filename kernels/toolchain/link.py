@@ -45,7 +45,7 @@ class Kernels:
         return " ".join([self.isa.machine, "fused" if fused else self.isa.name, *sources])
 
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
-        """Addresses of the named kernels, linked on first use, and compiled where nobody has done so before.
+        """Addresses of the named kernels, linked on first use, and compiled if that has not been done before.
 
         Raises `KernelError` if there is no kernel of that name, or it cannot be compiled.
         """

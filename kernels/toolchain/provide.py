@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 180.0
 TICK_SECONDS = 0.5
 _DAY_SECONDS = 86400
 _EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
-_REMEDY = "Set EDGEINFER_CACHE to a directory that you can write and nobody else."
+_REMEDY = "Set EDGEINFER_CACHE to a directory that only you can write."
 _unkept: dict[KernelSet, dict[str, bytes]] = {}
 """Kernels that this process has compiled and could not store."""
 _announced: set[KernelSet] = set()
