@@ -1,4 +1,4 @@
-"""Faces of packages that load a public name only when somebody asks for it."""
+"""Packages that load a public name only when it is first used."""
 
 from __future__ import annotations
 

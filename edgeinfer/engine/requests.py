@@ -228,7 +228,7 @@ class Request(Generic[Result]):
 
     @property
     def unread_seconds(self) -> float:
-        """Seconds since somebody last read; 0 while somebody does."""
+        """Seconds since the result was last read; 0 while it is being read."""
         return 0.0 if self._reading else time.monotonic() - self._read
 
     def cancel(self) -> None:

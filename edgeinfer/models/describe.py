@@ -150,7 +150,7 @@ class ModelDescription:
         from edgeinfer.devices import Traffic
 
         reads = list(self._kv(stores=False))
-        chosen = [access for access in reads if access.choosing]
+        chosen = [access for access in reads if access.topn]
         full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
         found = Traffic(
             weight_bytes=self.bytes_per_token,
@@ -164,7 +164,7 @@ class ModelDescription:
             window_attention_operations=sum(access.operations for access in windowed),
             prefill_weight_bytes=self.all_bytes_per_pass,
             value_bytes=sum(access.position_bytes(kv) for access in chosen) / 2,
-            choosing=chosen[0].choosing if chosen else None,
+            topn=chosen[0].topn if chosen else None,
             score_bytes=sum(2 * access.operations / access.head_dim for access in chosen),
             activation_values=self.graph.activation_values,
             parameters=self.active_parameters,

@@ -67,7 +67,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     score += 24 if graph.config.alibi else 0  # what ALiBi adds to the scores of a head, and the steps to it
     yield Region("aux", request.ctx * (4 * hidden + score) + 64,
                  f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {schedule}, "
-                 f"and {score} to choose who goes on")
+                 f"and {score} to choose which tokens go on")
 
 
 def score_bytes(group: int, head_dim: int) -> int:

@@ -99,7 +99,7 @@ def test_the_plan_has_the_matrix_that_matmuls_write_out(options: tuple[str, ...]
     in 8 bits, only where draft tokens are verified or sequences are many."""
     report = edgeinfer("plan", "llama-2-7b", "--device", "cuda", *options, "--json").json
     arena = {region["name"]: region for region in report["regions"]}["arena"]
-    assert ("and a matrix as f16 for its product" in arena["reason"]) == bool(copied)
+    assert ("and a matrix as f16 for its matmul" in arena["reason"]) == bool(copied)
     assert arena["bytes"] - copied < 60_000_000
     if copied:
         assert arena["bytes"] > copied

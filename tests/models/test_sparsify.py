@@ -198,7 +198,7 @@ def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("edgeinfer.sparse.making.open_plain", compiles)
     with Bundle.open(bundles / "neuron") as source, pytest.raises(CancelledError):
-        sparsify(source, tmp_path / "made", STREAM, told=lambda *what: told.append(what))
+        sparsify(source, tmp_path / "made", STREAM, on_progress=lambda *what: told.append(what))
     assert told == [("compile", 1, 40, "linear")]
 
 
@@ -209,7 +209,7 @@ def test_whatever_ends_it_nothing_is_left(bundles: Path, tmp_path: Path, stage: 
             raise CancelledError("The run was cancelled.")
 
     with Bundle.open(bundles / "neuron") as source, pytest.raises(CancelledError):
-        sparsify(source, tmp_path / "made", STREAM, threads=1, told=told)
+        sparsify(source, tmp_path / "made", STREAM, threads=1, on_progress=told)
     assert [path.name for path in tmp_path.iterdir()] in ([], [".made.lock"])
 
 

@@ -41,7 +41,7 @@ JSON_FIELDS = {
         "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
-        "device": "who ran the model, and `device_bytes` of its own memory that the plan has",
+        "device": "executor of the model, and `device_bytes` of its own memory in the plan",
         "isa": "instruction set, or the provider; with `threads`, `kv`, `ctx`",
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
         "`at_the_moment` (with the bandwidth or peak beside the test; null on a GPU); `basis`, `error`, "

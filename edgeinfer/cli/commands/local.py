@@ -1,4 +1,4 @@
-"""`edgeinfer pull`, `rm` and `ps`: get a model, delete what was converted of it, and see who runs one."""
+"""`edgeinfer pull`, `rm` and `ps`: get a model, delete its converted bundle, list processes that run one."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def sparsify(
             if one.changed:
                 say(f"{one.path.name}: {one.changed}.")
         asked: dict[str, Any] = {"held_out": others, "max_kld": max_kld, "rank": rank, "threads": threads,
-                                 "overwrite": overwrite, "told": progress}
+                                 "overwrite": overwrite, "on_progress": progress}
         if head:
             _report_screen(screen_head(bundle, destination, stream, **asked), json)
             return
