@@ -174,9 +174,9 @@ def predicted_crossover(given: argparse.Namespace, longest: int) -> int | None:
     """Return what the estimator says, up to a depth; None without a profile, or where choosing does not pay."""
     profile = load_profile(given.device) if given.device else local_profile()
     traffic = describe(given.shape, recipe=recipe_with(attention=given.attention)).traffic("int8")
-    if profile is None or traffic.choosing is None:
+    if profile is None or traffic.topn is None:
         return None
-    return crossover(profile, replace(traffic, choosing=traffic.choosing._replace(skew=given.skew)), longest)
+    return crossover(profile, replace(traffic, topn=traffic.topn._replace(skew=given.skew)), longest)
 
 
 def main(arguments: list[str] | None = None) -> int:

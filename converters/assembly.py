@@ -99,9 +99,11 @@ def _interleave(out: Rows, sources: Sequence[Source], start: int, read: Read) ->
                 tiles[whole, i, :rest] = rows[whole * 16 :]
 
 
-def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[int, int]], told: Callable[[T], None]
+def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[int, int]],
+             on_block: Callable[[T], None]
              ) -> Iterator[Rows]:
-    """Blocks in their order, made by all cores; what else a block gives is told in order too, in the caller's thread.
+    """Blocks in their order, made by all cores; `on_block` gets what else a block gives, in order too, in the caller's
+    thread.
 
     Parameters
     ----------
@@ -109,7 +111,7 @@ def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[
         Makes rows start to stop.
     ranges : iterator of (int, int)
         First and last row (not included) of each block.
-    told : callable
+    on_block : callable
         Gets the second part of each result.
     """
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -123,5 +125,5 @@ def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[
                     waiting.append(pool.submit(made, *bounds))
             if waiting:
                 rows, done = waiting.popleft().result()
-                told(done)
+                on_block(done)
                 yield rows

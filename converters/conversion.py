@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.process import say
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
 from edgeinfer.bundle import BundleWriter, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
@@ -48,7 +48,7 @@ def convert(
     overwrite: bool = False,
     origin: str = "",
     announce: Callable[[str], None] | None = None,
-    progress: Counted | None = None,
+    progress: OnStageProgress | None = None,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
 
@@ -107,7 +107,7 @@ def convert(
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
-                          source=_named(checkpoint, origin), waiting=_told_once(destination)) as writer:
+                          source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
             nbytes = bundle_bytes(graph, list(files.values())) + sum(map(len, made.values()))
             writer.reserve(nbytes)
             if announce:
@@ -167,14 +167,14 @@ def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
     return seconds
 
 
-def _told_once(destination: str | Path) -> Callable[[], None]:
+def _say_once(destination: str | Path) -> Callable[[], None]:
     """Return a callback for while another process writes the destination; it reports that once."""
-    told: list[str] = []
+    said: list[str] = []
 
     def waiting() -> None:
-        if not told:
-            told.append(f"Another process is writing {destination}; waiting for it.")
-            say(told[0])
+        if not said:
+            said.append(f"Another process is writing {destination}; waiting for it.")
+            say(said[0])
 
     return waiting
 

@@ -84,19 +84,19 @@ class ConversionReport:
     @property
     def nearly(self) -> str:
         """A sentence on quantised tensors that are not exact and not requantised; empty for none."""
-        told = []
+        notes = []
         widened = [t for t in self.rounded if t.was_quantised and not TYPES[t.dtype].quantised]
         if widened:
             kinds = sorted({kind for tensor in widened for kind in tensor.file_types})
-            told.append(f"{len(widened)} of {len(self.tensors)} tensors ({', '.join(kinds)}) are f16 now "
+            notes.append(f"{len(widened)} of {len(self.tensors)} tensors ({', '.join(kinds)}) are f16 now "
                         f"({sum(t.nbytes for t in widened) / 1e6:.3g} MB), rounded by 4.9e-4 of a weight at most where "
-                        "it is above 6e-5; --weights int8 takes half of that, with its error told.")
+                        "it is above 6e-5; --weights int8 takes half of that, with its error notes.")
         if rounded := [t for t in self.rounded if t.moved]:
             worst = max(tensor.relative_error for tensor in rounded)
-            told.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales and minima that "
+            notes.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales and minima that "
                         "fp16 does not have were rounded to it, and codes of -128 became -127: a squared error of "
                         f"{worst:.1e} at most.")
-        return " ".join(told)
+        return " ".join(notes)
 
     @property
     def worst(self) -> TensorReport | None:

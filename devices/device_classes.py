@@ -105,7 +105,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
         if NO_CONSTANTS in profile.sources:
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
-            error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
+            error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
     program = next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                    table.get("program", Constants.program))
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,

@@ -40,7 +40,7 @@ SCORES, SCORES_OF_TOP = 0.3, 0.5
 """Cost of scores, most of which stay in a cache, as a share of the memory time: for a share of the largest weight, and
 for a number of rows, which takes repeated searches.
 """
-CHOOSING_MS = 0.01
+TOPN_MS = 0.01
 """Time of a layer that selects rows of V, beside its reading and writing."""
 DRAFT_SHARE = 0.1
 """Assumed time of drafting a token, as a share of a token of the model, unless given."""
@@ -179,7 +179,7 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
     """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None if none does."""
-    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0, choosing=None)
+    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0, topn=None)
 
     def pays(depth: int) -> bool:
         chosen, whole = (math.fsum(decode_terms(profile, each, constants, depth).values()) for each in (traffic, plain))
@@ -229,9 +229,9 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         if traffic.value_bytes:
             keys = traffic.value_bytes * depth  # as many as of V
             read = keys - traffic.left_out_at(depth)
-            scores = SCORES_OF_TOP if traffic.choosing and traffic.choosing.top else SCORES
+            scores = SCORES_OF_TOP if traffic.topn and traffic.topn.top else SCORES
             more = KEYS_ALONE * keys + VALUES_APART * read + scores * traffic.score_bytes * depth
-            terms["choosing"] = sequences * (more / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers)
+            terms["choosing"] = sequences * (more / kv_gbs / 1e6 + TOPN_MS * traffic.layers)
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
     if traffic.streamed_bytes:

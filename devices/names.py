@@ -36,7 +36,7 @@ MOST_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Typed:
-    """A name that somebody typed, taken apart."""
+    """A name as a user typed it, split into parts."""
 
     words: Key
     """Its words and numbers that matter."""

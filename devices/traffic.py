@@ -11,7 +11,7 @@ from dataclasses import fields
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
-from edgeinfer.graph.topn_cost import Choosing
+from edgeinfer.graph.topn_cost import TopNCost
 
 from .neurons import GATES
 
@@ -57,7 +57,7 @@ class Traffic:
     """Bits of a key's or a value's code, without scales."""
     value_bytes: float = 0.0
     """Part of `kv_bytes` that is V of which decoded tokens read chosen rows; 0 if all is read."""
-    choosing: Choosing | None = None
+    topn: TopNCost | None = None
     """Selection of its rows, which determines how many are read at any depth."""
     score_bytes: float = 0.0
     """Bytes per position that are written and read for the choice."""
@@ -82,7 +82,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("neuron_layers", "choosing"):
+            if field.name in ("neuron_layers", "topn"):
                 continue
             value = getattr(self, field.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
@@ -110,7 +110,7 @@ class Traffic:
 
     def left_out_at(self, depth: float) -> float:
         """Bytes of V that a decoded token does not read, because it chooses rows; those of a mean are read."""
-        return self.value_bytes * (depth - self.choosing.rows(depth)) if self.choosing else 0.0
+        return self.value_bytes * (depth - self.topn.rows(depth)) if self.topn else 0.0
 
     def kv_bytes_at(self, depth: float) -> float:
         """Bytes of keys and values that a token reads with `depth` positions of context."""

@@ -118,16 +118,15 @@ def _check_beams(config: GenerationConfig) -> None:
     if config.beams == 1:
         for name in ("length_penalty", "early_stopping"):
             if (value := getattr(config, name)) != default[name]:
-                raise UsageError(f"{name} is {value}, and without beam search it means nothing; give beams, 2 to 16.")
+                raise UsageError(f"{name} is {value}, and it applies to beam search alone; give beams, 2 to 16.")
         return
     for name in SAMPLING:
         value = getattr(config, name)
         if value != default[name] and not (name == "temperature" and value == 0):
-            raise UsageError(f"{name} is {value}, and beam search takes the likeliest texts instead of sampling; leave "
-                             f"{name} out, or beams.")
+            raise UsageError(f"{name} is {value}, and beam search does not sample; omit {name} or beams.")
     if config.speculate not in (None, "auto", "off"):
-        raise UsageError(f"speculate is {config.speculate}, and beam search checks no draft tokens; leave one of them "
-                         "out.")
+        raise UsageError(f"speculate is {config.speculate}, and beam search verifies no draft tokens; use one or "
+                         "the other.")
     if config.n > config.beams:
         raise UsageError(f"n is {config.n}, and a search with {config.beams} beams has as many results; lower n or "
                          "raise beams.")

@@ -97,11 +97,11 @@ def _option(name: str, metavar: str, help: str, **more: Any) -> Option:
 
 OPTIONS: tuple[Option, ...] = (
     _option("weights", "|".join(WEIGHT_TYPES),
-            "Type of the weights that a checkpoint or GGUF file is converted to.",
-            unset="q4; a GGUF file keeps its types; a bundle is as it is stored", group=MODEL,
+            "Type of weights that a checkpoint or GGUF file is converted to.",
+            unset="q4; GGUF files keep their types, bundles are not converted", group=MODEL,
             commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL), common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("group_size", "|".join(map(str, GROUP_SIZES)), "Number of weights that share a scale.", kind=int,
-            unset="32; a bundle is as it is stored", group=MODEL, commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL)),
+            unset="32; bundles are not converted", group=MODEL, commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL)),
     _option("device", "|".join(DEVICES),
             "Executor: edgeinfer's kernels (cpu), or onnxruntime's CUDA or CPU provider; auto uses CUDA if it works.",
             unset="cpu", group=MODEL, commands=(_RUN, _PLAN, _BENCH, _EVAL),
@@ -127,7 +127,7 @@ OPTIONS: tuple[Option, ...] = (
             "it.", group=SAMPLING, commands=_REQUEST, common=_REQUEST),
     _option("min_p", "P", "Drop tokens less likely than P times the most likely token; 0 disables it.", group=SAMPLING,
             commands=_REQUEST, common=_REQUEST),
-    _option("seed", "N", "Seed of the random number generator.", kind=int, unset="random, and reported",
+    _option("seed", "N", "Seed of the random number generator.", kind=int, unset="random; see the statistics",
             group=SAMPLING, commands=_REQUEST, common=_REQUEST),
     _option("stop", "TEXT", "Stop before this text; may be repeated.", several=True, group=SAMPLING,
             commands=_REQUEST, common=_REQUEST),
@@ -154,7 +154,8 @@ OPTIONS: tuple[Option, ...] = (
             kind=int, unset="the model's, at most 4096", group=MEMORY,
             commands=tuple(one for one in COMMANDS if one != _BENCH),  # whose tests say what they need
             common=COMMANDS),
-    _option("kv", "|".join(KV_TYPES), "Type of the KV cache.", group=MEMORY, common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
+    _option("kv", "|".join(KV_TYPES), "Storage type of the KV cache.", group=MEMORY,
+            common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("budget", "SIZE", "Maximum memory of the process, such as 4GiB, 500MB or a number of bytes.",
             unset="the memory available now", group=MEMORY, commands=(*_OPENED, _PLAN), common=(*_OPENED, _PLAN)),
     _option("mlock", "", "Lock the weights in memory so that the system cannot evict them.", group=MEMORY,
@@ -166,7 +167,7 @@ OPTIONS: tuple[Option, ...] = (
             unset="slots", group=MEMORY, commands=(_RUN, _PLAN, _BENCH, _EVAL)),
 
     _option("threads", "N", "Number of worker threads.", short="-t", kind=int,
-            unset="the physical cores available to the process, or one for small models",
+            unset="the available physical cores; 1 for small models",
             commands=(*_OPENED, _PLAN), common=(*_OPENED, _PLAN)),
     _option("prefill_chunk", "TOKENS", "Maximum number of prompt tokens processed in one forward pass.",
             commands=(_RUN, _PLAN, _BENCH)),
@@ -177,7 +178,7 @@ OPTIONS: tuple[Option, ...] = (
             kind=int, group=OUTPUT, commands=_REQUEST, shared=False),
     _option("prompt_cache", "FILE", "Reuse the prompt state saved in FILE as far as the prompts agree, and save this "
             "prompt's state there.", group=OUTPUT, commands=_REQUEST, shared=False),
-    _option("no_stats", "", "Do not print the line of statistics.", rule=FLAG, default=False, group=OUTPUT,
+    _option("no_stats", "", "Do not print the statistics.", rule=FLAG, default=False, group=OUTPUT,
             commands=_REQUEST, common=_REQUEST, shared=False),
     _option("json", "", "Print a single JSON object on standard output.", rule=FLAG, default=False, group=OUTPUT,
             common=COMMANDS),

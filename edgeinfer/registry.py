@@ -21,7 +21,7 @@ MODULES = (
     "edgeinfer.offload.kept_experts",
     "edgeinfer.offload.cold_neurons",
 )
-"""Modules with a `TECHNIQUE` each, in the order in which options are listed; imported when somebody asks."""
+"""Modules with a `TECHNIQUE` each, in the order in which options are listed; imported on first use."""
 _USUAL = frozenset(step.name for step in Recipe().steps)
 
 

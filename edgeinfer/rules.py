@@ -62,7 +62,7 @@ RULES: dict[str, Rule] = {
     "weights": choice(WEIGHT_TYPES), "embedding": choice(WEIGHT_TYPES), "group_size": _GROUP,
     "ffn_layout": choice(FFN_LAYOUTS), "origin": instance(str, "text"),
     "overwrite": FLAG, "reuse": FLAG, "template_options": OBJECT,
-    "progress": FUNCTION, "announce": FUNCTION, "told": FUNCTION, "in_tiles": FUNCTION,
+    "progress": FUNCTION, "announce": FUNCTION, "on_progress": FUNCTION, "in_tiles": FUNCTION,
     "rank": integer(1, float("inf"), "1 or more"), "epochs": integer(0, 100, "from 0 to 100"),
 }
 """Options that mean the same wherever they occur."""

@@ -61,19 +61,19 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
-                   if name not in (STREAMED, COLD, EXPERTS, DRAFT)]
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
+                         if name not in (STREAMED, COLD, EXPERTS, DRAFT))
+        changes = [flags] if flags else []
         if DRAFT in self.options:
-            changes.append("the run without --draft")
+            changes.append("no --draft")
         if COLD in self.options:
-            changes.append(f"{self.options[COLD]} neurons read from storage when a token wants them, as run does by "
-                           "itself")
+            changes.append(f"{self.options[COLD]} neurons read from storage on demand, which run does automatically")
         if EXPERTS in self.options:
-            changes.append(f"{self.options[EXPERTS]} experts in memory and the others read from storage when a token "
-                           "wants them, as run does by itself")
+            changes.append(f"{self.options[EXPERTS]} experts in memory and the others read from storage on demand, "
+                           "which run does automatically")
         if STREAMED in self.options:
-            changes.append(f"{self.options[STREAMED]} layers streamed from storage, as run does by itself")
-        return " ".join(changes)
+            changes.append(f"{self.options[STREAMED]} layers streamed from storage, which run does automatically")
+        return " and ".join(changes)
 
 
 def fits(planner: Planner, config: RuntimeConfig) -> bool:
@@ -165,16 +165,19 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
-    """The sentence for a plan that does not fit."""
-    needs, has = next((needs, has) for digits in (2, 3, 6, 9)
-                      if (needs := f"{plan.total_bytes / 1e9:.{digits}f}") != (has := f"{budget / 1e9:.{digits}f}"))
-    has = f"{has} GB" if float(has) else format_size(budget)
-    advice = "Nothing smaller of this model fits; take a smaller model."
+    """Return the sentence for a plan that does not fit."""
+    needs, has = format_size(plan.total_bytes), format_size(budget)
+    if needs == has:
+        needs, has = f"{plan.total_bytes:,} bytes", f"{budget:,} bytes"
+    own = sum(region.bytes for region in plan.regions if region.name == "python")
+    advice = f"edgeinfer itself takes {format_size(own)} of that, so no model fits; raise --budget."
     if options:
         stored = any("weights" in option.options for option in options)
-        how = " (--weights is an option of edgeinfer convert)" if stored else ""
-        advice = "Fits: " + "; ".join(map(str, options)) + f"{how}."
-    return f"The run needs {needs} GB and the budget is {has}. {advice}"
+        how = " (--weights takes a checkpoint or GGUF file, not a bundle)" if stored else ""
+        advice = f"It fits with {', or with '.join(map(str, options))}{how}."
+    elif budget > own:
+        advice = "No smaller setting of this model fits; use a smaller model or raise --budget."
+    return f"The run needs {needs}, and the budget is {has}. {advice}"
 
 
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:

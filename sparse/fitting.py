@@ -56,7 +56,7 @@ class Fitted:
 
 
 def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
-        rank: int | None = None, epochs: int = 0, told: OnProgress = lambda *_: None,
+        rank: int | None = None, epochs: int = 0, on_progress: OnProgress = lambda *_: None,
         along: Hooks | None = None) -> Fitted:
     """Fit a predictor to the activations of a text.
 
@@ -68,17 +68,17 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     rank : int, optional
         Of a low-rank predictor; by default the one that costs least, its own bytes and those of the neurons together.
     epochs : of training a low-rank predictor, where the text has tokens enough
-    told : called with (stage, done, total, item)
+    on_progress : called with (stage, done, total, item)
     along : other statistics to take of the whole text
     """
     check_rank(rank, kind, bundle.config.hidden_size)
     check_epochs(epochs, kind)
-    factors = _factors(session, bundle, networks, ids, rank, told, along or {}) if kind == "lowrank" else []
+    factors = _factors(session, bundle, networks, ids, rank, on_progress, along or {}) if kind == "lowrank" else []
     if along and not factors:
-        capture(session, ids, along, progress=lambda done, total, _: told("capture", done, total, "activity"))
+        capture(session, ids, along, progress=lambda done, total, _: on_progress("capture", done, total, "activity"))
     made: dict[int, tuple[Predictor, NDArray[np.float32]]] = {}
     rows = SAMPLE_TOKENS + (TRAINED_TOKENS if factors and epochs else 0)
-    for layer in _captured(session, bundle, networks, ids, rows, told):
+    for layer in _captured(session, bundle, networks, ids, rows, on_progress):
         gate, own = layer.weights.gate, factors[len(made)] if factors else None
         if own and epochs and len(layer.x) >= 2 * SAMPLE_TOKENS:
             layer, own = _refined(layer, own, epochs)
@@ -86,7 +86,7 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
         scores = scorer(one, 0, gate, layer.ffn.activation, biases(bundle, layer.ffn)[0])(layer.x)
         harm = harm_of(layer.f, layer.weights.down)
         made[layer.ffn.layer] = one, thresholds(scores, harm, PRICES, kind == "threshold")
-        told("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
+        on_progress("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
     return _by_layer(bundle.config.num_hidden_layers, kind, made)
 
 
@@ -172,7 +172,7 @@ class _Layer(NamedTuple):
 
 
 def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int,
-              told: OnProgress, along: Hooks | None = None) -> Iterator[_Layer]:
+              on_progress: OnProgress, along: Hooks | None = None) -> Iterator[_Layer]:
     """Yield the first rows of x and f of each layer; with `along` also the covariance of x over the whole text."""
     tokens, whole = min(tokens, len(ids)), along is not None
 
@@ -190,7 +190,7 @@ def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Se
         if group is groups[-1]:
             hooks |= {op: list(more) for op, more in left.items()}
         capture(session, ids if whole else _spread(ids, tokens, session.plan.request.ctx), hooks,
-                progress=lambda done, total, _, where=where: told("capture", done, total, where))  # type: ignore[misc]
+                progress=lambda done, total, _, where=where: on_progress("capture", done, total, where))  # type: ignore[misc]
         for ffn in group:
             x, f = kept.pop(ffn.op)
             mean = squares[ffn.op].pop().mean if whole else np.zeros((0, 0), np.float32)
@@ -206,18 +206,18 @@ def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
 
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
-             told: OnProgress, along: Hooks) -> list[tuple[Floats, Floats]]:
+             on_progress: OnProgress, along: Hooks) -> list[tuple[Floats, Floats]]:
     """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank
     ranks = list(range(min(RANK_STEP, most), most + 1, RANK_STEP))
     costs = np.zeros(len(ranks))
     found: list[tuple[Floats, Floats]] = []
-    for layer in _captured(session, bundle, networks, ids, COMPARED_TOKENS, told, along):
+    for layer in _captured(session, bundle, networks, ids, COMPARED_TOKENS, on_progress, along):
         found.append(low_rank(layer.weights.gate, layer.covariance, most))
         for i, tried in enumerate(ranks if rank is None else []):
             costs[i] += _cost(found[-1], tried, layer)
-        told("factors", len(found), len(networks), f"layer {layer.ffn.layer}")
+        on_progress("factors", len(found), len(networks), f"layer {layer.ffn.layer}")
     best = most if rank is not None else ranks[int(costs.argmin())]
     return [(outer[:, :best], inner[:best]) for outer, inner in found]
 

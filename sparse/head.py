@@ -48,7 +48,7 @@ UNIT = 2.0**-24
 
 
 def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: int | None = None,
-                told: OnProgress = lambda *_: None) -> HeadScreen:
+                on_progress: OnProgress = lambda *_: None) -> HeadScreen:
     """Make a screen of a bundle's head for the inputs that a text gives it.
 
     Parameters
@@ -56,12 +56,12 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     session : of `open_plain`
     ids : the text's tokens
     rank : by default what reads the fewest bytes
-    told : called with (stage, done, total, item)
+    on_progress : called with (stage, done, total, item)
 
     Raises
     ------
     UnsupportedModelError
-        The head is not a product of codes, or screening it would read about as much as the head.
+        The head is not a matmul with codes, or screening it would read about as much as the head.
     UsageError
         No screen of this model has this rank.
     """
@@ -69,7 +69,7 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     head = _Head(session, bundle, found)
     if rank is not None and not 1 <= rank <= head.cols:
         raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {head.cols}.")
-    covariance, rows = _inputs(session, found, head, ids, told)
+    covariance, rows = _inputs(session, found, head, ids, on_progress)
     inner = _directions(head, covariance)
     ranks = [rank] if rank is not None else sorted(
         {min(head.cols, -(-round(share * head.cols) // RANK_STEP) * RANK_STEP) for share in SHARES})
@@ -78,12 +78,12 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     for i, one in enumerate(ranks if rank is None else ()):
         factors = _Factors(head, inner, one, rows)
         costs.append(factors.nbytes / head.nbytes + factors.computed(some, largest))
-        told("ranks", i + 1, len(ranks), f"rank {one}")
+        on_progress("ranks", i + 1, len(ranks), f"rank {one}")
     best = int(np.argmin(costs)) if costs else 0
     if rank is None and costs[best] > WORTH:
         raise UnsupportedModelError(f"Screening the head would read {costs[best]:.0%} of its bytes, at rank "
                                     f"{ranks[best]}: it does not pay. The model runs as it is.")
-    return _Factors(head, inner, ranks[best], rows).screen(told)
+    return _Factors(head, inner, ranks[best], rows).screen(on_progress)
 
 
 class _Head:
@@ -119,9 +119,9 @@ class _Head:
 
 
 def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[int],
-            told: OnProgress) -> tuple[Doubles,
+            on_progress: OnProgress) -> tuple[Doubles,
                                                                                                         Floats]:
-    """Mean x x' of the head's inputs, as its product sees them, and some of them from all over the text.
+    """Mean x x' of the head's inputs, as its matmul sees them, and some of them from all over the text.
 
     What is visited is the residual stream before the last norm, for a capture asks for no logits.
     """
@@ -135,7 +135,8 @@ def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[
         kept.append(seen[::every])
 
     source = next(op for op in session.graph.ops if op.out == found.gather.x)
-    capture(session, ids, {source: [hook]}, progress=lambda done, n, _: told("capture", done, n, "the head's input"))
+    capture(session, ids, {source: [hook]}, progress=lambda done, n,
+            _: on_progress("capture", done, n, "the head's input"))
     return total / len(ids), np.concatenate(kept)[:SAMPLE_TOKENS]
 
 
@@ -208,12 +209,12 @@ class _Factors:
         _, bounds, estimates = self.factor(weights)
         return _wanted(estimates, bounds * self._reach, largest)
 
-    def screen(self, told: OnProgress) -> HeadScreen:
+    def screen(self, on_progress: OnProgress) -> HeadScreen:
         """Make it for the whole head."""
         parts = []
         for which, weights in self._head.blocks():
             parts.append(self.factor(weights))
-            told("screen", which.stop, -(-self._head.rows // TILE_ROWS), "tiles")
+            on_progress("screen", which.stop, -(-self._head.rows // TILE_ROWS), "tiles")
         packed, bounds, estimates = (np.concatenate(part, axis=axis) for part, axis in zip(
             zip(*parts, strict=True), (0, 0, 1), strict=True))
         best = estimates[:, : self._head.rows].argmax(axis=1) // TILE_ROWS

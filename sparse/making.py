@@ -113,7 +113,7 @@ class Sparsified:
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
              max_kld: float = MAX_KLD, rank: int | None = None, epochs: int = 0, threads: int | None = None,
-             overwrite: bool = False, told: OnProgress = lambda *_: None,
+             overwrite: bool = False, on_progress: OnProgress = lambda *_: None,
              in_tiles: Callable[[], Bundle] | None = None, held_out: Sequence[Stream] = ()) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
 
@@ -127,7 +127,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     kind : {'sign', 'lowrank', 'threshold'}, by default lowrank where neurons are exactly 0, else threshold
     max_kld : bound of the divergence
     rank, epochs : as for `fit`
-    told : called with (stage, done, total, item)
+    on_progress : called with (stage, done, total, item)
     held_out : other texts to measure on, of the tokens behind those that choose the price with the text's own: the
         predictor is to meet the bound on all texts, and the worst measurement decides
     in_tiles : gives the source with FFNs in tiles, where it has them by neuron; without it none of these is stored so
@@ -159,8 +159,8 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
                       source=source.header.source) as writer, ExitStack() as stack:
         stored = [(graph.types[weight.name], weight.shape) for weight in graph.weights]
         writer.reserve(2 * sum(kind.nbytes(shape) for kind, shape in stored) + cold_bytes(stored))
-        before = open_source(stack, source.path, source, threads, told)
-        fired = _activity(before, fitting.ids[:ORDER_TOKENS], told)
+        before = open_source(stack, source.path, source, threads, on_progress)
+        fired = _activity(before, fitting.ids[:ORDER_TOKENS], on_progress)
         dense = _dense(kind, rank, fired, networks, graph)
         tiles = source if not networks[0].by_neuron else in_tiles() if in_tiles and dense else None
         dense = dense if tiles else []
@@ -170,14 +170,15 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
                   else np.arange(ffn.neurons, dtype=np.int32) for ffn, one in zip(networks, fired, strict=True)}
         work = writer.folder / "work"
         added = write_by_neuron(source, moved, graph, orders, work,
-                                lambda done, total, name: told("write", done, total, name), tiles)
+                                lambda done, total, name: on_progress("write", done, total, name), tiles)
         bundle = stack.enter_context(Bundle.open(work))
-        session, reference = (open_source(stack, work, source, threads, told, before) for _ in range(2))
+        session, reference = (open_source(stack, work, source, threads, on_progress, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         activity = _Activity(maker.networks)
-        fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs, told=told,
+        fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs,
+                     on_progress=on_progress,
                      along=activity.hooks)
-        predictor = fitted.at(maker.price(fitted, [choosing, *(a for a, _ in others)], max_kld, told))
+        predictor = fitted.at(maker.price(fitted, [choosing, *(a for a, _ in others)], max_kld, on_progress))
         result, tallies = maker.measure(predictor, measuring)
         elsewhere = [(text, maker.measure(predictor, text)[0]) for _, text in others]
         tallies = maker.of_layers(tallies, activity)
@@ -217,13 +218,13 @@ def kld_of(result: Evaluation) -> float:
     return result.divergence.kld_mean
 
 
-def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: OnProgress,
+def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, on_progress: OnProgress,
                 host: Session | None = None) -> Session:
     """A session whose activations can be read, closed by the stack."""
     window = min(WINDOW, source.config.max_position_embeddings)
     window -= window % OUTPUTS if window > OUTPUTS else 0  # no forward pass of a single token is left over
     session = open_plain(path, window, None if host else threads, host=host, outputs=OUTPUTS,
-                         loading=partial(told, "load"), progress=partial(told, "compile"))
+                         loading=partial(on_progress, "load"), progress=partial(on_progress, "compile"))
     stack.callback(session.close)
     return session
 
@@ -237,11 +238,11 @@ class _Activity:
                                               zip(networks, self.fired, self.largest, strict=True)}
 
 
-def _activity(session: Session, ids: Sequence[int], told: OnProgress) -> list[Firing]:
+def _activity(session: Session, ids: Sequence[int], on_progress: OnProgress) -> list[Firing]:
     """Count how often neurons fire, layer by layer."""
     fired = [Firing(ffn.f) for ffn in ffns(session.graph)]
     capture(session, ids, {ffn.op: [one] for ffn, one in zip(ffns(session.graph), fired, strict=True)},
-            progress=lambda done, total, _: told("capture", done, total, "order of neurons"))
+            progress=lambda done, total, _: on_progress("capture", done, total, "order of neurons"))
     return fired
 
 
@@ -276,13 +277,13 @@ class _Maker:
         return [found.get(ffn.layer, Tally(measured, measured, n, n))
                 for ffn, n in zip(self.networks, fired, strict=True)]
 
-    def price(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, told: OnProgress) -> int:
+    def price(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, on_progress: OnProgress) -> int:
         """Return the highest price within the bound on all texts."""
         tried: list[float] = []
 
         def divergence(predictor: Predictor) -> float:
             tried.append(max(kld_of(self.measure(predictor, text)[0]) for text in texts))
-            told("price", len(tried), 4, f"KLD {tried[-1]:.4f}")
+            on_progress("price", len(tried), 4, f"KLD {tried[-1]:.4f}")
             return tried[-1]
 
         return choose(fitted, divergence, max_kld)

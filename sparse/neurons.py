@@ -5,13 +5,14 @@ Only the down matrix of a bundle in layout tile16 must be quantised again: there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Graph, Weight, build_graph, expected_types
@@ -73,7 +74,7 @@ def codes_of(bundle: Bundle, ffn: Ffn) -> Codes:
 
 
 def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, orders: Mapping[int, NDArray[np.int32]],
-                    destination: Path, told: Callable[[int, int, str], None],
+                    destination: Path, on_progress: OnStageProgress,
                     tiles: Bundle | None = None) -> quantise.ErrorSums:
     """Write a bundle with these FFNs of another one by neuron, each layer in its order; other weights are copied.
 
@@ -101,7 +102,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
                 home = tiles if tiles and weight.name not in bundle.tensors else bundle
                 writer.add(weight.name, stored, weight.shape, home.stored(weight.name), weight.pieces,
                            strides.get(weight.name, 0))
-            told(i + 1, len(graph.weights), weight.name)
+            on_progress(i + 1, len(graph.weights), weight.name)
     return added
 
 

@@ -59,7 +59,7 @@ class Screened:
 
 def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_kld: float = MAX_KLD,
                 rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-                told: OnProgress = lambda *_: None, held_out: Sequence[Stream] = ()) -> Screened:
+                on_progress: OnProgress = lambda *_: None, held_out: Sequence[Stream] = ()) -> Screened:
     """Write a bundle with everything that a bundle has, a screen of its head, and measurements of it.
 
     Parameters and exceptions are those of `sparsify` and `make_screen`.
@@ -73,12 +73,12 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:
         writer.reserve(2 * (source.weights_bytes + sum(entry.nbytes for entry in source.header.files)))
-        session = open_source(stack, source.path, source, threads, told)
-        screen = make_screen(session, source, fitting.ids, rank=rank, told=told)
+        session = open_source(stack, source.path, source, threads, on_progress)
+        screen = make_screen(session, source, fitting.ids, rank=rank, on_progress=on_progress)
         work = writer.folder / "work"
         with BundleWriter(work, source.config, source.header.quantisation, source=source.header.source) as copy:
             _write(copy, source, screen)
-        measured = [(text, _measure(work, text, session, told))
+        measured = [(text, _measure(work, text, session, on_progress))
                     for text in (measuring, *(cut_held_out(one)[1] for one in held_out))]
         stack.close()
         with Bundle.open(work) as made:
@@ -106,7 +106,7 @@ def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:
     writer.add_file(SCREEN_FILE, screen.pack(weights_identity(source.header.tensors)), "screen")
 
 
-def _measure(path: Path, stream: Stream, host: Session, told: OnProgress) -> list[tuple[Setting, Evaluation]]:
+def _measure(path: Path, stream: Stream, host: Session, on_progress: OnProgress) -> list[tuple[Setting, Evaluation]]:
     """Divergence of the screen, and of screen and predictor together, as the kernels run them."""
     results = []
     with ExitStack() as stack:
@@ -121,6 +121,6 @@ def _measure(path: Path, stream: Stream, host: Session, told: OnProgress) -> lis
         for mode in modes:
             recipe = recipe_with(sparse=mode, head="screened")
             result = evaluate(opened(everywhere(recipe)), stream, reference=exact, window=host.config.ctx, decoded=True,
-                              progress=lambda done, total, _: told("measure", done, total, "tokens"))
+                              progress=lambda done, total, _: on_progress("measure", done, total, "tokens"))
             results.append((Setting.of_run(RuntimeConfig(kv=host.config.kv, recipe=recipe)), result))
     return results

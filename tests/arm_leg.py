@@ -45,7 +45,7 @@ PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
-TESTS = ("tests/kernels/test_linear.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
+TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
          "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
          "tests/kernels/test_latent.py", "tests/kernels/test_attention.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
@@ -57,7 +57,7 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(slots_give and not f32))) or "
              "(kernels_latent and int8 and not size1 and not size2) or "
              "(kernels_attention and distance and not f32)")
-MATMULS = ("tests/kernels/test_linear.py", "tests/kernels/test_neuron.py")
+MATMULS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py")
 """Tests that run on cores other than `WHOLE`, by the same selection."""
 MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
                    "gated_int8_g32")

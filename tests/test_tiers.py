@@ -14,6 +14,7 @@ import pytest
 from edgeinfer.kernels import choose
 from edgeinfer.kernels.toolchain import objects
 from tests import tested, tiers
+from tests.helpers import pace
 from tests.helpers.command_line import ROOT, environment
 
 
@@ -45,6 +46,18 @@ def test_whoever_asks_for_more_gets_it(options: dict[str, Any]) -> None:
     tiers.leave_out(config(**options), items)
     assert [one.nodeid for one in items] == ["plain", "slow", "times"]
     assert [bool(one.user_properties) for one in items] == [False, True, True], "what the report is told"
+
+
+def test_a_unit_test_that_takes_long_is_named_with_all_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(seconds: float, *marks: str, all_tests: bool = True) -> str:
+        return tiers.too_long(SimpleNamespace(**vars(item("a", *marks)), config=config(all_tests=all_tests)), seconds)
+
+    monkeypatch.setattr(pace, "ROUNDS", 1000)
+    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e3)  # this machine is fast
+    assert said(1.1) == "a unit test took 1.1 s of at most 1.0: mark it slow" and not said(0.9)
+    assert not any(said(1.1, mark) for mark in ("slow", "timing", "reference")) and not said(1.1, all_tests=False)
+    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e-12)  # and now it is slow or busy
+    assert not said(1.1)
 
 
 def test_the_end_of_a_run_says_what_was_left_out() -> None:

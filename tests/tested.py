@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.kernels import Isa, available, choose
 from edgeinfer.kernels.catalogue import WEIGHTS
 from edgeinfer.kernels.toolchain import objects, provide
@@ -105,7 +105,7 @@ def wanted(files: set[str] | None, all_kernels: bool = False) -> list[str]:
     return sorted({name for file, names in record.items() if files is None or file in files for name in names})
 
 
-def compile_named(isa: Isa, names: list[str], progress: Callable[[int, int, str], None] | None = None) -> None:
+def compile_named(isa: Isa, names: list[str], progress: OnStageProgress | None = None) -> None:
     """Compile those of the named kernels that an ISA level is tested with, unless they are there."""
     there = [name for name in kernels_of(isa) if name in set(names)]
     if there:

@@ -20,12 +20,15 @@ import pytest
 
 from edgeinfer.errors import EdgeInferError
 from tests import tested
+from tests.helpers import pace
 
 LEFT_OUT = ("slow", "timing")
 """Marks of the tests that README's command leaves out."""
 OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
+UNIT_SECONDS = 1.0
+"""Processor time of a unit test, where a fixed loop takes as long as on the machine that pace.py names."""
 TELL_SECONDS = 10.0
 """Between two lines of progress off a terminal."""
 
@@ -68,6 +71,19 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
     return {ids[i * len(ids) // wanted[name]] for name, ids in cases.items() for i in range(wanted[name])}
 
 
+def too_long(item: pytest.Item, seconds: float) -> str:
+    """Say that a unit test took longer than it may; empty if not, of marked tests, and without `--all`.
+
+    `seconds` is the processor time of this process, so that other processes take none of it. They still slow it down
+    by caches and by the other half of a core, and machines differ: so the limit is that of a loop timed just then.
+    """
+    marked = any(item.get_closest_marker(mark) for mark in (*LEFT_OUT, "reference"))
+    if marked or not item.config.getoption("all_tests") or seconds <= UNIT_SECONDS:
+        return ""
+    most = UNIT_SECONDS * pace.slowness()
+    return f"a unit test took {seconds:.1f} s of at most {most:.1f}: mark it slow" if seconds > most else ""
+
+
 def choose_levels(config: pytest.Config) -> None:
     """Have README's command test the best level of the machine; workers and the programs of tests get it from here."""
     if not is_whole(config) and "EDGEINFER_ISA" not in os.environ:
@@ -99,12 +115,15 @@ class OnProgress:
         self._reporter = config.pluginmanager.get_plugin("terminalreporter")
 
     def tell(self, done: int, total: int, name: str) -> None:
-        """Take what `find_objects` reports."""
+        """Take what `find_objects` reports; a total of 0 means that another process compiles."""
         now, on_terminal = time.monotonic(), self._reporter and self._reporter.isatty
-        if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and done < total):
+        ended = total and done == total
+        if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and not ended):
             return
         self._told = now
-        text = f"compiling kernels for {self._isa}: {done} of {total}, {now - self._began:.0f} s"
+        what = f"compiling kernels for {self._isa}: {done} of {total}" if total else \
+            f"another process compiles kernels for {self._isa}"
+        text = f"{what}, {now - self._began:.0f} s"
         if on_terminal:
             self._reporter.rewrite(text, erase=True)
         else:

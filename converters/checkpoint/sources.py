@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.graph import Graph, Source
 from edgeinfer.quant import quantise
 
@@ -28,7 +28,7 @@ class SourceReader:
         Bytes of all tensors that the graph needs.
     """
 
-    def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: Counted | None):
+    def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: OnStageProgress | None):
         self._checkpoint = checkpoint
         self._progress = progress
         parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)

@@ -1,10 +1,10 @@
 """Blocks of GGUF tensors as lines of layout tile16: codes and scales are moved as they are, no number is calculated.
 
-A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by
-whoever reads them, and packed here. What a block holds stands in ggml's ggml-common.h; `values.py` reads it as
-numbers. All of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and
-16 to 31, so its words have columns 0 .. 3 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one
-of columns 16 .. 23.
+A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by the
+reader of the file, and packed here. What a block holds stands in ggml's ggml-common.h; `values.py` reads it as numbers.
+All of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and 16 to 31,
+so its words have columns 0 .. 3 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one of columns
+16 .. 23.
 """
 
 from __future__ import annotations

@@ -54,11 +54,11 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
 
         return pack_blocks(block_of(weight, start, stop, width, np.uint8, read), kind, stored, name), done
 
-    def told(done: list[tuple[str, int]]) -> None:
+    def on_block(done: list[tuple[str, int]]) -> None:
         for name, elements in done:
             count(name, elements)
 
-    return in_order(packed, block_ranges(weight, width, BLOCK_BYTES), told)
+    return in_order(packed, block_ranges(weight, width, BLOCK_BYTES), on_block)
 
 
 def _common(kinds: set[str], stored: WeightType) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.base.process import say
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.text import FOLDER
@@ -28,7 +28,7 @@ ATTEMPT_SECONDS = 5.0
 """For the one question whether the hub answers; the client by itself would try again for half a minute."""
 
 
-def fetch(repo_id: str, revision: str | None = None, progress: Counted | None = None) -> Path:
+def fetch(repo_id: str, revision: str | None = None, progress: OnStageProgress | None = None) -> Path:
     """Download a model of the hub into its cache, or find it there.
 
     HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured. With HF_HUB_OFFLINE, or where the hub does not answer one short
@@ -157,7 +157,7 @@ def _no_config(repo_id: str) -> CheckpointError:
     return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is not a checkpoint.")
 
 
-def reporter(progress: Counted | None, repo_id: str) -> Any:
+def reporter(progress: OnStageProgress | None, repo_id: str) -> Any:
     """A silent stand-in for the hub's progress bars that passes the count of bytes on."""
     from huggingface_hub.utils import tqdm
 

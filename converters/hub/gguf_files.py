@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgeinfer.base.process import say
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
 from edgeinfer.errors import ModelNotFoundError
 
@@ -39,7 +39,7 @@ def cached_gguf(name: str, room: int | None = None, anew: bool = False) -> Path:
     return snapshots(_folder(repo_id))[0] / chosen(sizes, repo_id, kind, room, anew)[0]
 
 
-def fetch_gguf(name: str, progress: Counted | None = None, room: int | None = None, anew: bool = False) -> Path:
+def fetch_gguf(name: str, progress: OnStageProgress | None = None, room: int | None = None, anew: bool = False) -> Path:
     """Download the GGUF file ``OWNER/REPO:TYPE`` into the hub's cache, all parts of a split one, or find it there.
 
     Parameters

@@ -70,13 +70,13 @@ def moved(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType
             return layouts.pack_tile16(kept, stored.dtype, stored.group_size, halves[0]), (done, errors)
         return tiles.pack(kept, stored, tiles.Factors(*halves)), (done, errors)
 
-    def told(done: Done) -> None:
+    def on_block(done: Done) -> None:
         for name, elements in done[0]:
             count(name, elements)
         if done[1].squared_error:
             sums.append(done[1])
 
-    return _checked(in_order(made, ranges, told), sums, weight)
+    return _checked(in_order(made, ranges, on_block), sums, weight)
 
 
 def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType, start: int, stop: int

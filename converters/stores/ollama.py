@@ -33,7 +33,7 @@ SERVICE = Path("/usr/share/ollama/.ollama/models")
 def store() -> Path:
     """Return the folder of ollama's models: OLLAMA_MODELS, else ``~/.ollama/models``, else that of its service."""
     if given := os.environ.get("OLLAMA_MODELS"):
-        with suppress(RuntimeError):  # ~ of nobody: a folder of that name
+        with suppress(RuntimeError):  # ~ without a home: a folder of that name
             return Path(given).expanduser()
         return Path(given)
     own = Path.home() / ".ollama" / "models"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import COLD_FILE, PREDICTOR_FILE, STATISTICS_FILE, BundleWriter, pack_cold, weights_identity
 from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -55,7 +56,7 @@ def write_random_bundle(
     sparsity: Sparsity | None = None,
     routing: float | None = None,
     overwrite: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: OnStageProgress | None = None,
 ) -> None:
     """Write a bundle with random weights, scaled so that logits stay finite, and a byte-level tokenizer.
 

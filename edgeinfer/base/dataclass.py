@@ -60,7 +60,7 @@ def _with_fields(cls: Any, frozen: bool, kw_only: bool) -> Any:
 
 
 class _Constructor:
-    """Stands for ``__init__`` until somebody asks for it."""
+    """Stand in for ``__init__`` until it is first looked up."""
 
     def __init__(self, cls: type, frozen: bool):
         self._cls, self._frozen = cls, frozen

@@ -16,7 +16,7 @@ if sys.platform != "win32":  # where an open file cannot be removed
     import fcntl
 
 PART = ".edgeinfer-part"
-"""End of the names of files that are being written: no name that anybody else gives."""
+"""Suffix of files that are being written; no other program uses it."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 

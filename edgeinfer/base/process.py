@@ -26,7 +26,7 @@ above: Callable[[str], bool] | None = None
 
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, if there is one."""
-    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold the name of somebody's file
+    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold a file name with control characters
     printer = above  # another thread may end the bar meanwhile
     if printer is not None and printer(f"edgeinfer: {sentence}"):
         return

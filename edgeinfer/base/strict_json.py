@@ -1,4 +1,4 @@
-"""JSON from files that anybody may have written: nesting is bounded, so that what reads it keeps within the stack."""
+"""JSON from untrusted files: nesting is bounded, so that readers stay within the stack."""
 
 from __future__ import annotations
 

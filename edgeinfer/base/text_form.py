@@ -28,8 +28,8 @@ class TextForm:
         if self.kind not in KINDS:
             raise UsageError(f"A form of the kind {self.kind!r:.40} is not known; choose one of {', '.join(KINDS)}.")
         if len(self.source.encode("utf-8", "replace")) > MOST_SOURCE_BYTES:
-            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MOST_SOURCE_BYTES} bytes are "
-                             "taken.")
+            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MOST_SOURCE_BYTES} bytes "
+                             "are taken.")
 
 
 def text_form(value: Any) -> TextForm:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "Case", "FfnBench", "FfnShape",
            "Lengths", "Load", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed",
-           "RequestLength", "Row", "ServingRow", "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms",
-           "make_cases", "make_lengths", "make_profile", "measure", "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed",
-           "operation_name", "operations_per_token", "parse_goodput", "pass_times", "probe_machine", "prompt_of",
-           "read_lengths", "seconds",
-           "thread_counts", "token_ids"]
+           "RequestLength", "Row", "ServingRow", "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed",
+           "bytes_per_token", "first_token_ms", "make_cases", "make_lengths", "make_profile", "measure",
+           "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed", "operation_name",
+           "operations_per_token", "parse_goodput", "pass_times", "probe_machine", "prompt_of", "read_lengths",
+           "seconds", "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
     "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
     "neurons": "FfnBench FfnShape neuron_speed seconds",

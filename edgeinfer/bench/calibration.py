@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..base.dataclass import dataclass
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..bundle import Bundle
 from ..config import RuntimeConfig
 from ..devices import DecodeRun, PromptRun
@@ -81,7 +81,7 @@ class Runs:
 
 
 def calibrate(
-    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: Counted | None = None
+    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: OnStageProgress | None = None
 ) -> Runs:
     """Run each model: decoding without context, prompts until the context is full, decoding behind it.
 

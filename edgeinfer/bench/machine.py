@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.base.progress import OnStageProgress
+
 from ..base.dataclass import dataclass
 from ..base.progress import OnProgress
 from ..base.units import format_size
@@ -124,10 +126,7 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     return _profile(found, request)
 
 
-OnCount = Callable[[int, int, str], None]
-
-
-def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: OnCount) -> None:
+def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: OnStageProgress) -> None:
     threads, counts = probe.threads, thread_counts(probe.threads)
     for done, count in enumerate(counts):
         tell(done, len(counts), f"{count} threads")
@@ -138,7 +137,7 @@ def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: OnC
         found.add(name, found.curves[curve][-1][1], f"{threads} threads, products from registers")
 
 
-def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: OnCount) -> None:
+def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: OnStageProgress) -> None:
     """Read in order by threads, scattered pieces by size, and both again on small pages."""
     def in_order(count: int) -> float:
         return statistics.median(repeated(partial(probe.read_gbs, count), seconds))
@@ -163,7 +162,7 @@ def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: OnCount
         found.figures[f"huge_pages_gain_{size}_bytes"] = dict(found.shares)[size] / share
 
 
-def _neurons(found: _Findings, threads: int, read_bytes: int, tell: OnCount) -> None:
+def _neurons(found: _Findings, threads: int, read_bytes: int, tell: OnStageProgress) -> None:
     """FFNs by neuron against tiles, by density: whether leaving out neurons pays is decided by these curves."""
     speed = neuron_speed(threads, read_bytes, tell)
     found.curves[MASKED_SHARE], found.curves[GATES_SHARE] = speed.masked, speed.gates
@@ -179,7 +178,7 @@ def huge_pages_share(nbytes: int) -> float:
     return 0.0
 
 
-def _storage(found: _Findings, request: ProbeRequest, tell: OnCount) -> None:
+def _storage(found: _Findings, request: ProbeRequest, tell: OnStageProgress) -> None:
     tell(0, 1, f"writing a file of {format_size(request.storage_bytes)} in {request.directory}")
     with StorageProbe(request.directory, request.storage_bytes, request.storage_seconds) as probe:
         speed = probe.measure(tell)
@@ -201,7 +200,7 @@ def _how_read(speed: StorageSpeed) -> str:
 
 
 def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: Callable[[], list[Path]],
-                 tell: OnCount) -> None:
+                 tell: OnStageProgress) -> None:
     """Find the constants of our own kernels; the bandwidth and the peak of these minutes become the profile's."""
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
     paths = bundles()
@@ -248,7 +247,7 @@ def _doubts(runs: Runs) -> list[str]:
     return [*said, f"other programs had {1 - share:.0%} of the processor"] if share < LEAST_SHARE else said
 
 
-def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: OnCount) -> None:
+def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: OnStageProgress) -> None:
     """Let all threads multiply for a while: how much slower they are in the end."""
     began = time.perf_counter()
     speeds: list[float] = []

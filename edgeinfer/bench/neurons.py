@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgeinfer.base.progress import OnStageProgress
 
 from ..base.units import round_up
 from ..devices import PER_MILLE
@@ -56,7 +57,7 @@ def random_memory(rng: np.random.Generator, nbytes: int, rows: int, scales: slic
 class FfnBench:
     """Both layouts of the same number of FFNs in memory, and programs over them."""
 
-    def __init__(self, shape: FfnShape, seed: int = 0, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(self, shape: FfnShape, seed: int = 0, progress: OnStageProgress | None = None):
         self.shape, self.rng = shape, np.random.default_rng(seed)
         self.kernels = Kernels(choose(), progress)
         s = shape
@@ -193,7 +194,7 @@ class NeuronSpeed:
     dense: float
 
 
-def neuron_speed(threads: int, nbytes: int, tell: Callable[[int, int, str], None], rounds: int = ROUNDS) -> NeuronSpeed:
+def neuron_speed(threads: int, nbytes: int, tell: OnStageProgress, rounds: int = ROUNDS) -> NeuronSpeed:
     """Time FFNs by neuron at several densities, each between two of the same FFNs in tiles; medians over the rounds.
 
     `nbytes` is the memory to take; what is measured of few bytes measures the caches.

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgeinfer.base.progress import OnStageProgress
+
 from ..errors import UsageError
 from ..kernels import Kernels, choose
 from ..runtime import Executor, Instruction, Program, allocate
@@ -57,7 +59,7 @@ class MachineProbe:
         If EDGEINFER_CHECK=1 asks for the slow forward pass, which measures nothing.
     """
 
-    def __init__(self, threads: int, read_bytes: int, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(self, threads: int, read_bytes: int, progress: OnStageProgress | None = None):
         if os.environ.get("EDGEINFER_CHECK") == "1":
             raise UsageError("EDGEINFER_CHECK=1 compares every instruction in Python, so timings mean nothing; unset "
                              "it.")

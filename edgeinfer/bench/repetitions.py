@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..errors import UsageError
 from .profile import make_profile
 from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 16
 
 
 def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions: int, profile: bool = False,
-            progress: Counted | None = None) -> Measurement:
+            progress: OnStageProgress | None = None) -> Measurement:
     """Run every test several times, and the probe between.
 
     Parameters
@@ -59,7 +59,7 @@ def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions
 class _Run:
     """A sequence that is filled to each depth once, and the readings so far."""
 
-    def __init__(self, session: Runner, probe: MachineProbe, progress: Counted | None, total: int):
+    def __init__(self, session: Runner, probe: MachineProbe, progress: OnStageProgress | None, total: int):
         self.session, self.probe = session, probe
         self.sequence: Sequence = session.new_sequence()
         self.bandwidth: list[float] = []

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..config import GenerationConfig
 from ..engine import Engine, Generation, Request
 from ..errors import UsageError
@@ -120,8 +121,8 @@ def read_lengths(path: Path) -> list[RequestLength]:
         except (ValueError, KeyError, TypeError, RecursionError):
             lengths = RequestLength(0, 0)
         if any(type(n) is not int or not 1 <= n < 1 << 24 for n in lengths):
-            raise UsageError(f'Line {number} of {path} is not of the form {{"prompt": 256, "output": 128}}; lengths are '
-                             "tokens, 1 or more.")
+            raise UsageError(f'Line {number} of {path} is not of the form {{"prompt": 256, "output": 128}}; lengths '
+                             "are tokens, 1 or more.")
         found.append(lengths)
     if not found:
         raise UsageError(f"The lengths {path} name no request; write one a line.")
@@ -144,7 +145,7 @@ def parse_goodput(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def measure_serving(runner: Runner, loads: Iterable[Load], max_itl: float, progress: Counted | None = None
+def measure_serving(runner: Runner, loads: Iterable[Load], max_itl: float, progress: OnStageProgress | None = None
                     ) -> Iterator[ServingRow]:
     """Send the requests of each load to an engine, and yield what became of them.
 
@@ -160,7 +161,7 @@ def measure_serving(runner: Runner, loads: Iterable[Load], max_itl: float, progr
         yield _row(load, seconds, outcomes, engine.preemptions - preemptions, engine.passes - passes)
 
 
-def _send(engine: Engine, load: Load, progress: Counted | None) -> list[tuple[Completion, list[float]]]:
+def _send(engine: Engine, load: Load, progress: OnStageProgress | None) -> list[tuple[Completion, list[float]]]:
     """Run a load; returns the outcome of each request with the times of its tokens."""
     ids, chance = token_ids(engine.runner.model.vocab_size), random.Random(load.seed)
     ended: SimpleQueue[Request[Completion]] = SimpleQueue()
@@ -196,7 +197,7 @@ def _row(load: Load, seconds: float, outcomes: list[tuple[Completion, list[float
         own = {"ttft": completion.ttft_ms, "tpot": completion.tpot_ms, "e2el": 1000 * (at[-1] - at[0])}
         good += all((own[metric] or 0.0) <= bound for metric, bound in load.goodput)
         output += completion.completion_tokens
-        times["itl"] += [1000 * (after - before) for before, after in zip(at[1:], at[2:], strict=False)]
+        times["itl"] += [1000 * (after - before) for before, after in pairwise(at[1:])]
         for metric, value in own.items():
             times[metric] += [value] if value is not None else []
     return ServingRow(load, seconds, times, output, good, preemptions, passes)

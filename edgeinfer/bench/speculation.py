@@ -99,7 +99,7 @@ class Replayed(Generation):
     ----------
     runner : forward passes it
     prompt, text : tokens
-    speculation : draft tokens, if anybody does
+    speculation : the drafter, if there is one
     right : share of the draft tokens of a draft model that are right
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..base.dataclass import dataclass
 from ..base.files import uncached
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..base.units import format_size
 from ..errors import DestinationError
 from ..runtime import allocate
@@ -76,7 +76,7 @@ class StorageProbe:
             self.close()
             raise
 
-    def measure(self, progress: Counted | None = None) -> StorageSpeed:
+    def measure(self, progress: OnStageProgress | None = None) -> StorageSpeed:
         """Read in order, then scattered pieces of every size at every queue depth."""
         steps = [(depth, size) for depth in QUEUE_DEPTHS for size in CHUNK_SIZES]
         in_order = max(self.read_gbs(WRITE_BYTES, depth, scattered=False) for depth in QUEUE_DEPTHS)

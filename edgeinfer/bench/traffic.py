@@ -38,7 +38,7 @@ def instruction_bytes(session: Session, case: Case, instruction: Instruction) ->
     ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case, _went(session, op))
     if op and op.kv and not op.kv.stores:
         kv, lengths = session.config.kv, [case.depth + end for end in ends]
-        if generating and op.kv.choosing:  # K for the scores, then chosen V
+        if generating and op.kv.topn:  # K for the scores, then chosen V
             return math.fsum(op.kv.chosen_bytes(kv, n)[instruction.step // 2 - 1] for n in lengths) \
                 if instruction.step in (2, 4) else 0.0
         return 0.0 if instruction.step else float(sum(op.kv.read_bytes(kv, n) for n in lengths))

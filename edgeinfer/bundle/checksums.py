@@ -21,7 +21,7 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError
 
 from ..base.dataclass import dataclass
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 
 REMEDY = "convert or copy the model again"
 CHUNK_BYTES = 256 << 10
@@ -88,7 +88,7 @@ class Passed:
                     other.unlink()
 
 
-def compare(pieces: Sequence[Piece], threads: int | None = None, progress: Counted | None = None) -> None:
+def compare(pieces: Sequence[Piece], threads: int | None = None, progress: OnStageProgress | None = None) -> None:
     """Read all pieces and compare them.
 
     Parameters

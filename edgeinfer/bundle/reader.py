@@ -15,7 +15,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.quant import WeightType
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from .checksums import Passed, Piece, compare
 from .format import APPROXIMATING, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
@@ -79,7 +79,7 @@ class Bundle:
         expected : mapping of str to tuple of int, optional
             Names and shapes that the tensor table must have, no more and no less; see also `check`.
         compare : bool
-            Whether the small files are compared with their checksums; who only looks at the header need not.
+            Whether the small files are compared with their checksums; not needed to read only the header.
 
         Raises
         ------
@@ -173,7 +173,8 @@ class Bundle:
                 raise BundleError("the tensors that share an allocation are not those of a "
                                   f"{self.config.model_type} model, or are in another order; convert the model again.")
 
-    def check_contents(self, threads: int | None = None, progress: Counted | None = None, cold: bool = False) -> None:
+    def check_contents(self, threads: int | None = None, progress: OnStageProgress | None = None,
+                       cold: bool = False) -> None:
         """Compare the checksums of the weights, once per state of their file, which the user's cache remembers.
 
         Parameters
@@ -204,7 +205,7 @@ class Bundle:
                 self._once(self._names(cold=True), lambda: list(self._files(cold=True)), threads, tell)
         self._check_parts()
 
-    def verify(self, progress: Counted | None = None) -> None:
+    def verify(self, progress: OnStageProgress | None = None) -> None:
         """Read everything and compare every checksum; gaps between tensors must be zero.
 
         Parameters
@@ -220,7 +221,7 @@ class Bundle:
         pieces, cold = [*self._weights_pieces(), *self._files(), *self._files(parts=True)], list(self._files(cold=True))
         total = sum(piece.nbytes for piece in (*pieces, *cold))
 
-        def behind(before: int) -> Counted | None:
+        def behind(before: int) -> OnStageProgress | None:
             return progress and (lambda done, _, name: progress(before + done, total, name))
 
         with self._using():
@@ -275,7 +276,7 @@ class Bundle:
                 raise BundleError(f"the tensor {name!r} has shape {have}; the model needs {list(shape)}.")
 
     def _once(self, names: tuple[str, ...], pieces: Callable[[], list[Piece]], threads: int | None = None,
-              progress: Counted | None = None) -> None:
+              progress: OnStageProgress | None = None) -> None:
         """Compare the pieces of these files unless they passed in this state."""
         passed = Passed(self.identity, [self._states[name] for name in names])
         if names and not passed:

@@ -26,7 +26,7 @@ SCREEN_FILE = "screen.bin"
 class HeadScreen:
     """Estimates of all logits, and how far they may be off.
 
-    low = inner x, where x is the head's input as its product sees it; the estimates are outer times the first `rank`
+    low = inner x, where x is the head's input as its matmul sees it; the estimates are outer times the first `rank`
     values of low, rounded to int8 in groups of 32. Each is off by at most its row's bound times the reach of low
     (kernels/reference/screen.py).
     """

@@ -22,7 +22,7 @@ from edgeinfer.kernels import abi, reference
 from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, plain_segments
 from edgeinfer.runner import Sequence as Tokens
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..runtime import Session
 
 Floats = NDArray[np.float32]
@@ -46,7 +46,7 @@ class View:
         return memory.view(np.float32).reshape(self.tokens, -1)[:, : tensor.width]
 
     def values(self, tensor: Tensor) -> Floats:
-        """Return a copy of the rows, of shape (tokens, width); quantised ones as the products see them."""
+        """Return a copy of the rows, of shape (tokens, width); quantised ones as the matmuls see them."""
         if tensor.dtype == "f32":
             return self.floats(tensor).copy()
         allocation, group = self._session.plan.allocations[tensor.name], tensor.group_size
@@ -135,8 +135,8 @@ class HookedRunner(Runner):
 
 
 def open_plain(path: str | Path, window: int, threads: int | None = None, *, host: Session | None = None,
-               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: Counted | None = None,
-               progress: Counted | None = None) -> Session:
+               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: OnStageProgress | None = None,
+               progress: OnStageProgress | None = None) -> Session:
     """Open a bundle in a session whose activations can all be read: no pass has changed its graph.
 
     Parameters

@@ -16,7 +16,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import Op, Tensor
 from edgeinfer.runner import DECODE, Segment
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..runtime import Session
 from .hooks import Hook, HookedRunner, View
 
@@ -125,7 +125,7 @@ class Rows:
 
 
 def capture(session: Session, ids: Sequence[int], hooks: Mapping[Op, Sequence[Hook]], *, role: int = DECODE,
-            progress: Counted | None = None) -> None:
+            progress: OnStageProgress | None = None) -> None:
     """Run a text in windows as long as the context, each without memory of the one before, and call the hooks on the
     way.
 

@@ -22,9 +22,9 @@ from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
 
 COMMANDS = {
-    "run": "run", "convert": "convert", "export": "export", "plan": "plan", "estimate": "estimate",
-    "devices": "devices", "bench": "bench", "info": "info", "verify": "verify", "eval": "evaluate",
-    "sparsify": "sparsify", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps",
+    "run": "run", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps", "info": "info",
+    "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench", "eval": "evaluate",
+    "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify",
     "warmup": "warmup", "cache": "app", "config": "app",
 }
 """Names of the commands in each module: a function, or a group of commands."""
@@ -36,13 +36,14 @@ TYPER_INTERRUPTED = 130
 HELP = """Run language models on this machine.
 
 \b
-edgeinfer run demo "Once upon a time"     continue a text with the embedded model
-edgeinfer run MODEL                       chat, on a terminal
-edgeinfer convert CHECKPOINT BUNDLE       convert a checkpoint to the format of the kernels
-edgeinfer plan MODEL                      memory and speed of a run, before anything is loaded
+edgeinfer run demo "Once upon a time"      continue a text with the embedded model
+edgeinfer run model-Q4_K_M.gguf            chat with a model, on a terminal
+edgeinfer models                           list the models on this machine
+edgeinfer plan llama-3.1-8b                memory and speed of a model, before a download
 """
 EPILOG = """\b
-An option means the same in every command that has it; the environment variable beside it sets its default.
+'edgeinfer COMMAND --help' shows the options that most people need, --help-all the rest. Options mean the same in
+every command; environment variables (EDGEINFER_TEMP for --temp) and 'edgeinfer config' set their defaults.
 Sizes are written 4GiB or 500MB. EDGEINFER_CACHE sets the cache directory, EDGEINFER_ISA the instruction set;
 EDGEINFER_DEBUG=1 prints tracebacks of errors.
 Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the memory budget.
@@ -62,6 +63,8 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         command = getattr(import_module(f".commands.{MODULES.get(name, name)}", __package__), COMMANDS[name])
         if isinstance(command, typer.Typer):
+            for inner in command.registered_commands:
+                inner.cls = HEADED
             app.add_typer(command, name=name)
         else:
             app.command(name, cls=HEADED)(command)

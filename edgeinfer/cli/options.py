@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
@@ -23,8 +24,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Bundle, checkpoint directory or GGUF file (converted once into the cache), ollama:NAME, known name, or "
-             "hub id.",
+        help="GGUF file or checkpoint directory (converted once into the cache), bundle, ollama:NAME, known name, or "
+             "id on the hub.",
         show_default=False,
     ),
 ]
@@ -42,7 +43,7 @@ def option(*flags: str, metavar: str | None = None, help: str, group: str = "", 
            variable: str | None = None, show_default: bool = True) -> Any:
     """Declare an option of one command, under a heading of its help."""
     return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=group or None, hidden=hidden,
-                        envvar=variable or None, show_default=show_default)
+                        envvar=variable or None, show_envvar=False, show_default=show_default)
 
 
 def annotation(one: Option, command: str = "") -> Any:
@@ -50,12 +51,14 @@ def annotation(one: Option, command: str = "") -> Any:
 
     Without a command it stands under no heading.
     """
-    text = one.help + (f"  [default: {one.unset}]" if one.unset else "")
+    default = one.unset or ("" if one.kind is bool or one.default is None else f"{one.default:g}"
+                            if isinstance(one.default, float) else str(one.default))
+    text = one.help + (f"  [default: {default}]" if default else "")
     if one.several:
         text += f"  [env var: {one.variable}, one text]" if one.shared else ""
     panel = "" if not command else one.group if command in one.common else REST + one.group
     declared = option(*filter(None, (one.short, one.flag)), metavar=one.metavar or None, help=text, group=panel,
-                      variable="" if one.several else one.variable, show_default=not one.several)
+                      variable="" if one.several else one.variable, show_default=False)
     kind: Any = list[str] if one.several else one.kind
     return Annotated[kind if one.default is not None else Optional[kind], declared]  # noqa: UP045
 
@@ -76,6 +79,19 @@ def _help_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
+def _help_line(parameter: Any, context: Any) -> tuple[str, str] | None:
+    """Return name and help of a parameter; the environment variable is a part of ``--help-all`` alone."""
+    if not (line := parameter.get_help_record(context)):
+        return None
+    name, text = line[0], line[1].partition("  [env var: ")[0]
+    if parameter.param_type_name == "argument":
+        name = re.sub(r" <\S+>$", "", name)  # newer versions of typer name the type of Python
+    if parameter.envvar and context.meta.get(_SHOW_ALL):
+        text = f"{text[:-1]}; " if text.endswith("]") else f"{text}  ["
+        text += f"env: {parameter.envvar}]"
+    return name, text
+
+
 def _help_panels(command: Any, context: Any, formatter: Any) -> None:
     """Write arguments and options of a command under their headings."""
     panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
@@ -84,14 +100,14 @@ def _help_panels(command: Any, context: Any, formatter: Any) -> None:
         panel = getattr(parameter, "rich_help_panel", None) or "Options"
         if panel.startswith(REST) and not context.meta.get(_SHOW_ALL):
             continue
-        if instruction := parameter.get_help_record(context):
+        if line := _help_line(parameter, context):
             panel = "Arguments" if parameter.param_type_name == "argument" else panel.removeprefix(REST)
-            (ends if parameter.name in ("help", "help_all") else panels.setdefault(panel, [])).append(instruction)
+            (ends if parameter.name in ("help", "help_all") else panels.setdefault(panel, [])).append(line)
     panels.setdefault("Help" if len(panels) > 2 else "Options", []).extend(ends)
-    for panel, instructions in panels.items():
-        if instructions:
+    for panel, lines in panels.items():
+        if lines:
             with formatter.section(panel):
-                formatter.write_dl(instructions)
+                formatter.write_dl(lines)
 
 
 def with_headings(kind: type) -> type:
@@ -208,7 +224,8 @@ def _sorted(known: tuple[Option, ...]) -> list[Option]:
 def _further(known: tuple[Option, ...]) -> list[inspect.Parameter]:
     """Return ``--help-all``, and ``--device`` as it named machines once, where that has no other meaning."""
     more = [_parameter("help_all", Annotated[bool, typer.Option(
-        "--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")], False)]
+        "--help-all", is_eager=True, callback=_help_all,
+        help="Show all options and their environment variables.")], False)]
     if {one.name for one in known} & {"machine", "device"} == {"machine"}:
         more.append(_parameter("device", Annotated[Optional[str], option(  # noqa: UP045
             "--device", metavar="NAME", help="Former name of --machine.", hidden=True,
@@ -241,8 +258,8 @@ def _name_machine(given: Given, known: set[str]) -> None:
     named, by_flag = given.device, given.by_flag("device")
     if named in (None, *DEVICES):
         if "device" not in known and by_flag:
-            raise UsageError(f"--device {named} is an executor, and an estimate is about hardware; give --machine NAME "
-                             "('edgeinfer devices' lists them).")
+            raise UsageError(f"--device {named} selects an executor, and estimate is for hardware; give --machine NAME "
+                             "('edgeinfer devices' lists names).")
         return
     where = f"--device {named}" if by_flag else f"EDGEINFER_DEVICE={named}"
     if "machine" in known and given.machine is None:
@@ -272,8 +289,8 @@ def agreeing(given: Given, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
         return {name: value for name, value in asked.items() if name != "length_penalty" or given.by_flag(name)}
     if sampled:
         flag = next(one.flag for one in OPTIONS if one.name == sampled[0])
-        raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the most likely texts "
-                         "instead; leave one of them out.")
+        raise UsageError(f"{flag} {asked[sampled[0]]} applies to sampling, and --beams does not sample; "
+                         "use one or the other.")
     return {name: value for name, value in asked.items() if name not in SAMPLING}
 
 

@@ -95,18 +95,18 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
 
     if found["unit"] == "cpu":
         return "" if found["program"] == "edgeinfer" else (
-            f"This is the speed of {found['program']}; edgeinfer's own was not measured on this device, where "
-            "'edgeinfer devices --probe' measures it.")
+            f"This is the speed of {found['program']}: edgeinfer has not been measured on this device. 'edgeinfer "
+            "devices --probe' measures it there.")
     if profile.device_class == SERVED:
-        return ("This rests on published figures of the GPU and on assumed shares of them: no run of edgeinfer on a "
-                "GPU has measured these yet.")
+        return ("This is derived from the GPU's published figures and assumed shares of them: edgeinfer has not been "
+                "measured on a GPU yet.")
     if served(profile):
         return (f"This is the speed of {whose(found)}, not of edgeinfer, which does not run this there"
-                + (f": {refused} Memory is compared as if weights and KV lay on the card." if refused else "."))
+                + (f": {refused} Memory is compared as if weights and KV were on the card." if refused else "."))
     processor = processor_of(profile)
-    known = f"which --machine {processor.name} estimates" if processor else "whose speed is not known here"
-    return (f"This is the speed of {whose(found)}, not of edgeinfer, which cannot use {found['unit_words']}: its run "
-            f"works on the CPU, {known}.")
+    known = f" (--machine {processor.name} estimates it)" if processor else ", whose speed is not known"
+    return (f"This is the speed of {whose(found)}. edgeinfer cannot use {found['unit_words']} and runs on the "
+            f"CPU{known}.")
 
 
 def folded(text: str, label: str = "") -> Iterator[str]:

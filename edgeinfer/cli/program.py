@@ -84,7 +84,7 @@ def open_streams() -> None:
 def _wrapped(stream: Any, number: int, kind: type[io.TextIOWrapper], errors: str) -> io.TextIOWrapper:
     if stream is None:
         return kind(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), "utf-8", errors)
-    if not isinstance(stream, io.TextIOWrapper):  # somebody's own, as in a test
+    if not isinstance(stream, io.TextIOWrapper):  # a replacement, as in a test
         return stream
     encoding, lines, through = stream.encoding, stream.line_buffering, stream.write_through
     return kind(stream.detach(), encoding, errors, line_buffering=lines, write_through=through)

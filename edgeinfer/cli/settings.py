@@ -77,7 +77,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
             raise ValueError(f"it is longer than {MOST_BYTES} bytes")
         values = tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"The configuration {path} is not valid TOML ({error or 'nested too deeply'}); mend it with "
+        raise UsageError(f"The configuration {path} is not valid TOML ({error or 'nested too deeply'}); fix it with "
                          "'edgeinfer config edit'.") from None
     return {name: check(name, value, f" in {path}") for name, value in values.items()}
 
@@ -125,7 +125,7 @@ def write(name: str, value: Any | None) -> Path:
 
     path = config_path()
     if path is None:
-        raise UsageError(f"{VARIABLE} is empty, so there is no configuration; unset it, or give a file.")
+        raise UsageError(f"{VARIABLE} is empty, which turns the configuration file off; unset it, or set it to a file.")
     before = read()
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if line.partition("=")[0].strip().strip("\"'") != name]

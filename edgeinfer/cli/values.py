@@ -14,6 +14,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ..errors import UsageError
+
+NUMBERS = {int: "a whole number", float: "a number"}
+"""Types of numbers, in words."""
 _WHOLE, _DECIMAL = re.compile(r"-?[0-9]{1,15}"), re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]{1,3})?")
 
 
@@ -57,7 +61,13 @@ def _process(ordinary: Callable[[Any, Any], Any], parameter: Any, kind: Any, sev
     else:
         items = [plain(kind, item) for item in (value if several and isinstance(value, (list, tuple)) else [value])]
         if None in items:
-            return ordinary(context, value)
+            try:
+                return ordinary(context, value)
+            except Exception as error:
+                if kind not in NUMBERS or type(error).__name__ != "BadParameter":
+                    raise
+                name = parameter.envvar if source and source.name == "ENVIRONMENT" else max(parameter.opts, key=len)
+                raise UsageError(f"{name} is {value!r:.80}; it must be {NUMBERS[kind]}.") from None
         read = items if several else items[0]
     return parameter.callback(context, parameter, read) if parameter.callback else read
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .step import run_alone
     from .task import Task, too_long
 
-__all__ = ["MAX_ITL", "BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Engine", "Generation", "PromptLookup",
-           "Request", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
-           "Stream", "Task", "Times", "TokenLogprob", "TopLogprob", "run_alone", "too_long"]
+__all__ = ["MAX_ITL", "BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Engine", "Generation",
+           "PromptLookup", "Request", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation",
+           "SpeculationReport", "Stream", "Task", "Times", "TokenLogprob", "TopLogprob", "run_alone", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
     "speculation.costs": "Times", "speculation.draft_model": "DraftModel", "speculation.drafter": "Drafter",

@@ -172,10 +172,6 @@ class Generation(Task[Completion]):
         """Let the time to the first token begin."""
         self._times = [time.perf_counter()]
 
-    def forced(self, most: int) -> list[list[int]]:
-        """Return for each live sample the tokens that its form leaves no choice of, `most` at most."""
-        return [sample.constraint.forced(most) if sample.constraint else [] for sample in self.live]
-
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of the prompt, or of the only sample."""
         self._base = sequence

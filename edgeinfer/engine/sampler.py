@@ -60,7 +60,7 @@ class Sampler:
     """Samples the tokens of one sequence.
 
     The same seed, index, tokens before and logits give the same token, whatever the number of threads or of sequences
-    and whoever chooses: random numbers depend on seed, index, position and token id alone.
+    and on the code that chooses: random numbers depend on seed, index, position and token id alone.
 
     Parameters
     ----------

@@ -159,18 +159,18 @@ class Steps:
         return [run.owner for work in works for run in work.runs]
 
     def _forced(self, works: list[Work], samples: list[Sample]) -> list[list[int]]:
-        """Return the tokens that the forms of texts force: drafts that cost nothing. None if nothing is forced."""
+        """Return the tokens that the forms of texts force: drafts that cost nothing. Empty if nothing is forced."""
         constrained = [sample for sample in samples if sample.constraint]
         if not constrained:
             return []
         most = min((self._runner.config.outputs - len(samples)) // len(constrained),
                    self._room(works, self._runner.config.outputs))
-        found = [one for work in works for one in work.request.task.forced(most)] if most > 0 else []
+        found = [sample.constraint.forced(most) if sample.constraint and most > 0 else [] for sample in samples]
         return found if any(found) else []
 
     def _room(self, works: list[Work], most: int) -> int:
         """Return how many draft tokens each sequence can be given."""
-        left = min(work.request.task.left for work in works)
+        left = min(_generation(work).left for work in works)
         return self._runner.room([run.sequence for work in works for run in work.runs], min(left + 1, most)) - 1
 
     @staticmethod
@@ -178,13 +178,14 @@ class Steps:
         """Return works that verify draft tokens; samples without any decode one token."""
         following, checking = iter(proposals), []
         for work in works:
-            runs = [work.request.task.verification(run, one) if (one := next(following)) else run for run in work.runs]
+            task = _generation(work)
+            runs = [task.verification(run, one) if (one := next(following)) else run for run in work.runs]
             checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
         return checking
 
     def _verify(self, works: list[Work], speculation: Speculation, samples: list[Sample], cancel: Any) -> Passed | None:
         """Run over draft tokens, if there are any."""
-        tasks: list[Any] = [work.request.task for work in works]
+        tasks = [_generation(work) for work in works]
         drafting = [task.speculation is speculation for task, work in zip(tasks, works, strict=True) for _ in work.runs]
         proposals = speculation.proposals(
             samples, min(task.left for task in tasks), cancel, lambda: self._room(works, self._runner.config.outputs),
@@ -244,6 +245,12 @@ class Steps:
         finally:
             self.scheduler.remove(request)
             request.conclude(error)
+
+
+def _generation(work: Work) -> Generation:
+    """Return the task of a work in which samples decode."""
+    assert isinstance(work.request.task, Generation)
+    return work.request.task
 
 
 def run_alone(task: Task[Result], runner: Runner) -> Result:

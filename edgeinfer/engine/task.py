@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from ..errors import ContextError, RequestError
 from ..runner import PROMPT, Cancellation, Segment
 
 if TYPE_CHECKING:
-    from ..base.progress import OnProgress
+    from ..base.progress import OnProgress, OnPromptProgress
     from ..runner import Runner, Sequence
     from .speculation.controller import Speculation
 
@@ -154,7 +154,7 @@ class Task(abc.ABC, Generic[Result]):
         if self.told is not None and self.sequence is not None:
             self.told("prompt", min(len(self.sequence), len(self.prompt_ids)), len(self.prompt_ids), "")
 
-    def telling(self) -> Callable[[int, int], None] | None:
+    def telling(self) -> OnPromptProgress | None:
         """Return what a runner calls with (done, total) in tokens that it processes by itself."""
         told, before = self.told, self.cached_tokens
         return None if told is None else lambda done, total: told("prompt", before + done, before + total, "")

@@ -47,7 +47,7 @@ class Graph:
     @property
     def chooses_values(self) -> bool:
         """Whether decoded tokens choose which rows of V they read."""
-        return any(op.kv is not None and op.kv.choosing is not None for op in self.ops)
+        return any(op.kv is not None and op.kv.topn is not None for op in self.ops)
 
     def on_demand(self, kind: str) -> list[OnDemand]:
         """Weights that need not be in memory whole, of a kind, in the order of the operations."""

@@ -127,10 +127,10 @@ def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op],
 
 @graph_pass
 def fuse_input(graph: Graph) -> Graph:
-    """Let products of a single token quantise, and norm, their input themselves.
+    """Let matmuls of a single token quantise, and norm, their input themselves.
 
-    If a product is the only reader of quantised rows and stands right behind what makes them, each thread makes the
-    one row of such a forward pass alone, which costs less than an instruction of its own with its barrier.
+    If a matmul is the only reader of quantised rows and stands right behind what makes them, each thread makes the one
+    row of such a forward pass alone, which costs less than an instruction of its own with its barrier.
     """
     readers: dict[str, int] = {}
     for op in graph.ops:

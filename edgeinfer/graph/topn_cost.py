@@ -24,7 +24,7 @@ _NORMAL = tuple((_STEP * i, _STEP * math.exp(-((_STEP * i) ** 2) / 2) / math.sqr
 """Values of a normal variable with what they weigh."""
 
 
-class Choosing(NamedTuple):
+class TopNCost(NamedTuple):
     """Selection of V by decoded tokens: `top` rows of a head, or if that is 0 those that weigh at least `eps` times its
     largest weight.
     """

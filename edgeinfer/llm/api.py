@@ -135,7 +135,7 @@ class LLM(Requests):
     session : Session
         The runner, where our own kernels run the model.
     draft : Runner or None
-        Who drafts for it, where that is a model or a part of this one.
+        The drafter, if that is a draft model or a part of this model.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
     choice : Choice or None

@@ -150,7 +150,7 @@ class ModelDescription:
         from edgeinfer.devices import Traffic
 
         reads = list(self._kv(stores=False))
-        chosen = [access for access in reads if access.choosing]
+        chosen = [access for access in reads if access.topn]
         full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
         found = Traffic(
             weight_bytes=self.bytes_per_token,
@@ -164,7 +164,7 @@ class ModelDescription:
             window_attention_operations=sum(access.operations for access in windowed),
             prefill_weight_bytes=self.all_bytes_per_pass,
             value_bytes=sum(access.position_bytes(kv) for access in chosen) / 2,
-            choosing=chosen[0].choosing if chosen else None,
+            topn=chosen[0].topn if chosen else None,
             score_bytes=sum(2 * access.operations / access.head_dim for access in chosen),
             activation_values=self.graph.activation_values,
             parameters=self.active_parameters,
@@ -337,5 +337,5 @@ def _unknown(name: str) -> str:
         return missing
     shapes = builtin_shapes()
     near = difflib.get_close_matches(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
-    return unknown_model(name, near, "Give a GGUF file, a checkpoint, a bundle, a config.json, an id on the hub such as "
+    return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

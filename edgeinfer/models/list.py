@@ -223,9 +223,11 @@ def summary(models: list[LocalModel]) -> str:
     runs = [model for model in whole if model.runs]
     fits = sum(bool(model.fits) for model in runs)
     nbytes = {model.path: model.nbytes for model in models}
-    size = f"{format_size(sum(nbytes.values()))} on the disk."
+    size = f"{format_size(sum(nbytes.values()))} on disk."
     if len(whole) == 1:
         what = "does not run" if not runs else "runs and fits" if fits else "runs but does not fit"
         return f"1 model, which {what}; {size}"
+    if whole and fits == len(whole):
+        return f"{len(whole)} models, all of which run and fit; {size}"
     return (f"{len(whole)} models, of which {len(runs)} run{'s' * (len(runs) == 1)} and {fits} "
             f"fit{'s' * (fits == 1)}; {size}")

@@ -26,9 +26,9 @@ OLLAMA, HUB_FILE = "ollama:", "hf:"
 """Beginnings of the names of GGUF files that lie in ollama's store, and on the hub."""
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
 """The command that lists the built-in shapes, and how many names a message has."""
-RUNNABLE = ("Give a GGUF file, the directory of a checkpoint or bundle, ollama:NAME, an id on the hub such as owner/name, "
-            f"or a known name such as {DEMO} or {next(iter(KNOWN_NAMES))}; 'edgeinfer models' lists what is on this "
-            "machine.")
+RUNNABLE = ("Give a GGUF file, the directory of a checkpoint or bundle, ollama:NAME, an id on the hub such as "
+            f"owner/name, or a known name such as {DEMO} or {next(iter(KNOWN_NAMES))}; 'edgeinfer models' lists what "
+            "is on this machine.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
@@ -101,8 +101,8 @@ def _ollamas(name: str) -> list[str]:
 
 def _shape_only(name: str, shape: Shape) -> str:
     """Return what to say of a model of which only the shape is known, where its weights are wanted."""
-    return (f"{name!r} is a built-in shape without weights, for 'edgeinfer plan {name}' and 'edgeinfer estimate {name}'. "
-            f"To run the model, give its GGUF file, its checkpoint or its id on the hub, {shape.source}.")
+    return (f"{name!r} is a built-in shape without weights, for 'edgeinfer plan {name}' and 'edgeinfer estimate "
+            f"{name}'. To run the model, give its GGUF file, its checkpoint or its id on the hub, {shape.source}.")
 
 
 def _models_in(parent: Path) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.dataclass import dataclass
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 from ..base.validation import checked, integer
 from ..errors import RequestError
 from .corpus import SEPARATOR as SEPARATOR
@@ -81,7 +81,7 @@ def evaluate(
     window: int | None = None,
     prompt: int | None = None,
     decoded: bool = False,
-    progress: Counted | None = None,
+    progress: OnStageProgress | None = None,
 ) -> Evaluation:
     """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
 

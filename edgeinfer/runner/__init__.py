@@ -1,6 +1,6 @@
 """Interface of anything that runs a model: sequences, forward passes over them, and cancellation.
 
-The engine, `LLM` and evaluation know runners by this room alone. `Session` is the one that runs our own kernels.
+The engine, `LLM` and evaluation know runners by this package alone. `Session` is the one that runs our own kernels.
 
 Rules for what a runner keeps of a sequence, whichever it is:
 
@@ -14,8 +14,9 @@ Rules for what a runner keeps of a sequence, whichever it is:
   that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
   hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a
-  beginning can be kept, and `rollback` passes over again what cannot; whoever shares common beginnings asks before it
-  cuts. A prompt cache holds what there was, with the same reach; a cached beginning has what the next token sees.
+  beginning can be kept, and `rollback` passes over again what cannot; a caller that shares common beginnings asks
+  before it cuts. A prompt cache holds what there was, with the same reach; a cached beginning has what the next token
+  sees.
 * A sequence always holds as many rows as tokens, also after a pass that was cancelled or failed: such a pass changes
   nothing but what lies behind the last token.
 """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError, EdgeInferError
 
-from ..base.progress import Counted
+from ..base.progress import OnStageProgress
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
@@ -139,7 +139,7 @@ class Prefaulter:
                 return
 
 
-def read_in(weights: NDArray[np.uint8], path: Path, progress: Counted | None = None,
+def read_in(weights: NDArray[np.uint8], path: Path, progress: OnStageProgress | None = None,
             spans: Sequence[tuple[int, int]] | None = None) -> None:
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
@@ -176,7 +176,8 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Counted | None = N
             tell(done, size, path.name)
 
 
-def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress: Counted | None = None) -> None:
+def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path,
+            progress: OnStageProgress | None = None) -> None:
     """Read parts of a file into memory of the process; no page of the file is mapped.
 
     Parameters

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.progress import OnPromptProgress
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Attention, Graph, Tensor, alibi_bias, alibi_slopes
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
@@ -124,7 +125,7 @@ class PruningStages:
         return self.last.tokens[self.schedule.stage(layer)] / self.last.tokens[0]
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, spec: int,
-                told: Callable[[int, int], None] | None = None) -> Logits:
+                told: OnPromptProgress | None = None) -> Logits:
         """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was.
 
         `told` is called with the share of the prompt's tokens that is the share of the work done.
@@ -153,7 +154,7 @@ class PruningStages:
         self._note(counts)
         return logits[0]
 
-    def _teller(self, counts: tuple[int, ...], told: Callable[[int, int], None] | None
+    def _teller(self, counts: tuple[int, ...], told: OnPromptProgress | None
                 ) -> Callable[[_PruningStage, int], None]:
         """Return a callback for when tokens have passed a stage, which reports progress over the whole prompt."""
         work = sum(n * (stage.stop - stage.first) for n, stage in zip(counts, self._stages, strict=True))

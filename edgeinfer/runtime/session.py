@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +10,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.progress import OnPromptProgress, OnStageProgress
 from edgeinfer.base.validation import shown
 from edgeinfer.bundle import Bundle, read_cold, watch
 from edgeinfer.config import RuntimeConfig
@@ -70,8 +70,8 @@ class Session(SequenceOwner):
     """
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
-                 progress: Callable[[int, int, str], None] | None = None,
-                 loading: Callable[[int, int, str], None] | None = None, host: Session | None = None,
+                 progress: OnStageProgress | None = None,
+                 loading: OnStageProgress | None = None, host: Session | None = None,
                  place: Placer | None = None, beside: Beside | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
@@ -108,7 +108,7 @@ class Session(SequenceOwner):
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                spec: int = 0, told: Callable[[int, int], None] | None = None) -> Logits:
+                spec: int = 0, told: OnPromptProgress | None = None) -> Logits:
         """Process a prompt in chunks, or as a technique says; see `Runner.prefill`."""
         if self.prefill_strategy and self.prefill_strategy.takes(ids := integers("ids", ids)):
             return self.prefill_strategy.prefill(sequence, ids, cancel, spec, told)

@@ -45,14 +45,14 @@ def ask(values: Mapping[str, Any]) -> Schedule | None:
     lazy, layers, target = values["lazy"], values["lazy_layers"], values["lazy_target"]
     if target is not None:
         if lazy is not None:
-            raise UsageError(f"--lazy-target finds the shares that --lazy {lazy} gives; leave one of them out.")
+            raise UsageError(f"--lazy-target finds the shares that --lazy {lazy} gives; use one or the other.")
         n = STAGES_SEARCHED if layers is None else layers.count(",") + 1
         return Schedule((1.0,) * n, layers_of(layers))
     if lazy in (None, OFF):
         if layers is not None:
             raise UsageError(f"--lazy-layers is {layers:.80}, and without --lazy no prompt is pruned; add --lazy."
                              if lazy is None else f"--lazy-layers is {layers:.80}, and --lazy off prunes no prompt; "
-                             "leave one of them out.")
+                             "use one or the other.")
         return None
     return lazy if layers is None else replace(lazy, layers=layers_of(layers))
 
@@ -67,7 +67,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     score += 24 if graph.config.alibi else 0  # what ALiBi adds to the scores of a head, and the steps to it
     yield Region("aux", request.ctx * (4 * hidden + score) + 64,
                  f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {schedule}, "
-                 f"and {score} to choose who goes on")
+                 f"and {score} to choose which tokens go on")
 
 
 def score_bytes(group: int, head_dim: int) -> int:

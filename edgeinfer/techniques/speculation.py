@@ -115,7 +115,11 @@ class Drafting(NamedTuple):
 
 def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -> Drafter:
     """Make the drafter of a request."""
-    from ..engine import DraftModel, PromptLookup, SelfDraft
+    from ..engine import PromptLookup
+
+    if draft is None and kind not in (DRAFT, SELF):
+        return PromptLookup()
+    from ..engine import DraftModel, SelfDraft
     from ..runtime import SelfDraftSession
 
     if isinstance(draft, SelfDraftSession):
@@ -164,7 +168,7 @@ def agree(values: Mapping[str, Any], flags: Collection[str], beams: int) -> Mapp
                              "--beams out.")
         if name in flags and kind not in (AUTO, OFF):
             raise UsageError(f"--speculate {kind} and --beams exclude each other: beam search verifies no draft "
-                             "tokens; leave one of them out.")
+                             "tokens; use one or the other.")
         return {**values, name: OFF, other: None}
     if draft is None or kind in (AUTO, DRAFT):
         return values

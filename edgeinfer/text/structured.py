@@ -24,8 +24,9 @@ MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
 KEPT_FORMS = 32
 """Compiled forms that are kept for requests to come."""
-WHITESPACE = {"whitespace_pattern": r"[ \n\t]{1,16}"}
-"""Between the parts of JSON: without an end, small models write nothing else."""
+WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+"""Between the parts of JSON: a space, or a new line with its indent. Without a limit small models write nothing else.
+"""
 WORD_BITS = 32
 
 
@@ -135,7 +136,7 @@ class Constraint:
         return masks
 
     def drafting(self) -> Callable[[int], NDArray[np.uint32] | None]:
-        """Begin a draft: returns a function that takes one draft token after the other and returns the mask behind it."""
+        """Begin a draft: returns a function that takes the next draft token and returns the mask behind it."""
         matcher = self._matcher.deep_copy()
 
         def behind(token_id: int) -> NDArray[np.uint32] | None:

@@ -28,7 +28,7 @@ REGION_SHIFT = 48
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 FLAG_RESIDUAL = 1
-"""linear: add the product to what the output holds."""
+"""linear: add the matmul to what the output holds."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
 FLAG_MASK = 16
@@ -67,7 +67,7 @@ VALUES_OF_A_UNIT = 2048
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
 """Replacement for omitted rows of V: nothing; the others' weights rescaled to add up to 1; a mean (MEAN_BLOCKS)."""
 FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED = 1, 2, 3
-"""Processing of a product's input by the product itself: quantise it, after a norm or in an order; 0 = nothing."""
+"""Processing of a matmul's input by the matmul itself: quantise it, after a norm or in an order; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
 REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",

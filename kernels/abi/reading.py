@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# -- streaming: who reads, and what ------------------------------------------------------------------------------------
+# -- streaming: readers and parts --------------------------------------------------------------------------------------
 # Parts (a layer's streamed weights) are read in the order in which passes use them, in rounds; a piece is one read.
 STREAM_PREAD, STREAM_FILE = 0, 8
 """Address of `pread`, and the file descriptor that it is called with."""

@@ -1,4 +1,4 @@
-"""Quantised rows of activations, and the blocks of tokens in which they go through products."""
+"""Quantised rows of activations, and the blocks of tokens in which they go through matmuls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     """Return the layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 offsets).
 
     All in bytes. The int8 values come first, padded with zeros to whole pairs of groups, as the weights' instructions
-    are. An offset is -8 x the sum of a group's values: what products with 4-bit codes start from. Rows of several
-    tokens are interleaved, see `token_blocks`.
+    are. An offset is -8 x the sum of a group's values: what matmuls with 4-bit codes start from. Rows of several tokens
+    are interleaved, see `token_blocks`.
     """
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size

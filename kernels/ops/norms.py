@@ -1,6 +1,6 @@
 """Norms beyond the plain one: of rows whose mean is taken off, with a bias, in place, or of what is added to a row.
 
-In files of their own because only some architectures want them; the RMS norm that a product may do itself, of a single
+In files of their own because only some architectures want them; the RMS norm that a matmul may do itself, of a single
 token, is in elementwise.py.
 
 Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias, 5 scalar. Parameters: parameters.ROWS. Flags: FLAG_CENTRED,

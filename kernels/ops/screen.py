@@ -51,9 +51,9 @@ from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f3
 from ..vector.scalars import div_i64, f32_from_bits, sqrt_f32
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
-from .linear import Addresses, chunk_of_rows, in_blocks, in_chunks, of_heights
+from .dot_products import matmul_of
+from .matmul import Addresses, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_ffn.neuron_parts import q8_block
-from .products import matmul_of
 from .sampling.sample import sample_spec_of
 
 _INFINITY = float("inf")
@@ -202,7 +202,7 @@ def _register_least(name, make_matmul, group):
 
 
 class Estimated(NamedTuple):
-    """A product, and addresses of what tells which of its tiles matter."""
+    """A matmul, and addresses of what tells which of its tiles matter."""
 
     matmul: Addresses
     estimates: int
@@ -246,7 +246,7 @@ def _register_head(name, make_matmul, group):
         matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
         tokens, tiles = count(ctx, parameter(inst, SCREEN.rows)), parameter(inst, SCREEN.tiles)
         chunk = parameter(inst, SCREEN.chunk)
-        if count(ctx, COUNT_SAMPLES) == 0:  # nobody has made estimates
+        if count(ctx, COUNT_SAMPLES) == 0:  # there are no estimates
             whole_chunks(matmul, ctx, tiles, chunk, tokens)
             return 0
         at = Estimated(matmul, operand(inst, ctx, 3), operand(inst, ctx, 4), operand(inst, ctx, 5))

@@ -13,8 +13,8 @@ from .attention import ATTENTION, LATENT, ROPE
 from .experts import EXPERTS_INPUT, EXPERTS_RESOLVE, ROUTE
 from .functions import ACTIVATIONS, PAIRED, VALUE_FUNCTIONS
 from .head import SAMPLE, SCREEN
+from .matmul import LINEAR
 from .neurons import NEURON_DOWN, NEURON_GATED, NEURON_MASK, NEURON_RESOLVE
-from .products import LINEAR
 from .rows import POSITIONS, ROWS, VALUES
 from .stream import RELEASE
 

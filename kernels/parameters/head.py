@@ -17,7 +17,7 @@ class _Sample(NamedTuple):
 
 
 class _Screen(NamedTuple):
-    """The first nine as in LINEAR, whose products read them."""
+    """The first nine as in LINEAR, whose matmuls read them."""
 
     tiles: int
     tile_bytes: int

@@ -36,7 +36,7 @@ from .experts.experts import (
 )
 from .experts.experts_resolve import experts_resolve_reference
 from .experts.route import choose_experts, route_reference, sort_routes_reference
-from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_values, linear_reference, linear_values
+from .matmul import ACTIVATION_FUNCTIONS, gated_reference, gated_values, linear_reference, linear_values
 from .neuron_ffn.ffn import neuron_down_reference, neuron_gated_reference
 from .neuron_ffn.neuron_mask import scores_reference, signs_reference
 from .neuron_ffn.neuron_resolve import Cache, resolve, resolve_reference

@@ -124,7 +124,7 @@ def rms_norm_q8_reference(view: InstructionView) -> list[Expected]:
 def quantised_input(
     view: InstructionView, p: Any, padded: int, source: int, norm: int, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return x of a product, dequantised, and how far what the kernel multiplies may be from it.
+    """Return x of a matmul, dequantised, and how far what the kernel multiplies may be from it.
 
     A fused input is row 0 of the operand `source`, times, or in the order of, the operand `norm`; otherwise x is read
     as it is stored.

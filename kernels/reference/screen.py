@@ -14,7 +14,7 @@ from .. import abi
 from ..parameters import LINEAR, SCREEN
 from .elementwise import quantised_input
 from .expected import Expected
-from .linear import Doubles, linear_values
+from .matmul import Doubles, linear_values
 from .view import InstructionView, memory
 
 Floats = NDArray[np.float32]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ..abi import FLAG_TIMES, TOKEN_POSITION
 from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
 from .expected import Expected
-from .linear import ACTIVATION_FUNCTIONS
+from .matmul import ACTIVATION_FUNCTIONS
 from .tolerances import TINY, TOLERANCES
 from .view import InstructionView, float_of
 

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, code in made.items():
             wanted.write(directory, name, code)
             if root:
-                (directory / f"{name}.o").chmod(0o644)  # for whoever uses the installation
+                (directory / f"{name}.o").chmod(0o644)  # readable by all users of the installation
         seconds = time.perf_counter() - start
         line = f"{isa.machine} {isa.name}: {len(wanted.names)} kernels, {seconds:.1f} s"
         print(f"\r{line:<40}" if sys.stdout.isatty() else line, flush=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 
 from edgeinfer.base.process import python_command
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.errors import KernelError
 
 from ..catalogue import Extension, family_of
@@ -33,7 +33,7 @@ _LONGEST = ("attention", "screen", "linear", "experts", "gated", "neuron_gated",
 
 
 def build(
-    wanted: KernelSet, names: Iterable[str], progress: Counted | None = None,
+    wanted: KernelSet, names: Iterable[str], progress: OnStageProgress | None = None,
     keep: Callable[[str, bytes], None] | None = None,
 ) -> dict[str, bytes]:
     """Compile kernels and return their code.

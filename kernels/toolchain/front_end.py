@@ -98,7 +98,8 @@ def _read_instructions_quickly() -> None:
 
 
 def _count_no_references() -> None:
-    """Leave out how long variables live: kernels know numbers, vectors and tuples of them, which nobody counts."""
+    """Leave out how long variables live: kernels know numbers, vectors and tuples of them, which are not
+    reference-counted."""
     from numba.core import transforms
     from numba.core.lowering import BaseLower, Lower
     from numba.core.postproc import PostProcessor

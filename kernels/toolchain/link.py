@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.errors import KernelError
 
 from ..catalogue import Extension, extension_of, is_known
@@ -24,7 +25,7 @@ class Kernels:
         Called with (done, total, name) while kernels are compiled.
     """
 
-    def __init__(self, isa: Isa, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(self, isa: Isa, progress: OnStageProgress | None = None):
         self.isa = isa
         self._progress = progress
         # Named now: editing the sources during the run does not take its kernels away.
@@ -44,7 +45,7 @@ class Kernels:
         return " ".join([self.isa.machine, "fused" if fused else self.isa.name, *sources])
 
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
-        """Addresses of the named kernels, linked on first use, and compiled where nobody has done so before.
+        """Addresses of the named kernels, linked on first use, and compiled if that has not been done before.
 
         Raises `KernelError` if there is no kernel of that name, or it cannot be compiled.
         """

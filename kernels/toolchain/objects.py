@@ -125,7 +125,7 @@ class KernelSet:
     def read(self, directory: Path, name: str, own: bool = True) -> bytes:
         """Code of one kernel; a KernelError says in a clause what is wrong with its file.
 
-        `own` asks that nobody else can write the file; the package's are as trusted as its Python.
+        `own` requires that no other user can write the file; the package's are as trusted as its Python.
         """
         path = directory / f"{name}.o"
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.base.cache_dir import make_directories
 from edgeinfer.base.process import say
-from edgeinfer.base.progress import Counted
+from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.errors import DestinationError, KernelError
 
 from ..catalogue import FAMILIES, Extension, is_foreign
@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 180.0
 TICK_SECONDS = 0.5
 _DAY_SECONDS = 86400
 _EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
-_REMEDY = "Set EDGEINFER_CACHE to a directory that you can write and nobody else."
+_REMEDY = "Set EDGEINFER_CACHE to a directory that only you can write."
 _unkept: dict[KernelSet, dict[str, bytes]] = {}
 """Kernels that this process has compiled and could not store."""
 _announced: set[KernelSet] = set()
@@ -40,7 +40,7 @@ _announced: set[KernelSet] = set()
 
 
 def find_objects(
-    wanted: KernelSet, names: Iterable[str], progress: Counted | None = None, must_keep: bool = False
+    wanted: KernelSet, names: Iterable[str], progress: OnStageProgress | None = None, must_keep: bool = False
 ) -> dict[str, bytes]:
     """Code of the named kernels of a set.
 
@@ -80,7 +80,7 @@ def find_objects(
 
 
 def find_set(
-    isa: Isa, progress: Counted | None = None, extension: Extension | None = None, foreign: bool = True
+    isa: Isa, progress: OnStageProgress | None = None, extension: Extension | None = None, foreign: bool = True
 ) -> Path:
     """Directory with all kernels of a set: the package's, or the cache's, for which those that lack are compiled.
 
@@ -100,7 +100,7 @@ def find_set(
 class _Compilation:
     """Compile the kernels that no other process is compiling, and store them if possible."""
 
-    def __init__(self, wanted: KernelSet, directory: Path, progress: Counted | None, must_keep: bool):
+    def __init__(self, wanted: KernelSet, directory: Path, progress: OnStageProgress | None, must_keep: bool):
         self._wanted, self._directory, self._progress, self._must_keep = wanted, directory, progress, must_keep
         self._keeps = True
 

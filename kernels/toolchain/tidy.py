@@ -32,7 +32,7 @@ def tidy(directory: Path) -> None:
                 _remove(entry)
             elif entry.name.rpartition("-")[0] == kept and entry != directory and age > UNUSED_DAYS * 86400:
                 aside = entry.with_name(f".old-{secrets.token_hex(8)}")
-                os.rename(entry, aside)  # at once: nobody finds half a set
+                os.rename(entry, aside)  # at once: no process finds half a set
                 _remove(aside)
 
 

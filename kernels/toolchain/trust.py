@@ -36,7 +36,7 @@ def distrust(path: Path) -> str:
 
 
 def read_own(path: Path) -> bytes:
-    """Read a file that nobody else can change.
+    """Read a file that no other user can change.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _fault(status: os.stat_result) -> str:
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to another user ({status.st_uid})"
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # as /tmp: nobody moves what others own
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # as /tmp: users move their own files only
     if stat.S_ISLNK(status.st_mode) or sticky:
         return ""
     by_group = status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid)

@@ -80,7 +80,7 @@ def claim(ctx):
     """Number of the next chunk that no thread has taken; the barrier sets it back to 0.
 
     After a cancellation there is none left, so that a long instruction ends soon. The thread still goes to the barrier
-    (leaving alone would strand the others), and the error makes sure that nobody takes the instruction for done.
+    (leaving alone would strand the others), and the error makes sure that the instruction does not count as done.
     """
     if atomic_load(ctx + CTX_CANCEL):
         atomic_store(ctx + CTX_ERROR, ABANDONED)

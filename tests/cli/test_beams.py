@@ -44,14 +44,14 @@ def test_the_plan_is_that_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("flags", "sentence"), [
-    (["--temp", "0.7"], "--temp 0.7 is about sampling, and --beams takes the most likely texts instead; leave one of "
-                        "them out."),
-    (["--top-k", "5"], "--top-k 5 is about sampling"), (["--seed", "5"], "--seed 5 is about sampling"),
-    (["--repeat-penalty", "1.2"], "--repeat-penalty 1.2 is about sampling"),
+    (["--temp", "0.7"], "--temp 0.7 applies to sampling, and --beams does not sample; use one or the "
+                        "other."),
+    (["--top-k", "5"], "--top-k 5 applies to sampling"), (["--seed", "5"], "--seed 5 applies to sampling"),
+    (["--repeat-penalty", "1.2"], "--repeat-penalty 1.2 applies to sampling"),
     (["--samples", "5"], "n is 5, and a search with 4 beams has as many results; lower n or raise beams."),
     (["--beams", "17"], "--beams is 17; it must be from 2 to 16, or 1 for no beam search."),
     (["--beams", "0"], "--beams is 0; it must be from 2 to 16"),
-    (["--beams", "1", "--length-penalty", "2"], "length_penalty is 2.0, and without beam search it means nothing"),
+    (["--beams", "1", "--length-penalty", "2"], "length_penalty is 2.0, and it applies to beam search alone"),
     (["--length-penalty", "nan"], "--length-penalty is nan; it must be from -10 to 10."),
     (["-n", "60", "-c", "16", "--prompt-cache", ""], "--prompt-cache is ''"),
 ])  # fmt: skip

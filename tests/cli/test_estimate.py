@@ -138,7 +138,7 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
     (("--machine", "rpi55"), "There is no device 'rpi55'; the names next to it, 'rpi5'"),
     (("--machine", "rpi5", "--ctx", "0"), "--ctx is 0; it must be 1 or more"),
     (("--machine", "rpi5", "--ctx", "-5"), "--ctx is -5; it must be 1 or more"),
-    (("--machine", "rpi5", "--ctx", "many"), "Input should be a valid integer"),
+    (("--machine", "rpi5", "--ctx", "many"), "--ctx is 'many'; it must be a whole number."),
     (("--machine", "rpi5", "-p", "9999999999"), "-p is 9999999999; it must be from 1 to"),
     (("--machine", "rpi5", "-p", "200", "--ctx", "100"), "-p 200 does not fit --ctx 100"),
     (("--machine", "rpi5", "--kv", "int2"), "kv is 'int2'; choose one of int8, f16, f32"),
@@ -146,8 +146,8 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
     (("--machine", "rpi5", "--group-size", "48"), "48"),
     (("--machine", "rpi5", "--accepted", "0.5"), "--accepted is 0.5; a forward pass yields 1 to 64 tokens"),
     (("--machine", "rpi5", "--draft-cost", "-1"), "--draft-cost is -1; it must be a share of a token's time"),
-    (("--all-devices", "--machine", "rpi5"), "--machine is about a single machine; leave --all-devices out"),
-    (("--all-devices", "--plot", "a.svg"), "--plot is about a single machine"),
+    (("--all-devices", "--machine", "rpi5"), "--machine applies to a single machine; omit --all-devices"),
+    (("--all-devices", "--plot", "a.svg"), "--plot applies to a single machine"),
     (("--machine", "rpi5", "--plot", "a.doc"), "--plot 'a.doc' has no known ending; use one of .svg, .png, .pdf"),
     pytest.param(("--machine", "rpi5", "--plot", "/nowhere/at/all.svg"),
                  "The picture /nowhere/at/all.svg cannot be written", marks=needs_matplotlib),
@@ -240,7 +240,7 @@ def test_variables_for_all_commands_contradict_no_flag(monkeypatch) -> None:
     assert edgeinfer("estimate", "demo", "--all-devices", "--json").code == 0
     assert edgeinfer("estimate", "demo", "--json").json["device"] == "rpi5"
     assert edgeinfer("devices").code == edgeinfer("devices", "m1").code == 0
-    assert "--machine is about a single" in edgeinfer("estimate", "demo", "--all-devices", "--machine", "m1").sentence
+    assert "--machine applies to a single" in edgeinfer("estimate", "demo", "--all-devices", "--machine", "m1").sentence
     assert edgeinfer("devices", "").sentence.startswith("There is no device ''")
 
 
@@ -250,7 +250,7 @@ def test_a_device_that_names_a_machine_is_taken_for_it_with_a_notice(monkeypatch
         assert new.json == old.json and new.json["device"] == "rpi5" and "--machine" not in new.err
         assert "--device rpi5 names a machine; write --machine rpi5" in old.err
     assert "both name a machine" in edgeinfer("plan", "demo", "--device", "rpi5", "--machine", "m1").sentence
-    assert "leave one of them out" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
+    assert "use one or the other" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
     assert "--device cuda is an executor" in edgeinfer("estimate", "demo", "--device", "cuda").sentence
     monkeypatch.setenv("EDGEINFER_DEVICE", "rpi5")
     assert edgeinfer("run", "demo", "Once", "-n", "1", "--no-stats").code == 0

@@ -34,16 +34,16 @@ def test_a_model_is_pulled_used_and_deleted(tmp_path: Path, monkeypatch: pytest.
     assert edgeinfer("rm", "someone/tiny", "-y", "--json").json["freed_bytes"] > 1000
     assert list((cache / "bundles").glob("[!.]*")) == []
     gone = edgeinfer("rm", "someone/tiny", "-y")
-    assert gone.code == 1 and "someone/tiny" in gone.sentence
+    assert gone.code == 2 and "'someone/tiny' is not a model that edgeinfer has converted" in gone.sentence
 
 
 def test_what_edgeinfer_has_not_made_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from edgeinfer.models import demo_path
 
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
-    assert edgeinfer("rm", "demo", "-y").sentence == "demo is a part of the package and cannot be deleted."
+    assert edgeinfer("rm", "demo", "-y").sentence == "demo is part of the package and cannot be deleted."
     outcome = edgeinfer("rm", demo_path(), "-y")
-    assert outcome.code == 2 and "files that edgeinfer has not made are not deleted" in outcome.sentence
+    assert outcome.code == 2 and "it deletes no others" in outcome.sentence
     assert demo_path().is_dir()
 
 

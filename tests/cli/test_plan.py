@@ -79,7 +79,7 @@ def test_weights_are_mapped_or_locked() -> None:
     assert plain["total_bytes"] == locked["total_bytes"] == locked["resident_bytes"]
     assert plain["mapped_bytes"] == locked["mapped_bytes"] == plain["reclaimable_bytes"] == weights
     assert locked["reclaimable_bytes"] == 0 and plain["resident_bytes"] == plain["total_bytes"] - weights
-    assert any("--mlock forbids" in note for note in plain["notes"])
+    assert any("--mlock prevents that" in note for note in plain["notes"])
     assert {region["kind"] for region in plain["regions"]} == {"mapped", "private", "reserve"}
 
 
@@ -112,7 +112,7 @@ def test_llama_2_7b_worked_example() -> None:
         assert gib << 30 < kv == pytest.approx((gib << 30) * (1 + 2 / 128), abs=64)
         assert report["kv_bytes_per_position"] * ctx == pytest.approx(kv, abs=64)
         assert report["max_ctx"] == report["model_ctx"] == 4096
-        assert any(f"{ctx} tokens is longer than the model's 4096: run refuses it" in n for n in report["notes"])
+        assert any(f"{ctx} tokens exceeds the model's 4096, so run refuses it" in n for n in report["notes"])
 
 
 def test_the_estimate_is_the_estimators() -> None:
@@ -134,7 +134,7 @@ def test_the_estimate_is_the_estimators() -> None:
 def test_without_a_profile_there_is_no_estimate(tmp_path: Path) -> None:
     done = process("plan", "demo", "--json", EDGEINFER_CACHE=str(tmp_path))
     assert done.json["estimate"] is None
-    assert any("was not probed (edgeinfer devices --probe)" in note for note in done.json["notes"])
+    assert any("measure this machine once with 'edgeinfer devices --probe'" in note for note in done.json["notes"])
 
 
 CASES: list[list[object]] = [
@@ -203,7 +203,7 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
         (["llama-2-7b", "--ctx", "-5"], 2, "--ctx is -5; it must be 1 or more."),
         (["llama-2-7b", "--ctx", "1000000000"], 2,
          "--ctx is 1000000000; no model has a context above 134217728 tokens."),
-        (["llama-2-7b", "--ctx", "many"], 2, "Invalid value for '-c' / '--ctx'"),
+        (["llama-2-7b", "--ctx", "many"], 2, "--ctx is 'many'; it must be a whole number."),
         (["llama-2-7b", "--budget", "-4GiB"], 2, "--budget: Size '-4GiB' cannot be read; write a number and a unit"),
         (["llama-2-7b", "--budget", "lots"], 2, "--budget: Size 'lots' cannot be read; write a number and a unit"),
         (["llama-2-7b", "--budget", "4"], 2, "--budget: Size '4' cannot be read; did you mean 4GiB or 4MB?"),
@@ -287,7 +287,7 @@ def test_a_context_fits_where_weights_are_read_from_storage(model: str, budget: 
     report = planned(model, "--budget", budget, "--ctx", 512)
     assert report["max_ctx"] == 0 and 512 <= report["max_ctx_from_storage"] <= report["model_ctx"]
     shown = " ".join(edgeinfer("plan", model, "--budget", budget, "--ctx", 512).out.split())
-    assert (f"context 0 tokens fit at most with all weights in memory, {report['max_ctx_from_storage']} with weights "
+    assert (f"context at most 0 tokens fit with all weights in memory, {report['max_ctx_from_storage']} with weights "
             "read from storage as below") in shown
     longer = planned(model, "--budget", budget, "--ctx", report["max_ctx_from_storage"])
     assert {*STORED} & {name for one in longer["alternatives"] for name in one["options"]}

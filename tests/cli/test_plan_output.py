@@ -29,17 +29,17 @@ def test_what_people_see(tmp_path: Path) -> None:
     bar = next(line for line in lines if line.startswith("["))
     assert len(bar) == 64 and bar.count("r") > 40 and "K" in bar
     assert any(line.strip().startswith("=") and line.endswith("budget 5.00 GB") for line in lines)
-    assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("remain") for line in lines)
+    assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith(" left") for line in lines)
     assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
     done = edgeinfer("plan", "llama-3.1-8b", "--machine", "rtx4060-ti", "--ctx", 131072, "--kv", "int8", "--budget",
                      "6GB")
     assert done.code == 3 and done.out.startswith("It does not fit: 1") and " of 6.00 GB; " in done.out
     assert done.sentence.startswith("The run needs 1")
-    assert " GB and the budget is 6.00 GB. Fits: --ctx " in done.sentence
+    assert " GB, and the budget is 6.00 GB. It fits with --ctx " in done.sentence
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     shape = edgeinfer("plan", tmp_path, "--machine", "m1-max", "--budget", "64GiB", "--ctx", 32768)
     assert shape.code == 0
-    assert "remain" in shape.out and "context  131072 tokens fit at most" in shape.out
+    assert " left\n" in shape.out and "context  at most 131072 tokens fit" in shape.out
 
 
 @pytest.mark.slow(keep=1)
@@ -67,7 +67,7 @@ def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
     def notes(*options: str) -> list[str]:
         return list(edgeinfer("plan", "demo", "--json", *options).json["notes"])
 
-    remark = "The budget is the memory of Raspberry Pi 5, 16 GB, less 1.07 GB for the system: --budget says what yours"
+    remark = "The budget is the memory of Raspberry Pi 5, 16 GB, less 1.07 GB for the system; --budget sets another."
     assert any(note.startswith(remark) for note in notes("--machine", "rpi5"))
     assert not any(note.startswith(remark) for note in notes("--machine", "rpi5", "--budget", "1GB"))
     assert not any(note.startswith(remark) for note in notes())
@@ -76,7 +76,7 @@ def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
 def test_an_estimate_of_other_threads_says_so() -> None:
     def said(*options: str) -> bool:
         notes = edgeinfer("plan", "demo", "--json", *options).json["notes"]
-        return "The estimate is that of 4 threads on rpi5, not of 2." in notes
+        return "The speed is that of 4 threads on rpi5, not of 2." in notes
 
     assert said("--machine", "rpi5", "--threads", "2")
     assert not said("--machine", "rpi5", "--threads", "4") and not said("--machine", "rpi5")

@@ -24,7 +24,7 @@ from edgeinfer.cli.reports.prediction import (
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.devices import DeviceProfile, Traffic, local_path, local_profile, save_profile
 from edgeinfer.engine import Choice, Completion
-from edgeinfer.graph.topn_cost import Choosing
+from edgeinfer.graph.topn_cost import TopNCost
 from edgeinfer.kernels import choose
 from edgeinfer.models import demo_path
 from edgeinfer.runner.pruning import Schedule
@@ -145,7 +145,7 @@ def test_disturbed_tests_and_requests_teach_nothing(probed) -> None:
 
 def test_runs_that_approximate_teach_nothing(probed) -> None:
     """Behind a pruned prompt decoding passes over what a layer lacks, too; how much of V is chosen is assumed."""
-    chosen = replace(TRAFFIC, value_bytes=5e3, choosing=Choosing(0.01, 0, 1))
+    chosen = replace(TRAFFIC, value_bytes=5e3, topn=TopNCost(0.01, 0, 1))
     measured = Measurement((row("tg", 128, 512, 30.0), row("pp", 512, 0, 150.0)), (30.0,), (600.0,))
     for predictor in (Predictor(probed, TRAFFIC, PRUNED), Predictor(probed, chosen)):
         learn_from_run(predictor, completion(), disturbed=False)

@@ -160,7 +160,8 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--zzz"], 2, "There is no option --zzz. See 'edgeinfer run --help'."),
         (["run", "demo", "x", "more"], 2, "See 'edgeinfer run --help'."),
         (["run", "demo", "x", "-n"], 2, "Option '-n' requires an argument."),
-        (["run", "demo", "x", "-n", "many"], 2, "Invalid value for '-n'"),
+        (["run", "demo", "x", "-n", "many"], 2, "--max-tokens is 'many'; it must be a whole number."),
+        (["run", "demo", "x", "--temp", "hot"], 2, "--temp is 'hot'; it must be a number."),
         (["run", "demo", "x", "-n", "-1"], 2, "--max-tokens is -1; it must be 0 or more."),
         (["run", "demo", "x", "--temp", "-1"], 2, "--temp is -1.0; it must be 0 or more."),
         (["run", "demo", "x", "--temp", "nan"], 2, "--temp is nan; it must be 0 or more."),
@@ -178,13 +179,12 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--prefill-chunk", "0"], 2, "--prefill-chunk is 0; it must be from 1 to 4096."),
         (["run", "demo", "x", "--budget", "4"], 2, "Size '4' cannot be read; did you mean 4GiB or 4MB?"),
         (["run", "demo", "x", "--budget", "4 bananas"], 2, "has the unknown unit 'bananas'"),
-        (["run", "demo", "x", "--logit-bias", "3"], 2, "--logit-bias '3' cannot be read; write ID=BIAS, as in"),
+        (["run", "demo", "x", "--logit-bias", "3"], 2, "--logit-bias '3' is not of the form ID=BIAS, as in"),
         (["run", "demo", "x", "--logit-bias", "4096=1"], 1, "logit_bias names token 4096; ids are from 0 to 4095."),
-        (["run", "demo", "x", "--logprobs", "1"], 2, "--logprobs is part of the JSON report; add --json."),
+        (["run", "demo", "x", "--logprobs", "1"], 2, "--logprobs requires --json."),
         (["run", "demo", "x", "--system", "s"], 2, "--system cannot be used: demo has no chat template"),
         (["rnu"], 2, "There is no command 'rnu'; did you mean run? See 'edgeinfer --help'."),
         (["zzzz"], 2, "There is no command 'zzzz'; commands are bench, cache, config, convert,"),
-        (["cache"], 2, "Missing command. See 'edgeinfer cache --help'."),
         (["cache", "lst"], 2, "There is no command 'lst'; did you mean list? See 'edgeinfer cache --help'."),
         (["convert", "demo"], 2, "See 'edgeinfer convert --help'."),
         (["convert", "no-such-checkpoint", "dst"], 1, "Unknown model 'no-such-checkpoint'"),
@@ -280,7 +280,7 @@ def test_info_prints_the_program() -> None:
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     good = edgeinfer("verify", "demo", "--json").json
     assert set(good) == set(FIELDS["verify"]) and good["ok"] is True
-    assert "all well" in edgeinfer("verify", "demo").out
+    assert ": OK, " in edgeinfer("verify", "demo").out
     convert(make_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle")
     weights = tmp_path / "bundle" / "weights.bin"
     data = bytearray(weights.read_bytes())

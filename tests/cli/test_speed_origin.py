@@ -36,16 +36,16 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
     shown = " ".join(edgeinfer("estimate", "llama-2-7b", "--machine", "m4").out.split())
     figure = r"decode [\d.]+ tokens/s at 4096 tokens of context \([\d. to]+\), llama.cpp on the GPU \(Metal\)"
     assert re.search(figure, shown)
-    assert "not of edgeinfer, which cannot use the GPU (Metal): its run works on the CPU, whose speed is not" in shown
+    assert "edgeinfer cannot use the GPU (Metal) and runs on the CPU, whose speed is not" in shown
     lines = edgeinfer("plan", "llama-2-7b", "--machine", "m4 mini 16GB").out.splitlines()
-    first = r"It fits: 5.1\d GB of 16.11 GB; [\d.]+ tok/s, first word after [\d.]+ s \(llama.cpp, GPU\)"
+    first = r"It fits: 5.1\d GB of 16.11 GB; [\d.]+ tok/s, 512-token prompt in [\d.]+ s \(llama.cpp, GPU\)"
     assert re.fullmatch(first, lines[0])
-    assert "at none; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
+    assert "at the start; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
     shown = " ".join(edgeinfer("plan", "demo", "--machine", "m2-pro").out.split())
-    assert "which --machine m2-pro-cpu estimates" in shown
+    assert "(--machine m2-pro-cpu estimates it)" in shown
     here = edgeinfer("plan", "llama-2-7b", "--machine", "rpi5", "--budget", "2.3GB")
     assert here.out.startswith("It fits, with 28 layers read from storage: ") and "not of edgeinfer" not in here.out
-    assert "speed of llama.cpp; edgeinfer's own was not measured on this device" in " ".join(here.out.split())
+    assert "speed of llama.cpp: edgeinfer has not been measured on this device" in " ".join(here.out.split())
     probed = replace(load_profile("rpi5"), device_class="local", effective_gbs=None, programs={})
     assert estimate(probed, LLAMA).program == "edgeinfer" and estimate(probed, LLAMA).unit_words == "the CPU"
 
@@ -53,7 +53,7 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
 def test_without_a_profile_the_first_line_says_so(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
     first = edgeinfer("plan", "demo", "--budget", "1GiB").out.splitlines()[0]
-    assert re.fullmatch(r"It fits: \d+ MB of 1.07 GB; its speed was not measured here", first)
+    assert re.fullmatch(r"It fits: \d+ MB of 1.07 GB; speed not measured here", first)
 
 
 def test_two_programs_are_two_speeds() -> None:

@@ -1,4 +1,5 @@
-"""Values that the command line reads by itself: what comes out is what typer's own validators would have made of it."""
+"""Values that the command line reads by itself: what comes out is what typer's own validators would have made of it,
+and what they refuse is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import typer
 
 from edgeinfer.cli.app import COMMANDS, make_app
 from edgeinfer.cli.values import plain, read_plainly
+from edgeinfer.errors import UsageError
 from tests.helpers.command_line import ROOT, environment
 
 TEXTS = ("", "x", "7", "-7", "+7", "007", "1_000", " 7", "7 ", "0x10", "9" * 15, "9" * 40, "7.0", ".5", "5.", "1e-3",
@@ -23,7 +25,8 @@ def made(command: Any, arguments: list[str]) -> Any:
     try:
         return {name: repr(value) for name, value in command.make_context("x", list(arguments)).params.items()}
     except Exception as error:
-        return type(error).__name__, str(error)
+        refused = isinstance(error, UsageError) or type(error).__name__ == "BadParameter"
+        return "refused" if refused else (type(error).__name__, str(error))
 
 
 @pytest.mark.slow(keep=1)

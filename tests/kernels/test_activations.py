@@ -10,7 +10,7 @@ from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
 from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
 from edgeinfer.quant import WeightType
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
-from tests.kernels.test_linear import QUANTISED, TOKENS, random_matmul, whole
+from tests.kernels.test_matmul import QUANTISED, TOKENS, random_matmul, whole
 from tests.kernels.test_neuron import random_ffn
 
 TOKEN_TILES = sorted({isa.token_tiles for isa in ISA_LEVELS} | {(6, 2), (4, 2), (8, 3), (15, 8, 7, 5, 4, 3, 2)})

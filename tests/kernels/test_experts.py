@@ -12,7 +12,7 @@ from edgeinfer.kernels.parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROU
 from edgeinfer.kernels.reference import choose_experts
 from edgeinfer.quant import WeightType
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
-from tests.kernels.test_linear import WEIGHTS, kernel_name, random_weights
+from tests.kernels.test_matmul import WEIGHTS, kernel_name, random_weights
 
 STRIDE = 16
 CASES = [(dtype, group, isa) for dtype, group in WEIGHTS for isa in isas(kernel_name("experts_gated", dtype, group))]

@@ -11,7 +11,7 @@ from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED,
 from edgeinfer.kernels.reference import REFERENCES, Expected
 from edgeinfer.quant import layouts
 from tests.helpers.kernel_bench import ISAS, Bench, token_tiles
-from tests.kernels.test_linear import Activations, activations
+from tests.kernels.test_matmul import Activations, activations
 
 WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128)]
 WIDTHS = (6, 33, 64, 172, 288, 576, 1023)

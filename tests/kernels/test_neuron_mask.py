@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import NEURON_MASK, fill
 from tests.helpers.kernel_bench import ISAS, Bench, token_tiles
-from tests.kernels.test_linear import activations
+from tests.kernels.test_matmul import activations
 
 SHAPES = [(1, 6), (15, 33), (64, 64), (65, 172), (130, 1023), (700, 576)]
 

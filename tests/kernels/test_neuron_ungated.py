@@ -11,7 +11,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.reference import REFERENCES
 from edgeinfer.quant import layouts
 from tests.helpers.kernel_bench import ISAS
-from tests.kernels.test_linear import activations
+from tests.kernels.test_matmul import activations
 from tests.kernels.test_neuron import NEURONS, WEIGHTS, Ffn, random_ffn, random_neurons, sparse, unchecked
 
 

@@ -9,7 +9,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import POSITIONS, VALUE_FUNCTIONS, VALUES, fill
 from edgeinfer.quant import layouts
 from tests.helpers.kernel_bench import ISAS, Bench
-from tests.kernels.test_linear import TOKENS
+from tests.kernels.test_matmul import TOKENS
 from tests.kernels.test_rows import GROUPS, WIDTHS, Rows, same
 
 KINDS = {"centred": abi.FLAG_CENTRED, "centred with bias": abi.FLAG_CENTRED | abi.FLAG_BIAS, "plain": 0}

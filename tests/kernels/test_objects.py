@@ -201,7 +201,7 @@ def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:
 
 def refused(why: str) -> str:
     return f"edgeinfer: kernels cannot be kept ({why}); they are compiled again in the next process. " \
-        "Set EDGEINFER_CACHE to a directory that you can write and nobody else.\n"
+        "Set EDGEINFER_CACHE to a directory that only you can write.\n"
 
 
 def test_an_unwritable_cache_is_said_once_and_done_without(

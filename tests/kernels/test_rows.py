@@ -12,7 +12,7 @@ from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import REFERENCES, Expected, InstructionView, compare, quantise_rows, rms_norm
 from edgeinfer.quant import WeightType, layouts
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
-from tests.kernels.test_linear import TOKENS, WEIGHTS, kernel_name, random_weights, whole
+from tests.kernels.test_matmul import TOKENS, WEIGHTS, kernel_name, random_weights, whole
 
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 GROUPS = (32, 64, 128)

@@ -11,7 +11,7 @@ from edgeinfer.kernels import SCREEN, abi, fill
 from edgeinfer.kernels.parameters import LINEAR
 from edgeinfer.kernels.reference import reach
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
-from tests.kernels.test_linear import activations, random_weights
+from tests.kernels.test_matmul import activations, random_weights
 
 KERNELS = ("screen_maxima", "screen_least_{}", "head_{}")
 SIZES = [(5, 31), (65, 33), (1040, 64), (2100, 172)]

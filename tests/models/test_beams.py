@@ -293,15 +293,15 @@ def test_a_cancelled_search_gives_the_best_so_far(opened: Session) -> None:
     ({"beams": 17}, r"beams is 17; it must be from 2 to 16, or 1 for no beam search\."),
     ({"beams": 0}, r"beams is 0; it must be from 2 to 16"),
     ({"beams": 4, "n": 5}, r"n is 5, and a search with 4 beams has as many results; lower n or raise beams\."),
-    ({"beams": 4, "temperature": 0.9}, r"temperature is 0\.9, and beam search takes the likeliest texts instead of "
-                                       r"sampling; leave temperature out, or beams\."),
+    ({"beams": 4, "temperature": 0.9}, r"temperature is 0\.9, and beam search does not sample; omit temperature or "
+                                       r"beams\."),
     ({"beams": 4, "top_k": 5}, "top_k is 5"), ({"beams": 4, "top_p": 0.5}, "top_p is 0.5"),
     ({"beams": 4, "min_p": 0}, "min_p is 0"), ({"beams": 4, "seed": 1}, "seed is 1"),
     ({"beams": 4, "repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
     ({"beams": 4, "presence_penalty": 1}, "presence_penalty is 1"),
     ({"beams": 4, "frequency_penalty": 1}, "frequency_penalty is 1"),
-    ({"length_penalty": 2}, r"length_penalty is 2, and without beam search it means nothing; give beams, 2 to 16\."),
-    ({"early_stopping": True}, "early_stopping is True, and without beam search"),
+    ({"length_penalty": 2}, r"length_penalty is 2, and it applies to beam search alone; give beams, 2 to 16\."),
+    ({"early_stopping": True}, "early_stopping is True, and it applies to beam search alone"),
     ({"beams": 2, "early_stopping": "soon"}, r"early_stopping is 'soon'; it must be True, False or 'never'\."),
     ({"beams": 2, "length_penalty": 11}, r"length_penalty is 11; it must be from -10 to 10\."),
 ])  # fmt: skip

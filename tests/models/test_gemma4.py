@@ -201,7 +201,7 @@ def test_the_plan_of_a_large_one() -> None:
     assert regions["rows"]["kind"] == "mapped" and regions["weights"]["bytes"] < 1.6e9
     assert report["total_bytes"] == sum(region["bytes"] for region in report["regions"]) < 2e9
     text = edgeinfer("plan", "gemma-4-e2b", "--ctx", 4096, "--budget", "8GB").out
-    assert "KV       9276 bytes a token; layers that share K and V would have 21644" in text
+    assert "KV       9276 bytes per token, 21644 without shared K and V" in text
     assert "4096 rows x 5184 B, 1.36 GB stay in the file" in text
 
 

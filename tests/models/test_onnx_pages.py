@@ -377,7 +377,8 @@ def test_the_plan_has_the_pages(tmp_path: Path) -> None:
         assert region.nbytes == sum(slab.nbytes for slab in opened.slabs._kept)
         assert region.reason.startswith("f32, 21 pages of 16 positions, ")
         need = opened.plan.total_bytes
-    with pytest.raises(BudgetError, match=r"Fits: --ctx"), pages(tmp_path, max_sequences=3, budget_bytes=need - 1000):
+    with pytest.raises(BudgetError, match=r"It fits with --ctx"), \
+            pages(tmp_path, max_sequences=3, budget_bytes=need - 1000):
         pass
 
 

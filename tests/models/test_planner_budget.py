@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError, EdgeInferError
@@ -120,18 +121,18 @@ def test_the_smallest_step_that_helps_is_offered() -> None:
 
 def test_a_hopeless_budget_names_what_helps() -> None:
     error = refusal(4096, "f16", 1000)
-    needs = total(4096, "f16") / 1e9
-    assert str(error) == (f"The run needs {needs:.2f} GB and the budget is 1.0 kB. Nothing smaller of this model fits;"
-                          " take a smaller model.")  # fmt: skip
+    needs = format_size(total(4096, "f16"))
+    assert str(error).startswith(f"The run needs {needs}, and the budget is 1.0 kB. edgeinfer itself takes 1")
+    assert str(error).endswith(" MB of that, so no model fits; raise --budget.")
     assert error.alternatives == ()
 
 
 def test_a_budget_that_is_hardly_short_shows_as_short() -> None:
     most = total(4096, "int8")
     text = str(refusal(4096, "int8", most - 1))
-    needs, has = most / 1e9, (most - 1) / 1e9
-    assert text.startswith(f"The run needs {needs:.9f} GB and the budget is {has:.9f} GB. Fits: --ctx 4080")
-    assert text.endswith("(--weights is an option of edgeinfer convert).")
+    assert text.startswith(f"The run needs {most:,} bytes, and the budget is {most - 1:,} bytes. "
+                           "It fits with --ctx 4080, or with --")
+    assert text.endswith("(--weights takes a checkpoint or GGUF file, not a bundle).")
 
 
 def test_the_largest_context() -> None:

@@ -345,7 +345,7 @@ def test_what_cannot_be_screened_is_refused(path: Path, tmp_path: Path) -> None:
     assert edgeinfer("sparsify", path, tmp_path / "again", "--head", "--text", text).sentence.endswith(
         "is screened already; give the bundle that it was made of.")
     said = edgeinfer("sparsify", "demo", tmp_path / "m", "--head", "--predictor", "sign", "--text", text).sentence
-    assert said == "--head leaves the FFNs as they are, and --predictor sign is about these; give one."
+    assert said == "--head leaves FFNs as they are, and --predictor sign is for them; give one of the two."
     assert "rank is 1000; it must be from 1 to hidden_size" in edgeinfer(
         "sparsify", "demo", tmp_path / "m", "--head", "--rank", 1000, "--text", text).sentence
     assert not (tmp_path / "m").exists()

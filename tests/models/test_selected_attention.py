@@ -15,7 +15,7 @@ from edgeinfer.bench.traffic import instruction_bytes
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import BundleError, RequestError, UnsupportedModelError, UsageError
 from edgeinfer.graph import SelectedAttention
-from edgeinfer.graph.topn_cost import Choosing
+from edgeinfer.graph.topn_cost import TopNCost
 from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
 from edgeinfer.quality.gate import Setting
@@ -243,7 +243,7 @@ def test_the_bytes_of_a_profile_are_those_of_k_and_of_what_is_chosen(tmp_path: P
         access = next(op.kv for op in opened.graph.ops if isinstance(op, SelectedAttention))
         half = 901 * access.position_bytes("int8") / 2
         assert kv["attention_scores_int8"] == half and kv["attention_int8"] == 0
-        rows = Choosing(0.0, 2, 3, mean=instead == "mean").rows(901)
+        rows = TopNCost(0.0, 2, 3, mean=instead == "mean").rows(901)
         assert kv["attention_values_int8"] == pytest.approx(half * rows / 901)
         prompt = Case(PROMPT_TEST, 16, 0)
         assert sum(instruction_bytes(opened, prompt, instruction) for instruction in opened.program.instructions

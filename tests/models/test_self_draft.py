@@ -182,7 +182,7 @@ def test_it_is_planned_with_reasons_and_within_the_budget(path: Path) -> None:
         assert held == {name.removeprefix("draft_"): region.nbytes for name, region in own.items()
                         if name != "draft_tables"}
         total, more = target.plan.total_bytes, sum(region.nbytes for region in own.values())
-    with pytest.raises(BudgetError, match="Fits: --speculate off"), \
+    with pytest.raises(BudgetError, match="It fits with --speculate off"), \
             opened(path, EXIT, budget_bytes=total - more // 2):
         pass
 

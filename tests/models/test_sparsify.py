@@ -169,7 +169,7 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
     assert "rank is 5, but a sign predictor has none" in refused(bundles, *text, "--rank", 5, "--predictor", "sign")
     assert "epochs is 3, but a sign predictor" in refused(bundles, *text, "--epochs", 3, "--predictor", "sign")
     assert "epochs is 101; it must be from 0 to 100" in refused(bundles, *text, "--epochs", 101)
-    assert "--epochs 3 is about these; give one" in refused(bundles, *text, "--epochs", 3, "--head")
+    assert "--epochs 3 is for them; give one of the two" in refused(bundles, *text, "--epochs", 3, "--head")
     demo = edgeinfer("sparsify", "demo", bundles / "none", "--text", tmp_path / "short.txt")
     assert demo.code == 1 and "too few to learn from" in demo.err
     again = edgeinfer("sparsify", bundles / "tile16", bundles / "tile16", *text, "--overwrite")
@@ -198,7 +198,7 @@ def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("edgeinfer.sparse.making.open_plain", compiles)
     with Bundle.open(bundles / "neuron") as source, pytest.raises(CancelledError):
-        sparsify(source, tmp_path / "made", STREAM, told=lambda *what: told.append(what))
+        sparsify(source, tmp_path / "made", STREAM, on_progress=lambda *what: told.append(what))
     assert told == [("compile", 1, 40, "linear")]
 
 
@@ -209,7 +209,7 @@ def test_whatever_ends_it_nothing_is_left(bundles: Path, tmp_path: Path, stage: 
             raise CancelledError("The run was cancelled.")
 
     with Bundle.open(bundles / "neuron") as source, pytest.raises(CancelledError):
-        sparsify(source, tmp_path / "made", STREAM, threads=1, told=told)
+        sparsify(source, tmp_path / "made", STREAM, threads=1, on_progress=told)
     assert [path.name for path in tmp_path.iterdir()] in ([], [".made.lock"])
 
 

@@ -302,4 +302,4 @@ def test_a_model_that_is_refused_takes_no_memory_to_measure_with(
     monkeypatch.setattr(MachineProbe, "_take_memory", refuse)
     assert execute(["bench", "demo", "-p", "8", "-n", "0", "-r", "1", "--no-startup", "--recipe", "nonsense"]) == 2
     assert execute(["bench", "demo", "-p", "8", "-n", "0", "-r", "1", "--no-startup", "--budget", "10MB"]) == 3
-    assert "the budget is 0.01 GB" in capsys.readouterr().err
+    assert "the budget is 10 MB" in capsys.readouterr().err

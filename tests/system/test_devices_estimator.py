@@ -22,7 +22,7 @@ from edgeinfer.devices import (
     smallest_row,
 )
 from edgeinfer.errors import UsageError
-from edgeinfer.graph.topn_cost import Choosing
+from edgeinfer.graph.topn_cost import TopNCost
 
 LLAMA = Traffic(  # Llama-2-7B, pure 4 bits, int8 keys and values: 6.738 G weights
     weight_bytes=3.369e9, layers=32, operations=13.214e9, head_operations=0.262e9, kv_bytes=2 * 32 * 128 * 32,
@@ -214,13 +214,13 @@ def test_multiplying_with_the_cache_takes_time_beside_reading_it():
     assert more == pytest.approx(5.0 * LLAMA.attention_operations_of(1, 8192) / 1e9)
 
 
-CHOSEN = replace(LLAMA, value_bytes=32 * 128 * 32, choosing=Choosing(0.01, 0, 1), score_bytes=8 * 32 * 32)
+CHOSEN = replace(LLAMA, value_bytes=32 * 128 * 32, topn=TopNCost(0.01, 0, 1), score_bytes=8 * 32 * 32)
 """V of which decoded tokens read what weighs a hundredth of the largest, in 32 layers of 4096 bytes."""
 
 
 def test_chosen_rows_of_v_are_left_out_and_choosing_has_its_price():
     whole, chosen = (estimate(PLAIN, traffic, depth=4096) for traffic in (LLAMA, CHOSEN))
-    left_out = 32 * 128 * 32 * (4096 - Choosing(0.01, 0, 1).rows(4096))
+    left_out = 32 * 128 * 32 * (4096 - TopNCost(0.01, 0, 1).rows(4096))
     assert CHOSEN.left_out_at(4096) == left_out and CHOSEN.left_out_at(0) == LLAMA.left_out_at(4096) == 0
     assert CHOSEN.left_out_at(400) == 0  # all rows are read
     assert whole.bytes_per_token - chosen.bytes_per_token == pytest.approx(left_out)
@@ -246,4 +246,4 @@ def test_where_choosing_begins_to_pay():
 
     assert pays(point) and pays(4 * point) and not pays(point - 1)
     assert crossover(PLAIN, CHOSEN, point - 1) is None
-    assert crossover(PLAIN, replace(CHOSEN, choosing=Choosing(0.0, 0, 1)), 1 << 20) is None
+    assert crossover(PLAIN, replace(CHOSEN, topn=TopNCost(0.0, 0, 1)), 1 << 20) is None

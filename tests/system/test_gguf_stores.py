@@ -290,7 +290,7 @@ def test_info_of_a_file_says_what_its_header_says(tmp_path: Path, monkeypatch: p
     assert "runs no: " in (text := " ".join(edgeinfer("info", path).out.split())) and "(2 of F64)" in text
     write_gguf(path, source, "Q8_0")
     done = edgeinfer("info", path, "--program")
-    assert done.code == 2 and "--program is about a bundle" in done.err
+    assert done.code == 2 and "--program needs a bundle" in done.err
     resolve(path)
     assert edgeinfer("info", path, "--json").json["quantisation"]["weights"] == "int8"
     path.write_text("no")

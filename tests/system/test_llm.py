@@ -310,7 +310,7 @@ def test_options_that_cannot_be_served(llm: LLM) -> None:
 def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="Unknown model"):
         LLM("no-such-model")
-    with pytest.raises(BudgetError, match=r"The run needs .* GB and the budget is") as caught:
+    with pytest.raises(BudgetError, match=r"The run needs .* MB, and the budget is 1\.0 MB") as caught:
         LLM("demo", budget="1MB")
     assert caught.value.plan is not None
     with pytest.raises(UsageError, match="Size '4' cannot be read"):

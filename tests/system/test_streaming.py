@@ -368,10 +368,11 @@ def test_a_budget_that_not_even_the_fixed_part_fits(q4: Path) -> None:
     with pytest.raises(BudgetError, match="The run needs") as caught, session(q4, budget_bytes=limit, **OPTIONS):
         pass
     offer = caught.value.alternatives[-1]
-    assert str(offer) == f"--ctx {offer.options['ctx']} 7 layers streamed from storage, as run does by itself"
+    assert str(offer) == \
+        f"--ctx {offer.options['ctx']} and 7 layers streamed from storage, which run does automatically"
     with session(q4, budget_bytes=limit, **{**OPTIONS, "ctx": offer.options["ctx"]}) as opened:
         assert opened.plan.total_bytes == offer.total_bytes and len(opened.plan.parts) == 7
-    with pytest.raises(BudgetError, match="Nothing smaller of this model fits"), \
+    with pytest.raises(BudgetError, match="No smaller setting of this model fits"), \
             session(q4, budget_bytes=limit - 5_000_000, **OPTIONS):
         pass
 

@@ -1,4 +1,7 @@
-"""The rules of the unit tier: a test starts no process, wants no kernel, and takes less than a second."""
+"""The rules of the unit tier: a test starts no process, wants no kernel, and takes less than a second.
+
+The last one is looked at with `--all` alone, since no test of README's tier asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ from typing import NoReturn
 import pytest
 
 from edgeinfer.kernels.toolchain import provide
-
-MOST_SECONDS = 1.0
-"""Seconds of this process that a test may take; time that other processes take from it does not count."""
+from tests import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,5 @@ def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(provide, "find_set", refuse)
     began = time.process_time()
     yield
-    seconds = time.process_time() - began
-    exempt = any(request.node.get_closest_marker(mark) for mark in ("slow", "reference"))
-    if seconds > MOST_SECONDS and not exempt:
-        pytest.fail(f"a unit test took {seconds:.1f} s of at most {MOST_SECONDS:g}", pytrace=False)
+    if said := tiers.too_long(request.node, time.process_time() - began):
+        pytest.fail(said, pytrace=False)

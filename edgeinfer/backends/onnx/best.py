@@ -45,9 +45,9 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
     """
     if not all(sample_specs) or np.isnan(values).any():
         return False
-    told = b"".join(ctypes.string_at(address, abi.SAMPLE_BYTES) for address in sample_specs)
-    words = np.frombuffer(told, np.int64).reshape(len(sample_specs), -1).T
-    temperature, top_p, min_p = np.frombuffer(told).reshape(len(sample_specs), -1).T[
+    specs = b"".join(ctypes.string_at(address, abi.SAMPLE_BYTES) for address in sample_specs)
+    words = np.frombuffer(specs, np.int64).reshape(len(sample_specs), -1).T
+    temperature, top_p, min_p = np.frombuffer(specs).reshape(len(sample_specs), -1).T[
         [abi.SAMPLE_TEMPERATURE >> 3, abi.SAMPLE_TOP_P >> 3, abi.SAMPLE_MIN_P >> 3]]
     top_k = np.where(temperature == 0, 1, words[abi.SAMPLE_TOP_K >> 3])
     alone = (words[abi.SAMPLE_ALONE >> 3] != 0) & (words[abi.SAMPLE_MASK >> 3] == 0)

@@ -61,7 +61,7 @@ class Calls(abc.ABC):
 
         `rows` are those of its tokens whose logits become rows `targets` of the forward pass.
         """
-        rows = rows or [inputs["input_ids"].size - 1]  # none at all would be a product without rows
+        rows = rows or [inputs["input_ids"].size - 1]  # none at all would be a matmul without rows
         binding = self._bound.get(first)
         if binding is None:
             binding = self._bound[first] = self.sessions.model.io_binding()

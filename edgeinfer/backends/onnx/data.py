@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from .model import ExternalTensor
 from .weights import KINDS, Reader, Stored
 
@@ -40,7 +40,8 @@ def data_bytes(tensors: Iterable[Stored]) -> int:
     return end
 
 
-def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress: Counted | None = None) -> Data:
+def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO,
+               progress: OnStageProgress | None = None) -> Data:
     """Write all tensors.
 
     Raises

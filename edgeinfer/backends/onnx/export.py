@@ -13,7 +13,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.graph import build_graph, expected_types
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from .data import Data, data_bytes, write_data
 from .destination import MODEL_FILE, ExportDestination, data_name
 from .flavour import Flavour
@@ -63,7 +63,7 @@ def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
 
 
 def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = None, *, overwrite: bool = False,
-           progress: Counted | None = None) -> ExportReport:
+           progress: OnStageProgress | None = None) -> ExportReport:
     """Write an ONNX model and its external data.
 
     Peak memory is below twice the largest tensor plus 300 MB.
@@ -112,7 +112,7 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
 
 
 def _write(bundle: Bundle, graph: Lowering, target: ExportDestination, name: str, beside: dict[str, str],
-           progress: Counted | None) -> tuple[Data, str]:
+           progress: OnStageProgress | None) -> tuple[Data, str]:
     """Write the data, whose name follows from their checksum, and the model that names them and has the checksums of
     the files beside them.
     """
@@ -153,7 +153,7 @@ def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
         ffns = [weight for weight in graph.graph.weights if weight.kind == "ffn"]
         before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
         found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
-                     f"which no product of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
+                     f"which no matmul of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
                      f"instead of {format_size(before)}. Convert with --ffn-layout tile16 to keep their codes.")
     wide = {stored.storage.name for stored in graph.graph.types.values()
             if stored.layout == "tile16" and not stored.quantised}

@@ -1,7 +1,7 @@
 """Lowering to ONNX: each operation of the graph becomes some nodes; `lower` is open, as that of the runtime.
 
 Rows are the last axis throughout; before it lie (B, S) with attention gqa and (T,) with paged. What the pass of the CPU
-quantises stays as it is: products here take floats. Nothing in this module needs the package onnx.
+quantises stays as it is: matmuls here take floats. Nothing in this module needs the package onnx.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Lowering:
         return self.node("MatMul", x, self.store(weights.dense(part, self.dtype)))
 
     def biased(self, x: str, bias: str) -> str:
-        """Add a bias; products of 4 bits with one of their own are slow on CUDA."""
+        """Add a bias; matmuls of 4 bits with one of their own are slow on CUDA."""
         return self.node("Add", x, bias)
 
     def whole(self, weight: Weight) -> Part:
@@ -182,7 +182,7 @@ def lower(op: Op, at: Lowering) -> None:
 def _(op: Embed, at: Lowering) -> None:
     """A quantised table is the matrix of a tied head: (rows, groups, bytes), gathered along the rows."""
     stored, ids = at.graph.types[op.table.name], at.inputs[0].name
-    if not stored.quantised:  # (columns, rows), as products take it
+    if not stored.quantised:  # (columns, rows), as matmuls take it
         found = at.node("Gather", at.store(weights.dense(at.whole(op.table), at.dtype)), ids, axis=1)
         order = (1, 2, 0) if at.flavour.attention == "gqa" else (1, 0)
         return at.set(op.out, at.node("Transpose", found, perm=order))
@@ -255,7 +255,7 @@ def _activated(gate: str, up: str, activation: str, at: Lowering) -> str:
 
 
 def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
-    """A product's bias and residual."""
+    """A matmul's bias and residual."""
     if op.bias:
         y = at.biased(y, at.vector(op.bias))
     at.set(op.out, (at.value(op.residual), y) if op.residual else y)

@@ -50,9 +50,9 @@ CONTEXT_BYTES = 500_000_000
 GRAPH_BYTES = 10_000_000
 """Of the graph of a decode step (an estimate): by number of slots, or of sequences and width of the table of pages."""
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
-"""Matrices for CUDA's fast products: elements of a group, and what their rows are a multiple of, by bits."""
+"""Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
-"""Tokens for which its other products read a matrix of so many bits as it is, if its sides are such multiples."""
+"""Tokens for which its other matmuls read a matrix of so many bits as it is, if its sides are such multiples."""
 BLOCK = 16
 """Tokens in which contexts that fit are given."""
 
@@ -170,7 +170,7 @@ class DevicePlanner:
                                            f"positions, {block} bytes each", here)
         copy = self._written_out(request) if cuda else 0
         yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
-                     + (f", and a matrix as f16 for its product ({format_size(copy)})" if copy else ""), here)
+                     + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
         most = request.sequences
         row = sum(width * np.dtype(kind).itemsize for width, kind in step_outputs(c.vocab_size).values())
         yield Region("steps", most * (most + 1) // 2 * row, f"logits of steps of 1 to {most} sequences", here)
@@ -195,7 +195,7 @@ class DevicePlanner:
         return rows + scores if cuda else 2 * (rows + scores)
 
     def _written_out(self, request: Request) -> int:
-        """Bytes of the largest matrix that CUDA's products write out as f16 before they multiply by it."""
+        """Bytes of the largest matrix that CUDA's matmuls write out as f16 before they multiply by it."""
         return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
                                 else request.tokens) for node in self._products[request.kv]), default=0)
 
@@ -214,14 +214,15 @@ class DevicePlanner:
         """The sentence for a plan that does not fit."""
         here = host is not None and plan.total_bytes > host
         needs, has = (plan.total_bytes, host or 0) if here else (plan.device_bytes, device or 0)
-        advice = "Fits: " + "; ".join(map(str, options)) if options else "Nothing smaller of this model fits"
+        advice = f"It fits with {', or with '.join(map(str, options))}" if options else \
+            "No smaller setting of this model fits"
         return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
-                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; or "
-                "run with --device cpu.")
+                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; "
+                "otherwise run with --device cpu.")
 
 
 def written_out(matmul: Node, tokens: int) -> int:
-    """Return the bytes of a product's matrix as f16 if CUDA writes it out for so many tokens, else 0; see
+    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for so many tokens, else 0; see
     docs/explanation/onnx.md.
     """
     rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))

@@ -17,7 +17,7 @@ from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
 from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, integers, plain_segments
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from .calls import Calls
 from .devices import Provider
 from .driver import gpu_free_bytes
@@ -64,7 +64,8 @@ class OnnxRunner(Runner):
     """Owner of each sequence's K and V."""
     _calls: Calls
 
-    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Counted | None = None,
+    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider,
+                 progress: OnStageProgress | None = None,
                  beside: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
         self.isa, self.device = f"onnxruntime {provider.name}", provider.device
@@ -166,7 +167,7 @@ class OnnxRunner(Runner):
             try:
                 for segment in segments:
                     self.kv.extend(segment.sequence, len(segment.ids))
-                with self.sessions.told(cancel):
+                with self.sessions.translated_errors(cancel):
                     self._run(segments, cancel)
                 for segment in segments:
                     segment.sequence.tokens.extend(segment.ids)

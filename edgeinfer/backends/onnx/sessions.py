@@ -47,19 +47,19 @@ class Sessions:
         check_process(self._process)
 
     def run(self, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
-        """Run the model, until `cancel` is asked for; raises whatever onnxruntime does, see `told`."""
+        """Run the model, until `cancel` is asked for; raises whatever onnxruntime does, see `translated_errors`."""
         self._run(self.model, binding, graph, cancel)
 
     def copy(self, slabs: Slabs, source: int, target: int) -> None:
         """Copy a block of the KV cache within the memory of its device."""
         self.check_open()
-        with self.told():
+        with self.translated_errors():
             binding = self._copies.io_binding()
             slabs.bind_copy(binding, source, target)
             self._run(self._copies, binding)
 
     @contextmanager
-    def told(self, cancel: Cancellation | None = None) -> Iterator[None]:
+    def translated_errors(self, cancel: Cancellation | None = None) -> Iterator[None]:
         """Say in one sentence what onnxruntime raises, where it runs a model and where it copies to and from a device.
         """
         try:

@@ -16,7 +16,7 @@ from edgeinfer.base.process import say
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import DestinationError
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from .copying import copy_proto
 from .export import export
 from .flavour import Flavour
@@ -27,7 +27,7 @@ MADE_BY = ("backends/onnx", "graph", "quant")
 """Folders of the package from which it follows what a bundle becomes."""
 
 
-def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Counted | None = None) -> Path:
+def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: OnStageProgress | None = None) -> Path:
     """Return the folder of a lowered model, which is written unless it is there: `MODEL` with its data, and `COPY`.
 
     Parameters
@@ -51,12 +51,12 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: C
     if _complete(folder):
         return folder
     lock = DestinationLock(folder)
-    told: list[bool] = []
+    announced: list[bool] = []
 
     def waiting() -> None:
-        if not told:
+        if not announced:
             say("Another process lowers this model; this one waits for it.")
-            told.append(True)
+            announced.append(True)
 
     try:
         make_directories(folder.parent)
@@ -72,7 +72,7 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: C
     return folder
 
 
-def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: Counted | None) -> None:
+def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: OnStageProgress | None) -> None:
     make_directories(folder)
     export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
     (folder / COPY).write_bytes(copy_proto(names, flavour.dtype).SerializeToString(deterministic=True))

@@ -14,7 +14,7 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from .data import ALIGNMENT
 from .destination import CONFIG_FILE, MODEL_FILE
 from .model import GRAPH_KEY, PREFIX, graph_sha256
@@ -47,7 +47,7 @@ def is_export(path: str | Path) -> bool:
     return (path.suffix == ".onnx" and not path.is_dir()) or (path / CONFIG_FILE).is_file()
 
 
-def verify_export(path: str | Path, progress: Counted | None = None) -> Verified:
+def verify_export(path: str | Path, progress: OnStageProgress | None = None) -> Verified:
     """Compare a model and its external data with the checksums that the export wrote.
 
     Raises
@@ -114,7 +114,7 @@ def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
     return location, entries
 
 
-def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Counted | None) -> None:
+def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: OnStageProgress | None) -> None:
     try:
         file = open_plain(path)
     except FileNotFoundError:

@@ -42,7 +42,7 @@ JSON_FIELDS = {
         "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
-        "device": "who ran the model, and `device_bytes` of its own memory that the plan has",
+        "device": "executor of the model, and `device_bytes` of its own memory in the plan",
         "isa": "instruction set, or the provider; with `threads`, `kv`, `ctx`",
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
         "`at_the_moment` (with the bandwidth or peak beside the test; null on a GPU); `basis`, `error`, "
@@ -121,15 +121,15 @@ def bench(
     ] = None,
     goodput: Annotated[
         str | None,
-        typer.Option(metavar="METRIC:MS,...", show_default=False, help="With --concurrency: count requests within these "
-                     "bounds, such as ttft:500,tpot:100."),
+        typer.Option(metavar="METRIC:MS,...", show_default=False, help="With --concurrency: count requests within "
+                     "these bounds, such as ttft:500,tpot:100."),
     ] = None,
     no_startup: Annotated[
         bool, typer.Option("--no-startup", help="Do not measure the time to first token of a new process.")
     ] = False,
     given: Given = NOTHING,
 ) -> None:
-    """Measure tokens per second and compare them with the limits of this machine.
+    """Measure the speed of a model.
 
     Tests are named as in llama-bench: pp512 processes a prompt of 512 tokens, tg128 generates 128 tokens, tg128 @ d4096
     does so after 4096 tokens of context. Between repetitions bench measures the machine's read bandwidth (all threads
@@ -186,7 +186,7 @@ def bench(
 def numbers(option: str, text: str) -> list[int]:
     """Return the numbers of a list like ``0,4096``."""
     if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
-        raise UsageError(f"{option} {text!r} cannot be read; write a number of tokens, or several as in 128,512.")
+        raise UsageError(f"{option} {text!r} is not a number of tokens; write one, or several as in 128,512.")
     return [int(number) for number in text.split(",")]
 
 
@@ -204,7 +204,7 @@ def check_request(model: str | None, shape: str | None, repetitions: int) -> Non
         near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
         names = " or ".join(repr(name) for name in near)
         few = ", ".join(sorted(SHAPES)[:SHOWN_NAMES])
-        hint = f"did you mean {names}?" if near else f"shapes are {few} and others, which '{LISTING}' lists."
+        hint = f"did you mean {names}?" if near else f"shapes include {few}; '{LISTING}' lists all."
         raise UsageError(f"There is no shape {shape!r}; {hint}")
 
 
@@ -212,7 +212,7 @@ def check_speculation(speculate: bool, draft: str | None, accept: float | None) 
     """Refuse what means nothing, and an acceptance that is not a share."""
     for option, value in (("--draft", draft), ("--accept", accept)):
         if value is not None and not speculate:
-            raise UsageError(f"{option} belongs to --speculate; add it.")
+            raise UsageError(f"{option} requires --speculate.")
     if accept is not None and not 0 <= accept <= 1:
         raise UsageError(f"--accept {accept} is out of range; it is a share, from 0 to 1.")
 
@@ -221,5 +221,5 @@ def check_device(device: str, profile: bool, speculate: bool) -> None:
     """Refuse what is measured of our own kernels alone."""
     for option, asked in (("--profile", profile), ("--speculate", speculate)):
         if asked and device != CPU:
-            raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; leave one of them "
-                             "out.")
+            raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; use one or the "
+                             "other.")

@@ -79,10 +79,10 @@ def find_bundle(model: str | None, shape: str | None, weights: str | None, group
     weights, group_size = storage.of_checkpoint
     from edgeinfer.converters import SHAPES, write_random_bundle
 
-    config, told = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")
+    config, on_progress = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")
     stored = WeightType.of(weights, group_size).suffix.replace("_", "-")
     return cached_bundle(f"the random model {shape}", f"random-{shape}-{stored}", lambda target: write_random_bundle(
-        config, target, weights, group_size, overwrite=True, progress=told), progress=progress)
+        config, target, weights, group_size, overwrite=True, progress=on_progress), progress=progress)
 
 
 def run_tests(

@@ -100,7 +100,8 @@ def bench_together(model: str | None, shape: str | None, asked: Together, length
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print the report for people."""
-    table: list[tuple[str, ...]] = [("at once", "requests", "tokens/s", "requests/s", "goodput/s", "TTFT ms", "TPOT ms", "ITL ms", "E2EL ms")]
+    table: list[tuple[str, ...]] = [("at once", "requests", "tokens/s", "requests/s", "goodput/s", "TTFT ms", "TPOT ms",
+                                     "ITL ms", "E2EL ms")]
     for row in rows:
         good = row["request_goodput"]
         figures = (_median_and_p99(row[f"{metric}_ms"]) for metric in ("ttft", "tpot", "itl", "e2el"))

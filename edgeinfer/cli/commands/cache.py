@@ -35,14 +35,21 @@ JSON_FIELDS = {
 }
 """Fields of the JSON object, by command."""
 app = typer.Typer(
-    help="List or delete converted checkpoints and kernels.", rich_markup_mode=None,
+    help="List or delete converted models and compiled kernels.", rich_markup_mode=None, invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+@app.callback()
+def show(command: typer.Context) -> None:
+    """List or delete converted models and compiled kernels."""
+    if not command.invoked_subcommand:
+        list_entries()
+
+
 @app.command("list")
 def list_entries(json: Json = False) -> None:
-    """List converted checkpoints and compiled kernels."""
+    """List what is in the cache, as 'edgeinfer cache' does."""
     entries = cache_entries()
     if json:
         print_json(_report(entries))
@@ -65,9 +72,9 @@ def clear(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask for confirmation.")] = False,
     json: Json = False,
 ) -> None:
-    """Delete converted checkpoints, compiled kernels and instructions about bundles.
+    """Delete all of the cache, or a part of it.
 
-    Everything except measurements of quality is recreated when needed.
+    Everything except measurements of quality is recreated when it is needed.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"There is no part {kind!r} of the cache; choose one of {', '.join(KINDS)}.")

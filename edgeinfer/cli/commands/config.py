@@ -11,7 +11,7 @@ import typer
 
 from ...errors import EdgeInferError, UsageError, printable
 from ..options import Json
-from ..output import print_json, print_table
+from ..output import folded, print_json, print_table
 from ..settings import VARIABLE, check, config_path, known, read, write
 
 JSON_FIELDS = {
@@ -21,7 +21,7 @@ JSON_FIELDS = {
     },
 }
 """Fields of the JSON object, by command."""
-app = typer.Typer(help="Show and change the defaults of options.", rich_markup_mode=None, invoke_without_command=True,
+app = typer.Typer(rich_markup_mode=None, invoke_without_command=True,
                   context_settings={"help_option_names": ["-h", "--help"]})
 Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False, help="Name of a flag without dashes, such as "
                                                                             "temp or ctx.")]
@@ -31,8 +31,8 @@ Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False, help="Nam
 def show(command: typer.Context, json: Json = False) -> None:
     """Show and change the defaults of options.
 
-    A flag overrides its variable (EDGEINFER_TEMP), a variable the file, and the file the built-in default. The file
-    holds lines such as temp = 0.2, named as the flags; EDGEINFER_CONFIG sets its path.
+    A flag overrides its environment variable (EDGEINFER_TEMP), a variable the file, and the file the built-in default.
+    The file is TOML, with lines such as temp = 0.2; keys are named as the flags. EDGEINFER_CONFIG sets its path.
 
     \b
     Examples:
@@ -52,10 +52,13 @@ def show(command: typer.Context, json: Json = False) -> None:
         settings = [{"key": key, "value": value, "origin": origin} for key, value, origin in found]
         print_json({"path": None if path is None else str(path), "settings": settings})
         return
-    print(f"{path or 'none'}{'' if path and path.exists() else ' (there is no such file yet)'}")
-    print_table([("key", "value", "from"), *((key, printable(value), origin) for key, value, origin in found)])
+    print(f"{path or 'none'}{'' if path and path.exists() else ' (there is no such file yet)'}\n")
+    if found:
+        print_table([("key", "value", "from"), *((key, printable(value), origin) for key, value, origin in found)])
+        print()
     unset = [key for key in known() if key not in {one[0] for one in found}]
-    print(f"As built in: {', '.join(unset)}.")
+    print("\n".join(folded(f"{'Other keys' if found else 'Keys'}, at their built-in defaults: {', '.join(unset)}.")))
+    print("'edgeinfer config set KEY VALUE' changes a default.")
 
 
 @app.command("path")
@@ -90,7 +93,7 @@ def unset(key: Key) -> None:
 
 @app.command("edit")
 def edit() -> None:
-    """Open the file in an editor (VISUAL, EDITOR) and check it afterwards."""
+    """Edit the file (with VISUAL or EDITOR), then check it."""
     path = _path()
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ("notepad" if os.name == "nt" else "vi")
     try:
@@ -100,11 +103,11 @@ def edit() -> None:
         raise EdgeInferError(f"The editor {editor!r} cannot be started: {error}.") from None
     if code:
         raise EdgeInferError(f"The editor {editor!r} ended with the code {code}.")
-    print(f"{path}: {len(read())} set.")
+    print(f"{path} sets {(n := len(read()))} default{'s' * (n != 1)}.")
 
 
 def _path() -> Any:
     path = config_path()
     if path is None:
-        raise UsageError(f"{VARIABLE} is empty, so there is no configuration; unset it, or give a file.")
+        raise UsageError(f"{VARIABLE} is empty, which turns the configuration file off; unset it, or set it to a file.")
     return path

@@ -62,7 +62,7 @@ def convert(
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the quantisation error of every tensor.")] = False,
     json: Json = False,
 ) -> None:
-    """Convert a checkpoint to a bundle, the format that edgeinfer runs.
+    """Convert a checkpoint or GGUF file to a bundle.
 
     SRC is a directory with config.json, safetensors and tokenizer files, or a GGUF file (the first part of a split
     one); ollama:NAME[:TAG] takes a file from ollama's store, hf:OWNER/REPO:TYPE one from the hub. Weights of GGUF files

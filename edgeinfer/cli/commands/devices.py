@@ -117,9 +117,9 @@ def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None,
     if probe and name is not None:
         raise UsageError(f"--probe measures this machine; leave {name!r} out.")
     if quick and not probe:
-        raise UsageError("--quick belongs to --probe.")
+        raise UsageError("--quick requires --probe.")
     if threads is not None and not probe:
-        raise UsageError("--threads belongs to --probe.")
+        raise UsageError("--threads requires --probe.")
     if threads is not None and not 1 <= threads <= 256:
         raise UsageError(f"--threads {threads} is out of range; it must be from 1 to 256.")
     if plot is None:

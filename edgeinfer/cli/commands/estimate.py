@@ -102,11 +102,11 @@ def estimate(
     ] = None,
     given: Given = NOTHING,
 ) -> None:
-    """Predict the speed of a model without loading or downloading its weights.
+    """Predict the speed of a model on this or another machine.
 
-    The time of a token is the time to read its bytes plus a fixed time. The constants are those of this machine after
-    'edgeinfer devices --probe' and a few runs, otherwise those of the device's class. The documentation of the
-    estimator gives the formula, its constants and its error.
+    No weights are loaded or downloaded. The time of a token is the time to read its bytes plus a fixed time. The
+    constants are those of this machine after 'edgeinfer devices --probe' and a few runs, otherwise those of the
+    device's class. The documentation of the estimator gives the formula, its constants and its error.
 
     \b
     Examples:
@@ -170,7 +170,7 @@ def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Pat
         raise UsageError(f"-p {prompt} does not fit --ctx {given.ctx}; the prompt is part of the context.")
     if all_devices and (given.machine is not None or plot is not None):
         what = "--machine" if given.machine is not None else "--plot"
-        raise UsageError(f"{what} is about a single machine; leave --all-devices out.")
+        raise UsageError(f"{what} applies to a single machine; omit --all-devices.")
     if plot is not None:
         from ..reports.plot import check_plot
 

@@ -90,7 +90,7 @@ def evaluate(
     ] = CPU,
     given: Given = NOTHING,
 ) -> None:
-    """Measure the perplexity of a model on a text, and its divergence from a reference.
+    """Measure perplexity on a text, and divergence from a reference.
 
     Documents, each preceded by the beginning-of-text token if the model has one, form one stream of tokens, which is
     cut into windows that do not overlap; within a window the model predicts each token from those before it. With
@@ -121,7 +121,7 @@ def evaluate(
     if reference:
         other_provider = _provider(reference_device, reference, AS_IT_IS, reference_kv)
     elif reference_device != CPU:
-        raise UsageError(f"--reference-device {reference_device} is about a reference; add --reference MODEL.")
+        raise UsageError(f"--reference-device {reference_device} requires --reference MODEL.")
     kv = asked or (provider.kv[0] if provider else given.kv)
     own = given.runtime(kv=kv, ctx=window, outputs=OUTPUT_ROWS)
     config = partial(RuntimeConfig, ctx=window, threads=given.threads, outputs=OUTPUT_ROWS)

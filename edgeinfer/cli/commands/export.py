@@ -61,10 +61,11 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     json: Json = False,
 ) -> None:
-    """Export a model to ONNX with onnxruntime's operators; requires the package onnx.
+    """Export a model to ONNX.
 
-    Weights keep their codes and scales. The external data is written beside DST.onnx, and both files are complete when
-    DST.onnx appears. edgeinfer verify DST.onnx checks their checksums.
+    The model uses onnxruntime's operators; export requires the package onnx. Weights keep their codes and scales. The
+    external data is written beside DST.onnx, and both files are complete when DST.onnx appears. edgeinfer verify
+    DST.onnx checks their checksums.
 
     \b
     Examples:

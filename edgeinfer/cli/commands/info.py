@@ -75,7 +75,7 @@ def info(
     from ...models import gguf_file, resolve
 
     if environment and model is not None:
-        raise UsageError(f"--environment describes no model; leave out {model!r}.")
+        raise UsageError(f"--environment takes no MODEL; omit {model!r}.")
     if environment:
         installation.show(given.json)
         return

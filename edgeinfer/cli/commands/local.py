@@ -1,4 +1,4 @@
-"""`edgeinfer pull`, `rm` and `ps`: get a model, delete what was converted of it, and see who runs one."""
+"""`edgeinfer pull`, `rm` and `ps`: get a model, delete its converted bundle, list processes that run one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from ...base.cache_dir import CacheEntry, cache_entries, clear_cache
 from ...base.units import format_size
-from ...errors import UsageError, printable
+from ...errors import ModelNotFoundError, UsageError, printable
 from ..options import GroupSize, Json, Model, Weights
 from ..output import confirm, print_json, print_table
 from ..progress import ProgressLine
@@ -28,9 +28,10 @@ WITH_MODELS = ("run", "bench", "eval", "convert", "export", "sparsify", "pull")
 
 
 def pull(model: Model, weights: Weights = None, group_size: GroupSize = None, json: Json = False) -> None:
-    """Download a model from the hub and convert it into the cache, as its first run would.
+    """Download a model and convert it into the cache.
 
-    A checkpoint, a GGUF file or a model of ollama is only converted. Existing files are kept.
+    The first run of a model does the same. A checkpoint, a GGUF file or a model of ollama is only converted. Existing
+    files are kept.
 
     \b
     Examples:
@@ -83,28 +84,31 @@ def _converted(model: str) -> CacheEntry:
         if entry.name == model:
             return entry
     if model == DEMO:
-        raise UsageError("demo is a part of the package and cannot be deleted.")
-    found = entries.get(os.path.realpath(resolve(model, convert=False)))
+        raise UsageError("demo is part of the package and cannot be deleted.")
+    try:
+        found = entries.get(os.path.realpath(resolve(model, convert=False)))
+    except ModelNotFoundError:
+        found = None
     if found is None:
-        raise UsageError(f"{model} is not a converted model of the cache, and files that edgeinfer has not made are "
-                         "not deleted; 'edgeinfer cache list' lists what can be.")
+        raise UsageError(f"{model!r} is not a model that edgeinfer has converted, and it deletes no others; 'edgeinfer "
+                         "cache list' lists those it can delete.")
     return found
 
 
 def ps(json: Json = False) -> None:
-    """List running edgeinfer processes with their model and memory.
+    """List running edgeinfer processes, with their model and memory.
 
-    There is no server that keeps models open: each process opens its own.
+    No server keeps models open: each process opens its own.
     """
     found = sorted(running(), key=lambda one: one["pid"])
     if json:
         print_json({"processes": found})
     elif not found:
-        print("No other process of edgeinfer runs.")
+        print("No other edgeinfer process is running.")
     else:
         rows = [(str(one["pid"]), one["command"], printable(one["model"] or ""), format_size(one["rss_bytes"]),
                  f"{one['seconds']:.0f} s") for one in found]
-        print_table([("pid", "command", "model", "memory", "for"), *rows], right=[0, 3, 4])
+        print_table([("pid", "command", "model", "memory", "time"), *rows], right=[0, 3, 4])
 
 
 def running() -> Iterator[dict[str, Any]]:

@@ -49,12 +49,13 @@ def models(
     runs: Annotated[bool, typer.Option("--runs", help="List only models that run.")] = False,
     json: Json = False,
 ) -> None:
-    """List the models on this machine, whether they run, and whether they fit in memory.
+    """List the models on this machine that edgeinfer finds.
 
-    models looks in the cache (EDGEINFER_CACHE), in ollama's store (OLLAMA_MODELS), LM Studio's folders, llama.cpp's
-    cache and the cache of the Hugging Face hub (HF_HOME). It reads headers only and writes nothing: a model that runs
-    has a supported architecture, weight types and tokenizer, and complete files; their contents are not checked. It
-    fits if a run with default settings fits in the memory that is free now.
+    The list says which of them run, and fit in memory. models looks in the cache (EDGEINFER_CACHE), in ollama's store
+    (OLLAMA_MODELS), LM Studio's folders, llama.cpp's cache and the cache of the Hugging Face hub (HF_HOME). It reads
+    headers only and writes nothing: a model that runs has a supported architecture, weight types and tokenizer, and
+    complete files; their contents are not checked. It fits if a run with default settings fits in the memory that is
+    free now.
 
     \b
     Examples:
@@ -69,7 +70,7 @@ def models(
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder; give one with models in it.")
     if only and not folders:
-        raise UsageError("--only is about folders, and none is given; add one.")
+        raise UsageError("--only needs a FOLDER.")
     with ProgressLine() as progress:
         found = [model for model in list_models(folders or (), not only, progress) if model.runs or not runs]
     if json:

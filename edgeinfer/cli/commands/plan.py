@@ -48,14 +48,15 @@ def plan(
     ] = False,
     given: options.Given = options.NOTHING,
 ) -> int:
-    """Print the memory that a run needs, whether it fits and its predicted speed, without loading the model.
+    """Print a model's memory and speed, and whether it fits.
 
-    Each memory region is listed with its bytes and the reason for them; `run` allocates exactly these, up front. The
-    budget is --budget, else the memory of --machine, else what this system can give now. A plan that does not fit is
-    printed too, with alternatives that fit, and the exit code is 3. A context longer than the model's own is planned
-    with a remark: `run` refuses it. With --device cuda or onnx-cpu, or the --machine of an NVIDIA card, the plan is
-    that of a run on onnxruntime, and regions of the kind device are in GPU memory; for a model that this cannot run,
-    the speed is that of another program, which the report names.
+    Nothing is loaded or downloaded, except config.json of a hub id. Each memory region is listed with its bytes and the
+    reason for them; `run` allocates exactly these, up front. The budget is --budget, else the memory of --machine, else
+    what this system can give now. A plan that does not fit is printed too, with alternatives that fit, and the exit
+    code is 3. A context longer than the model's own is planned with a remark: `run` refuses it. With --device cuda or
+    onnx-cpu, or the --machine of an NVIDIA card, the plan is that of a run on onnxruntime, and regions of the kind
+    device are in GPU memory; for a model that this cannot run, the speed is that of another program, which the report
+    names.
 
     \b
     Examples:
@@ -71,7 +72,8 @@ def plan(
         print_names(given.json)
         return 0
     if model is None:
-        raise UsageError("Missing argument 'MODEL': a bundle, a checkpoint, or one of 'edgeinfer plan --list'.")
+        raise UsageError("Missing argument 'MODEL': a GGUF file, checkpoint or bundle, an id on the hub, or a built-in "
+                         "shape ('edgeinfer plan --list').")
     beams = options.searching(given)
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
     config = given.runtime(max_sequences=max(given.n, beams), draft_tokens=drafting.rows,
@@ -84,7 +86,7 @@ def plan(
         given.machine = None
     elif given.machine and given.device:
         raise UsageError(f"--machine {given.machine} is a hardware profile and --device {given.device} an executor of "
-                         "this machine; leave one of them out.")
+                         "this machine; use one or the other.")
     stored = given.stored(model)
     profile = None if given.machine is None else load_profile(given.machine)
     found = _executor(given.device, profile, model, stored, config, given.kv_on(given.device or given.machine or CPU))

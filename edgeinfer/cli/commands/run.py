@@ -44,16 +44,16 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Bundle, checkpoint directory or GGUF file (converted once into the cache), ollama:NAME, known name, "
-            "or hub id.",
+            help="GGUF file or checkpoint directory (converted once into the cache), bundle, ollama:NAME, known name, "
+            "or id on the hub.",
         ),
     ] = "demo",
     prompt: Annotated[
         str | None,
         typer.Argument(
             metavar="PROMPT", show_default=False,
-            help="Text to continue, or message to answer if the model has a chat template. - reads standard input, as "
-            "does leaving PROMPT out in a pipe; leaving it out on a terminal starts a chat.",
+            help="Text to continue, or a message to answer if the model has a chat template. With -, or without PROMPT "
+            "in a pipe, standard input is read; without PROMPT on a terminal, a chat starts.",
         ),
     ] = None,
     given: options.Given = options.NOTHING,
@@ -67,8 +67,9 @@ def run(
     \b
     Examples:
       edgeinfer run demo "Once upon a time" -n 64 --temp 0
-      edgeinfer run ./my-bundle < question.txt
-      edgeinfer run ./my-bundle "Name three rivers." --json --samples 2
+      edgeinfer run model-Q4_K_M.gguf "Name three rivers."
+      edgeinfer run ollama:llama3.2
+      edgeinfer run ./my-bundle --json --samples 2 < question.txt
       edgeinfer run ./my-bundle "Translate: Guten Morgen!" --beams 4
     """
     text, asked = read_prompt(prompt), request(given)
@@ -140,7 +141,7 @@ def check_request(text: str | LongInput | None, options: dict[str, Any], json: b
         if text is None and options[name] > 1:
             raise UsageError(f"{flag} needs a PROMPT, or a pipe as standard input.")
     if options["logprobs"] is not None and not json:
-        raise UsageError("--logprobs is part of the JSON report; add --json.")
+        raise UsageError("--logprobs requires --json.")
     if text == "":
         raise RequestError("The prompt is empty; give some text.")
 
@@ -190,7 +191,7 @@ def parse_bias(pairs: list[str]) -> dict[int, float]:
                 raise ValueError
             biases[int(token_id)] = float(value)
         except ValueError:
-            raise UsageError(f"--logit-bias {pair!r} cannot be read; write ID=BIAS, as in 15043=-1.5.") from None
+            raise UsageError(f"--logit-bias {pair!r} is not of the form ID=BIAS, as in 15043=-1.5.") from None
     return biases
 
 

@@ -113,9 +113,10 @@ def sparsify(
     if predictor is not None and predictor not in PREDICTORS:
         raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
     if head and predictor is not None:
-        raise UsageError(f"--head leaves the FFNs as they are, and --predictor {predictor} is about these; give one.")
+        raise UsageError(f"--head leaves FFNs as they are, and --predictor {predictor} is for them; give one of the "
+                         "two.")
     if head and epochs:
-        raise UsageError(f"--head leaves the FFNs as they are, and --epochs {epochs} is about these; give one.")
+        raise UsageError(f"--head leaves FFNs as they are, and --epochs {epochs} is for them; give one of the two.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
     from edgeinfer.sparse import MEASURED_TOKENS, MOST_TOKENS, screen_head
@@ -134,7 +135,7 @@ def sparsify(
             if one.changed:
                 say(f"{one.path.name}: {one.changed}.")
         asked: dict[str, Any] = {"held_out": others, "max_kld": max_kld, "rank": rank, "threads": threads,
-                                 "overwrite": overwrite, "told": progress}
+                                 "overwrite": overwrite, "on_progress": progress}
         if head:
             _report_screen(screen_head(bundle, destination, stream, **asked), json)
             return

@@ -40,7 +40,7 @@ def verify(model: Converted, json: Json = False) -> None:
     if json:
         print_json({"path": str(path), "ok": True, **counts, "bytes": nbytes})
     else:
-        print(f"{printable(str(path))}: all well; {counts['tensors']} tensors and {counts['files']} files, "
+        print(f"{printable(str(path))}: OK, {counts['tensors']} tensors and {counts['files']} files, "
               f"{format_size(nbytes)}.")
 
 

@@ -238,7 +238,7 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for item in out["others"]:
         yield "", f"{speed(item['decode_tok_per_s'])} tokens/s {by(item['name'])}"
     if out["ttft_ms"] is None:
-        yield "prompt", "unknown: no peak is published for this device"
+        yield "prompt", "unknown, because no peak is published for this device"
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
@@ -274,17 +274,17 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
     if out["remark"]:
         yield out["remark"]
     if out["accepted"] > 1:
-        assumed = "it is assumed that drafting takes" if out["draft_cost_assumed"] else "drafting takes"
-        yield (f"A pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time for "
-               f"each pass{' (--draft-cost says otherwise)' if out['draft_cost_assumed'] else ''}.")
+        assumed = "drafting is assumed to take" if out["draft_cost_assumed"] else "drafting takes"
+        yield (f"A forward pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time "
+               f"per pass{' (--draft-cost sets it)' if out['draft_cost_assumed'] else ''}.")
     if not out["fits"]:
-        yield (f"It does not fit: a run takes {format_size(out['device_bytes'] or out['total_bytes'])}, the device has "
-               f"{format_size(out['memory_bytes'])}; edgeinfer plan says what would.")
+        yield (f"It does not fit: a run takes {format_size(out['device_bytes'] or out['total_bytes'])}, and the device "
+               f"has {format_size(out['memory_bytes'])}; 'edgeinfer plan' lists settings that fit.")
     if out["reading"] is not None:
-        speeds = "the speeds count that" if out["reading"] else \
-            "the speeds are those with all in memory, for its storage was not measured"
-        yield (f"Not all weights fit into memory ({out['mode']}): some are read from storage, and {speeds}; edgeinfer "
-               "plan says how many.")
+        speeds = "the speeds include that" if out["reading"] else \
+            "the speeds assume all of them in memory, because storage was not measured"
+        yield (f"Not all weights fit in memory ({out['mode']}): some are read from storage, and {speeds}; 'edgeinfer "
+               "plan' says how many.")
     if out["ctx"] > out["max_ctx_of_model"]:
         yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
     if out["file_note"]:
@@ -296,7 +296,7 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
         return
     point = out["break_even"]
     if point is None:
-        yield ("Whether skipping neurons pays here is not known: scattered reads were not measured "
+        yield ("Whether skipping neurons pays off here is not known, because scattered reads were not measured "
                "(edgeinfer devices --probe).")
         return
     times = ", ".join(f"{value:.2f} x at {float(share):.0%}" for share, value in point["relative_time"].items())
@@ -313,7 +313,7 @@ def print_all_devices(out: dict[str, Any]) -> None:
     stored = WeightType.of(out["weights"], out["group_size"]).words
     needed = format_size(out["unstreamed_bytes"])
     print(f"{printable(out['model'])}, {stored}, {out['ctx']} tokens of context: {needed}\n"
-          "Tokens per second by device; no figure where no peak is published.\n")
+          "Tokens per second by device; blank where no peak is published.\n")
     rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]
     for item in out["devices"]:
         prefill, top = item["prefill_tok_per_s"], item["ceiling_tok_per_s"]

@@ -30,7 +30,7 @@ def show(model: str, path: Path, tensors: bool, program: bool, json: bool) -> No
     from ...models.list import look_at_gguf
 
     if program:
-        raise UsageError(f"--program is about a bundle, and {model} was not converted yet: edgeinfer convert {model} "
+        raise UsageError(f"--program needs a bundle, and {model} has not been converted yet: edgeinfer convert {model} "
                          "DST, and info DST --program.")
     headers = read_headers(path, PassedOver())
     header = header_object(headers, look_at_gguf(model, path))

@@ -127,13 +127,14 @@ def print_names(as_json: bool) -> None:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the whole in one line: whether it fits, how fast it is, and after how long the first word comes."""
+    """Return the whole in one line: whether it fits, how fast it is, and how long a prompt takes."""
     fits, found = _fits(report), report["estimate"]
     if found is None or found.get("reading") is False:
-        return f"{fits}; its speed was not measured here"
-    wait = "a time unknown" if found["ttft_ms"] is None else f"{speed(found['ttft_ms'] / 1000)} s"
+        return f"{fits}; speed not measured here"
+    wait = "" if found["ttft_ms"] is None else \
+        f", {found['prompt']}-token prompt in {speed(found['ttft_ms'] / 1000)} s"
     whose = f"{found['program']}, {found['unit'].upper()}"
-    return f"{fits}; {speed(found['decode_tok_per_s'])} tok/s, first word after {wait} ({whose})"
+    return f"{fits}; {speed(found['decode_tok_per_s'])} tok/s{wait} ({whose})"
 
 
 def _fits(report: dict[str, Any]) -> str:
@@ -145,7 +146,7 @@ def _fits(report: dict[str, Any]) -> str:
         has = report["device_budget_bytes"]
         gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \
             f"{format_size(taken)} of the GPU's {format_size(has)}"
-        return f"{words}: {gpu}; {own} of this process" if report["device_budget_source"] is None else f"{words}: {gpu}"
+        return f"{words}: {gpu}; {own} in this process" if report["device_budget_source"] is None else f"{words}: {gpu}"
     if offer := report["from_storage"]:
         ((name, value),) = ((name, value) for name, value in offer["options"].items() if name in _READ)
         return f"{words}, {_READ[name].format(value)}: {own}"
@@ -205,34 +206,33 @@ def _streaming(option: dict[str, Any]) -> str:
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:
     if (left := report["remaining_bytes"]) is not None:
-        verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
+        verdict = f"{format_size(left)} left" if left >= 0 else f"{format_size(-left)} short"
         yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
     if report.get("device_bytes"):
         has = report["device_budget_bytes"]
-        of = "of a GPU, of which none was found here" if has is None else \
+        of = "of a GPU, and none was found here" if has is None else \
             f"of {format_size(has)} ({report['device_budget_source']})"
         yield f"GPU      {format_size(report['device_bytes'])} {of}"
     if report.get("max_sequences") is not None:
-        yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"
+        yield f"slots    at most {report['max_sequences']} sequences of this context fit (the limit is 64)"
     if (own := report["kv_bytes_per_position"]) < (whole := report.get("kv_bytes_unshared", own)):
-        yield f"KV       {own} bytes a token; layers that share K and V would have {whole}"
+        yield f"KV       {own} bytes per token, {whole} without shared K and V"
     where = "" if (stored := report.get("max_ctx_from_storage")) is None else \
         f" with all weights in memory, {stored} with weights read from storage as below"
-    yield from folded(f"{report['max_ctx']} tokens fit at most{where} (the model's own limit is "
-                      f"{report['model_ctx']})", "context  ")
+    yield from folded(f"at most {report['max_ctx']} tokens fit{where} (the model's limit is {report['model_ctx']})",
+                      "context  ")
     if kept := report["windows"]:
         yield from folded(kept["said"], "windows  ")
     for label, words in registry.said("plan", report):
         yield from folded(words, f"{label:9}")
     if found := report["estimate"]:
         prefill = found["prefill_tok_per_s"]
-        yield from folded(f"{speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens "
+        yield from folded(f"{speed(found['decode_tok_per_s'])} tok/s after {found['depth']} tokens "
                           f"({speed(found['low'])} to {speed(found['high'])}), "
-                          f"{speed(found['decode_tok_per_s_empty'])} at none; {whose(found)}", "speed    ")
+                          f"{speed(found['decode_tok_per_s_empty'])} at the start; {whose(found)}", "speed    ")
         for item in found["others"]:
             yield f"         {speed(item['decode_tok_per_s'])} tok/s {by(item['name'])}"
         if prefill is not None:
             yield f"prompts  {speed(prefill)} tok/s"
-        fitting = "" if report["fits"] and found.get("reading") is not False else ", were there memory enough"
-        yield from folded(f"estimated for {found['device']}{fitting}: {found['basis']}; band: "
-                          f"{found['error_source']}", " " * 9)
+        fitting = "" if report["fits"] and found.get("reading") is not False else " if it had enough memory"
+        yield from folded(f"{found['device']}{fitting}, {found['basis']}: {found['error_source']}", "basis    ")

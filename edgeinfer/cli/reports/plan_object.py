@@ -192,22 +192,23 @@ class PlanReport:
         if placed and (said := placed.sentence()):
             notes.append(said[0].upper() + said[1:])
         if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
-            notes.append("With neurons that are read from storage no layer falls back to dense or exact: masks say "
-                         "what to read.")
+            notes.append("Where neurons are read from storage, no layer falls back to dense or exact, because masks "
+                         "decide what is read.")
         if (self.config.ctx or 0) > own:
-            notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
+            notes.append(f"The context of {self.config.ctx} tokens exceeds the model's {own}, so run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile, self.refused)):
             notes.append(remark)
         if self.profile is None:
-            notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --machine.")
+            notes.append("To estimate the speed, measure this machine once with 'edgeinfer devices --probe', or name "
+                         "another with --machine.")
         elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
-            notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
+            notes.append(f"The speed is that of {self.profile.cores} threads on {self.profile.name}, not of "
                          f"{self.config.threads}.")
         if self.budget_source.startswith(DEVICE_MEMORY) and self.device:
             notes.append(self._which_version(self.device))
         if not self.config.mlock:
-            notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
-                         "short, which --mlock forbids.")
+            notes.append("Weights are mapped from their file, so the system may evict them when memory is short and "
+                         "read them again; --mlock prevents that.")
         return notes
 
 
@@ -217,11 +218,10 @@ class PlanReport:
         room = f", less {format_size(left)} for the system" if left else ""
         smaller = [gib for gib in sorted(device.memory_gib) if self.fitted.mode == "resident"
                    and self.fitted.plan.total_bytes <= replace(device, memory_bytes=gib << 30).usable_bytes]
-        enough = f"; the one with {smaller[0]} GB is enough" if smaller and smaller[0] << 30 < device.memory_bytes \
-            else ""
-        exist = f" It exists with {', '.join(map(str, sorted(device.memory_gib)))} GB{enough}." \
+        enough = f"; {smaller[0]} GB is enough" if smaller and smaller[0] << 30 < device.memory_bytes else ""
+        exist = f" It is sold with {', '.join(map(str, sorted(device.memory_gib)))} GB{enough}." \
             if len(device.memory_gib) > 1 else ""
-        return f"The budget is the memory of {device.titled}{room}: --budget says what yours can give.{exist}"
+        return f"The budget is the memory of {device.titled}{room}; --budget sets another.{exist}"
 
 
 def _cores(device: DeviceProfile) -> int:

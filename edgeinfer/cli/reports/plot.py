@@ -65,7 +65,7 @@ def save_plot(chart: Chart, path: Path) -> None:
     try:
         target = Path(os.path.realpath(path))
         part = target.with_name(f".{target.stem[:32]}.{secrets.token_hex(8)}{path.suffix}")
-        try:  # x: a file of our own, never what somebody has put there
+        try:  # x: a new file, never one that exists
             with open(part, "xb") as file, rc_context({"svg.fonttype": "none"}):  # words stay words
                 draw(chart).savefig(file, format=path.suffix[1:].lower())
             part.replace(target)

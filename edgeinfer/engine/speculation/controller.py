@@ -4,7 +4,7 @@ With a drafted tokens right on the average, verifying g of them gives E(g) token
 probability that it and all before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of
 them; here each place in a draft has its own). It pays where E(g) is above what drafting and verifying cost, in steps of
 the same run without speculation, which takes several steps in a pass where the model is small. All costs are measured:
-on processors they depend on the model, the depth and who else computes.
+on processors they depend on the model, the depth and other load.
 
 What is not known has to be tried, and a try may fail. With prompt lookup a request may
 lose a hundredth of its time on that, and 20 tokens of it in advance; with a drafter that the user named 4 %, and a try.
@@ -48,7 +48,7 @@ HORIZON = 256
 LEAST_SECONDS = 1e-7
 """Of anything: clocks may stand still for a while."""
 LONGEST_GAP = 3e-4
-"""Seconds between two steps that count; behind a longer gap somebody was busy with the text."""
+"""Seconds between two steps that count; in a longer gap the caller was busy with the text."""
 
 
 class Speculation:

@@ -2,8 +2,8 @@
 
 Without speculation a pass may take several steps by itself (`Runner.decode`), and a token costs a share of it.
 Verifying and drafting are kept as multiples of that cost at the same depth and in the same minute: a deeper context, or
-a machine that somebody else uses too, changes both alike. All are medians of a few recent measurements, and of one or
-two the least, because what disturbs a measurement makes it longer.
+a machine shared with others, changes both alike. All are medians of a few recent measurements, and of one or two the
+least, because what disturbs a measurement makes it longer.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class AttentionWords(BuilderBase):
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:
-        """The product of each head's piece of x, they lie side by side, with the head's own matrix of this shape.
+        """The matmul of each head's piece of x, they lie side by side, with the head's own matrix of this shape.
 
         It has `step` columns of the output from its piece on; behind those of all heads are so many `more`.
         """

@@ -1,4 +1,4 @@
-"""Basis of the graph builder: names, tensors and weights of a graph under construction, and the product."""
+"""Basis of the graph builder: names, tensors and weights of a graph under construction, and the matmul."""
 
 from __future__ import annotations
 

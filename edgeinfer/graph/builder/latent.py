@@ -115,7 +115,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 def _queries_and_latents(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> tuple[Tensor, Tensor, int]:
     """Rows that have the queries of all heads, first what does not turn; rows with latent and key, and their column.
 
-    Where queries come from the stream, as latents do, both are columns of one product.
+    Where queries come from the stream, as latents do, both are columns of one matmul.
     """
     latent, heads, rotary = c.latent, c.num_attention_heads, c.rope_dim
     assert latent

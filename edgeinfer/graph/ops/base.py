@@ -17,7 +17,7 @@ from ...base.dataclass import dataclass
 from ...base.units import round_up
 from ...errors import UnsupportedModelError
 from ..tensors import Tensor, Types
-from ..topn_cost import Choosing
+from ..topn_cost import TopNCost
 from ..weights import Weight
 
 
@@ -50,7 +50,7 @@ class KvAccess(NamedTuple):
     """Whether it stores the K and V of its tokens; else it reads those of the context."""
     operations: int = 0
     """Multiplications and additions per token and position that it sees."""
-    choosing: Choosing | None = None
+    topn: TopNCost | None = None
     """Selection of V's rows for decoded tokens; None reads all of them."""
     latent: bool = False
     """Whether V is the beginning of K, and not stored by itself."""
@@ -70,9 +70,9 @@ class KvAccess(NamedTuple):
 
     def chosen_bytes(self, kv: str, length: int) -> tuple[float, float]:
         """Bytes of K and about how many of V a decoded token reads that chooses rows."""
-        assert self.choosing
+        assert self.topn
         half = self.position_bytes(kv) / 2
-        return half * length, half * self.choosing.rows(length)
+        return half * length, half * self.topn.rows(length)
 
 
 class OnDemand(NamedTuple):

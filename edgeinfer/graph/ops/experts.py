@@ -1,7 +1,7 @@
-"""Operations of mixtures of experts (arXiv 1701.06538): the choice of experts, and products with the chosen ones.
+"""Operations of mixtures of experts (arXiv 1701.06538): the choice of experts, and matmuls with the chosen ones.
 
 The rows that experts work on are those of (token, expert), in the order of the list of `SortRoutes`: by expert. A pass
-of one token has no such list: its row of `Route` is one, and the products make their inputs themselves.
+of one token has no such list: its row of `Route` is one, and the matmuls make their inputs themselves.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SigmoidGate(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class _Experts(MatMul):
-    """Products with the matrices of all experts, one after the other; a token uses a few of them."""
+    """Matmuls with the matrices of all experts, one after the other; a token uses a few of them."""
 
     routes: Tensor
     listed: Tensor

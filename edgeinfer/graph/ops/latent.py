@@ -1,8 +1,8 @@
 """Operations of multi-head latent attention (MLA, arXiv 2405.04434) in its absorbed form.
 
 A token's KV is one latent, normed, and one rotated part that all heads share: one KV head, whose V is the latent and
-not stored. What a head would have made of the latent is done to its query before attention and to its result behind
-it: two products with a matrix for each head.
+not stored. What a head would have made of the latent is done to its query before attention and to its result behind it:
+two matmuls with a matrix for each head.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HeadLinear(MatMul):
         if self.rows % 16 or self.rows > self.step or self.heads * self.step > self.out.width:
             yield f"{self.heads} heads of {self.rows} rows, {self.step} columns apart, do not fit into {self.out}"
         if stored.quantised != (self.x.dtype == "q8") or self.x.group_size != stored.input_group:
-            yield f"{self.x} is not in the form that products with {stored} take"
+            yield f"{self.x} is not in the form that matmuls with {stored} take"
         if self.x.dtype == "q8" and (self.x.times, self.x.width) != (self.heads, cols):
             yield f"{self.x} is not {self.heads} heads of {cols}"
         if self.x.dtype != "q8" and self.heads * cols > self.x.width:

@@ -106,7 +106,7 @@ def find_head(graph: Graph) -> ScreenableHead:
     Raises
     ------
     UnsupportedModelError
-        It is none that can be screened: no plain product, or its weights are not codes.
+        It is none that can be screened: no plain matmul, or its weights are not codes.
     """
     index, head = next((i, op) for i, op in enumerate(graph.ops) if op.out == graph.logits)
     before = {op.out: op for op in graph.ops[:index]}

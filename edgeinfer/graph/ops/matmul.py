@@ -1,4 +1,4 @@
-"""Operations with matrices: products, as matrices or neuron by neuron."""
+"""Matrix multiplications, whole or neuron by neuron."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RELUS = ("relu", "relu2", "drelu", "fatrelu")
 
 @dataclass(frozen=True, kw_only=True)
 class MatMul(Op):
-    """A product with a matrix.
+    """A matrix multiplication.
 
-    With a `source`, a pass of one token has no operation that makes x: the product's threads each quantise the source
+    With a `source`, a pass of one token has no operation that makes x: the matmul's threads each quantise the source
     (after a norm, or in an order, if there is one), which costs less than a barrier.
     """
 
@@ -69,7 +69,7 @@ class MatMul(Op):
         return Quantize(out=Tensor(number("q"), x.width, "q8", group, x.rows), x=x, layer=self.layer)
 
     def faults(self, types: Types) -> Iterator[str]:
-        """The matrix's columns are the input's, in the type that its products take."""
+        """The matrix's columns are the input's, in the type that its matmuls take."""
         yield from other_width("the matrix has columns:", self.weight.shape[-1], self.x)
         yield from _type(self.x, types[self.weight.name])
 
@@ -97,7 +97,7 @@ class Linear(MatMul):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPart(Linear):
-    """x W^T (+ bias) in some columns of the output: the rows of one product that are stored in one type."""
+    """x W^T (+ bias) in some columns of the output: the rows of one matmul that are stored in one type."""
 
     OVER = "onto"
     first: int
@@ -175,7 +175,7 @@ class NeuronGated(MatMul):
         return density if mode == "predict" else 1.0
 
     def operations(self) -> float:
-        """Of gate and up, whose products are int8; `NeuronDown` has the rest."""
+        """Of gate and up, whose matmuls are int8; `NeuronDown` has the rest."""
         neurons, parts, hidden = self.weight.shape
         return 2 * (parts - 1) * neurons * hidden
 

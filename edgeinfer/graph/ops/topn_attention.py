@@ -17,7 +17,7 @@ from edgeinfer.kernels import abi
 from ...base.dataclass import dataclass
 from ...errors import UsageError
 from ..graph import Graph
-from ..topn_cost import Choosing
+from ..topn_cost import TopNCost
 from .base import KvAccess, Scratch, Sizes
 from .rows import Attention
 
@@ -45,7 +45,7 @@ class SelectedAttention(Attention):
         access = super().kv
         assert access
         group, mean = self.heads // self.kv_heads, self.instead == "mean"
-        return access._replace(choosing=Choosing(self.eps, self.top, group, mean=mean))
+        return access._replace(topn=TopNCost(self.eps, self.top, group, mean=mean))
 
     def parts(self, sizes: Sizes) -> tuple[int, int, int]:
         """Return the bytes that threads share: partial results, scores with the selection, means."""

@@ -57,7 +57,7 @@ class Executor:
     steps_left : int
         Of those that the last forward pass might have gone on; ctx may be another program's by now.
     stream : Readers or None
-        Who reads weights from storage and redeems these completion events.
+        Reads weights from storage and sets these completion events.
 
     Raises
     ------

@@ -83,7 +83,7 @@ class ThreadTuner:
     """Chooses for each forward pass: one thread or all, and whether the caller is thread 0 or waits for the helper.
 
     Both change nothing but time. Where barriers cost more than other threads save depends on the model, on the cores
-    and on who else uses them, so it is measured: short forward passes now and then go the other way.
+    and on other load, so it is measured: a short forward pass now and then tries the other setting.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from edgeinfer.bundle import APPROXIMATING, Bundle, part_extents, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
 from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
 
-from ...base.progress import Counted
+from ...base.progress import OnStageProgress
 from ..memory import copy_in, lock, read_in, read_seldom
 from ..planning import offsets_of
 
@@ -22,7 +22,7 @@ COPIED = ("resident", "streamed", "cold", "experts")
 
 
 def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock: bool,
-         loading: Counted | None) -> None:
+         loading: OnStageProgress | None) -> None:
     """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
     parts, offsets = [], offsets_of(bundle)
     own = {weight.name: weight for weight in graph.weights

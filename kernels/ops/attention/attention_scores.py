@@ -2,7 +2,7 @@
 
 A row of them belongs to each of these tokens and query heads: a float for each position of the context, the largest
 score of each block, then the largest score and the sum of exponentials of each split, then room for what is chosen
-(abi.score_row_bytes). Who looks for large scores reads those of few blocks. What a token does not see inside of a block
+(abi.score_row_bytes). A search for large scores reads those of few blocks. What a token does not see inside of a block
 is LOWEST, as is the largest of a block that it does not see; the scores of such a block are not written. Pass 1 is that
 of attention, so a score has the same bits; V is not touched, and the K of the split that comes next is asked for
 meanwhile.

@@ -11,7 +11,7 @@ there are and where chunks end changes no bit. A pass of one token reads the row
 threads quantise its rows themselves.
 
 With FLAG_SLOTS matrices lie where `experts_resolve` has put them, and an instruction computes some of the experts: then
-the instructions of a product follow each other, by experts, and give the bits of the one.
+the instructions of a matmul follow each other, by experts, and give the bits of the one.
 
 Operands: 0 weights, or slots, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of
 `route`, 7 the list of `sort_routes`, 8 LOCATION_* of the layer's experts. Parameters: parameters.LINEAR. Reference:
@@ -47,11 +47,11 @@ from ...vector.scalars import div_i64
 from ...vector.targets import fma
 from ...vector.tiles import add_block, store_block
 from ..elementwise import fused_input
-from ..linear import MATMULS, Addresses, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+from ..matmul import MATMULS, Addresses, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
 
 
 class Part(NamedTuple):
-    """Addresses for the products of one expert: as `linear.Addresses`, and its entries of the list."""
+    """Addresses for the matmuls of one expert: as `matmul.Addresses`, and its entries of the list."""
 
     inst: int
     w: int
@@ -180,7 +180,7 @@ def clear(out, rows, stride, tiles):
 
 
 def _added(make_matmul, group, n):
-    """Row tiles for the n entries from t on: product, bias, and what is added to the tokens' rows."""
+    """Row tiles for the n entries from t on: matmul, bias, and what is added to the tokens' rows."""
     m = row_tiles(group, n)
     matmul = make_matmul(group, m, n)
 

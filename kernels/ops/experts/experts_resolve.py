@@ -3,8 +3,8 @@
 `experts_resolve` follows `route`. It looks up the experts of the pass's tokens, takes a slot for each missing one, and
 posts the reads; the instructions between the router and the experts (attention, if the router precedes it) run
 meanwhile. An expert is one stretch of the file and of its slot. Experts are computed by EXPERT_PARTS instructions for
-each of the two products, which wait for events of their own, so that the first are computed while the last are read.
-It runs on one thread: a layer has a hundred or so experts.
+each of the two matmuls, which wait for events of their own, so that the first are computed while the last are read. It
+runs on one thread: a layer has a hundred or so experts.
 
 Replacement is by frequency: each expert, in memory or not, has a count of its selections, which is halved every COUNTED
 tokens, and the least selected expert is replaced; among equals the least recently used. A prompt counts as COUNTED

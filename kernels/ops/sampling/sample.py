@@ -4,9 +4,9 @@ sample.
 Three instructions. `sample_edit` changes the logits of the tokens that a sample spec's list names. `sample_blocks`
 notes the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole
 vocabulary the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and
-samples, and puts the model's own logits back. What comes back is the token's id in the sample. A row belongs to one thread but for the
-maxima. What a mask forbids is -inf in every vector of logits that is read (`logits_at`), and no sample takes a token
-of -inf; so single logits are only read where they are allowed.
+samples, and puts the model's own logits back. What comes back is the token's id in the sample. A row belongs to one
+thread but for the maxima. What a mask forbids is -inf in every vector of logits that is read (`logits_at`), and no
+sample takes a token of -inf; so single logits are only read where they are allowed.
 
 Operands: 0 logits, 1 work. Parameters: parameters.SAMPLE. Reference: reference/sampling/sample.py; all in NumPy:
 sampling.py. Floats of 64 bits go through the same single operations as there, so that tokens are the same.

@@ -1,4 +1,4 @@
-"""References of the products of an MoE model's experts, of their inputs, and of the gate of a shared expert."""
+"""References of the matmuls of an MoE model's experts, of their inputs, and of the gate of a shared expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROWS
 from ...routes import FLAG_SLOTS, LINE, LOCATION_BYTES, LOCATION_DOWN, LOCATION_GATE_UP
 from ..elementwise import quantise_rows
 from ..expected import Expected
-from ..linear import gated_values, linear_values
+from ..matmul import gated_values, linear_values
 from ..q8 import q8_blocks, read_q8
 from ..tolerances import TINY, TOLERANCES
 from ..view import InstructionView, float_of, memory

@@ -27,7 +27,7 @@ from ...abi import (
 from ...parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED
 from ..elementwise import quantised_input
 from ..expected import Expected
-from ..linear import ACTIVATION_FUNCTIONS, activated_reference, gated_values, linear_values
+from ..matmul import ACTIVATION_FUNCTIONS, activated_reference, gated_values, linear_values
 from ..tolerances import TINY, TOLERANCES
 from ..view import InstructionView, float_of, memory
 

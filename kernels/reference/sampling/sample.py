@@ -108,7 +108,7 @@ def blocks_reference(view: InstructionView) -> list[Expected]:
         expected.append(Expected("maxima", memory(row.work, np.float32, maxima.shape), maxima))
         if row.sums_wanted:
             sums = stored = memory(row.work + sums_at, np.float32, (len(chunks),))
-            if np.isfinite(maxima.max()):  # where one is not, nobody reads the sums, whatever they are
+            if np.isfinite(maxima.max()):  # otherwise the sums are never read
                 top = np.maximum(maxima.reshape(len(chunks), -1).max(axis=1), np.finfo(np.float32).min)
                 sums = np.exp(chunks.astype(np.float64) - top[:, None]).sum(axis=1)
             expected.append(Expected("sums", stored, sums, exact=False, tolerance=TOLERANCES["sums"] * np.abs(sums)))

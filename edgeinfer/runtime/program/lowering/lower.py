@@ -67,7 +67,7 @@ MERGE_KERNEL = "attention_merge"
 
 
 def _input(op: MatMul, at: Lowering) -> dict[str, int | float]:
-    """Parameters of a product's input, and of how a single token's is made from the source."""
+    """Parameters of a matmul's input, and of how a single token's is made from the source."""
     more: dict[str, int | float] = {"x_stride": at.stride(op.x), "rows": rows(op.x)}
     if op.x.dtype == "q8":
         _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
@@ -94,7 +94,7 @@ def _matmul(op: Linear | GatedLinear, at: Lowering, units: int, unit_tiles: int,
 
 
 def _columns(op: Linear | GatedLinear, at: Lowering) -> Operand:
-    """Return the output of a product, or the columns of it that a part writes."""
+    """Return the output of a matmul, or the columns of it that a part writes."""
     whole, skipped = at.at(op.out), 4 * op.first if isinstance(op, LinearPart) else 0
     return Operand(whole.region, whole.offset + skipped, whole.nbytes - skipped)
 

@@ -10,8 +10,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.errors import UnsupportedModelError, UsageError
-from edgeinfer.models import Storage, resolve
+from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.models.describe import describe
 from tests.helpers.bundles import weights_of
 from tests.helpers.checkpoints import make_checkpoint
@@ -161,16 +160,6 @@ def test_the_text_of_models_that_see(tmp_path: Path, prefix: str, form: str) -> 
     assert any("1 tensors of what sees pictures" in remark for remark in report.remarks)
     assert (tmp_path / "one/weights.bin").read_bytes() == (tmp_path / "two/weights.bin").read_bytes()
     assert describe(tmp_path / "sees").weight_bytes == describe(tmp_path / "two").weight_bytes
-
-
-@pytest.mark.slow
-def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
-    make_packed(tmp_path / "hf", "gptq")
-    made = resolve(tmp_path / "hf", storage=Storage("q4", 64))
-    assert resolve(tmp_path / "hf", storage=Storage("q4", 64)) == made
-    with pytest.raises(UsageError, match="also say with --weights"):
-        resolve(tmp_path / "hf", storage=Storage(None, 64))
 
 
 def test_stacked_codes_of_experts_are_kept(tmp_path: Path) -> None:

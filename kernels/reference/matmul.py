@@ -136,7 +136,7 @@ def _bias(view: InstructionView, rows: int) -> Doubles | float:
 
 
 def _heads(view: InstructionView, dtype: str, group: int) -> list[Expected]:
-    """Each head's own product: its tiles, its x, its columns of the output."""
+    """Each head's own matmul: its tiles, its x, its columns of the output."""
     p, found = view.parameters(LINEAR), []
     rows = layouts.TILE_ROWS * p.head_tiles
     for head in range(p.tiles // p.head_tiles):

@@ -1,4 +1,4 @@
-"""Products of row tiles in layout tile16 with quantised activations: what `linear` and `screen` are made of."""
+"""Matmuls of row tiles in layout tile16 with quantised activations: what `linear` and `screen` are made of."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _all_parts(add_part, parts, values, n):
     pairs.
 
     In a loop over single parts of four row tiles LLVM keeps an address for each row tile's codes, factors and
-    prefetches, twice as many as there are registers; products of one token then take 1.1 times as long from a cache.
+    prefetches, twice as many as there are registers; matmuls of one token then take 1.1 times as long from a cache.
     """
     @inline
     def one_by_one(acc, w, apart, x, scales, offsets, far):
@@ -187,7 +187,7 @@ def _all_parts(add_part, parts, values, n):
 
 @cache
 def matmul_packed(name, group, m, n, alone=False):
-    """Product of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
+    """Matmul of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
 
     Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
     the other share it.
@@ -255,5 +255,5 @@ def matmul_int8(group, m, n, alone=False):
 
 
 def matmul_of(name):
-    """Return the maker of products for a type of weights: a function of group, m, n and `alone`."""
+    """Return the maker of matmuls for a type of weights: a function of group, m, n and `alone`."""
     return partial(matmul_packed, name) if name in FORMS else matmul_int8

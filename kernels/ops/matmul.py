@@ -8,7 +8,7 @@ same order in every block, so a row of the result has the same bits for any numb
 With `head_tiles`, `linear_*` takes as many matrices as there are heads, each with the x and to the columns of its own.
 
 Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input. Parameters:
-parameters.LINEAR. Reference: reference/linear.py.
+parameters.LINEAR. Reference: reference/matmul.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..vector.scalars import div_i64
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated
+from .dot_products import asking, distance_of, matmul_of
 from .elementwise import fused_input
-from .products import asking, distance_of, matmul_of
 
 FEW = 4
 """Tokens, and fewer, that go through several streams of weights (Isa.streams)."""
@@ -80,7 +80,7 @@ def input_rows(inst, ctx, scratch):
 
 
 class Addresses(NamedTuple):
-    """A product's instruction and addresses."""
+    """A matmul's instruction and addresses."""
 
     inst: int
     w: int
@@ -96,8 +96,8 @@ def in_blocks(steps):
     `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending. If
     fewer units are left, two go through together, or one. A function takes (addresses, unit, t, units,
                                                                                 how many units
-    further the weights are that come next, how many units lie between two that go through together); `following` is
-    the unit that comes behind the last one.
+    further the weights are that come next, how many units lie between two that go through together); `following` is the
+    unit that comes behind the last one.
     """
     (n, together, step), *others = steps
     go_on = in_blocks(others) if others else inline(_all_done)
@@ -140,7 +140,7 @@ def between(units, gap):
 
 
 def _rows(make_matmul, group, n):
-    """Row tiles for the n tokens from t on, as many as are computed together: product, bias, residual, store."""
+    """Row tiles for the n tokens from t on, as many as are computed together: matmul, bias, residual, store."""
     m = row_tiles(group, n)
     matmul = make_matmul(group, m, n)
 
@@ -267,7 +267,7 @@ MATMULS = {
     "f16": (_matmul_f16, 0),
     "f32": (_matmul_f32, 0),
 }
-"""Makers of products and group sizes, by the suffixes of kernel names."""
+"""Makers of matmuls and group sizes, by the suffixes of kernel names."""
 for _suffix, (_make_matmul, _group) in MATMULS.items():
     _register_matmul(f"linear_{_suffix}", chunk_of_rows(_make_matmul, _group))
     _register_matmul(f"gated_{_suffix}", chunk_of_units(_make_matmul, _group))
