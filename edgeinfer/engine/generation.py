@@ -136,7 +136,7 @@ class Generation(Task[Completion]):
     @property
     def sequence(self) -> Sequence | None:
         """The sequence that holds the prompt, later the first sample's."""
-        return self._base or self._samples[0].sequence
+        return self._samples[0].sequence if self._base is None else self._base  # an empty one counts as False
 
     @property
     def live(self) -> list[Sample]:

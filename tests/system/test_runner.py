@@ -13,6 +13,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.engine import Completion, Engine, Generation, Request, Stream, run_alone
+from edgeinfer.engine.scheduler import Scheduler
 from edgeinfer.errors import BundleError, CancelledError, ClosedError, QueueFullError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
@@ -108,6 +109,22 @@ def test_an_engine_mixes_requests_in_the_passes_of_a_runner() -> None:
     assert engine.passes == len(runner.passes) == 3 + 3 + 2 and runner.alive == 0
     engine.close()
     assert runner.closed
+
+
+def test_who_enters_finds_room_beside_prompts_that_are_not_read_yet() -> None:
+    class Asked(Fake):
+        def has_room(self, wanted: list[tuple[Sequence, int]]) -> bool:
+            self.wanted = [n for _, n in wanted]
+            return sum(self.wanted) <= 30
+
+    runner, config = Asked(max_sequences=3), GenerationConfig(temperature=0, ignore_eos=True, max_tokens=6)
+    scheduler = Scheduler(runner, 0.2)
+    requests = [Request(None, Generation(runner, None, [7] * n, config)) for n in (6, 9, 7)]
+    for request in requests:
+        scheduler.add(request)
+    assert not scheduler.admit()
+    assert runner.wanted == [7 + 5, 6 + 5, 9 + 5]  # prompts, and tokens that are run behind them
+    assert (scheduler.running, scheduler.waiting) == (requests[:2], requests[2:])
 
 
 def test_a_request_that_waits_is_cancelled_within_the_pass_of_another() -> None:
