@@ -24,7 +24,7 @@ from .values import read_plainly
 COMMANDS = {
     "run": "run", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps", "info": "info",
     "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench", "eval": "evaluate",
-    "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify",
+    "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify", "embed": "embed",
     "warmup": "warmup", "cache": "app", "config": "app",
 }
 """Names of the commands in each module: a function, or a group of commands."""

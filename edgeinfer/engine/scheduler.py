@@ -174,11 +174,19 @@ class Scheduler:
             self.preempt(self.running[-1])
         return []
 
+    def has_room(self, request: Request[Any]) -> bool:
+        """Return whether there are blocks for a pass that a request does not share, or nobody else will free any."""
+        sequence = request.task.sequence
+        return sequence is not None and (self.runner.fits([(sequence, request.task.next_tokens())])
+                                         or len(self.running) == 1)
+
     def _compose(self) -> list[Work]:
         """Return all decodes, and as many prompt tokens as the step has time for."""
         decodes: list[tuple[Request[Any], list[Run]]] = []
         prompts: list[tuple[Request[Any], list[Run]]] = []
         for request in self.running:
+            if request.task.passes_alone:
+                continue
             runs = request.task.runs()
             (prompts if is_reading(runs) else decodes).append((request, runs))
         rows = self.runner.config.outputs - sum(len(runs) for _, runs in decodes) - len(prompts)

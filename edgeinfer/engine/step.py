@@ -66,6 +66,10 @@ class Steps:
             self._conclude(request, error)
         for request in [one for one in self.scheduler.running if one.task.finished]:  # nothing was left of it to do
             self._conclude(request)
+        self._run_together()
+        self._run_alone()
+
+    def _run_together(self) -> None:
         works: list[Work] = []
         try:
             works = self.scheduler.plan()
@@ -85,6 +89,21 @@ class Steps:
             self._take(work.request, ran)
         if passed.learn is not None:
             passed.learn()
+
+    def _run_alone(self) -> None:
+        """Run a pass of the oldest request that shares none, if there is room for it."""
+        request = next((one for one in self.scheduler.running if one.task.passes_alone), None)
+        if request is None or not self.scheduler.has_room(request):
+            return
+        self.passes += 1
+        try:
+            request.task.run_pass()
+        except CancelledError:
+            return self.drop_cancelled()
+        except Exception as error:
+            return self._conclude(request, error)
+        if request.task.finished:
+            self._conclude(request)
 
     def drop_cancelled(self) -> None:
         """End requests that were cancelled."""

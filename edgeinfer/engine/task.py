@@ -81,6 +81,8 @@ class Task(abc.ABC, Generic[Result]):
     """Sequences that it holds at most."""
     speculation: Speculation | None = None
     """Drafts tokens for it."""
+    passes_alone = False
+    """Whether its forward passes are its own (`run_pass`), one beside each step of the others."""
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int]):
         self.prompt_ids = checked_prompt(prompt_ids, runner)
@@ -128,6 +130,13 @@ class Task(abc.ABC, Generic[Result]):
     @abc.abstractmethod
     def runs(self) -> list[Run]:
         """Return what is to be run next, at least one token; `take` is called before it is asked again."""
+
+    def next_tokens(self) -> int:
+        """Return how many tokens `run_pass` takes."""
+        return 0
+
+    def run_pass(self) -> None:
+        """Run a forward pass of its own."""
 
     @abc.abstractmethod
     def take(self, ran: list[Ran]) -> str:

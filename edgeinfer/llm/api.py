@@ -16,7 +16,8 @@ from ..errors import RequestError
 from ..models import Storage, resolve
 from ..registry import drafting, settled
 from ..rules import plain
-from .requests import TEXTS_OR_IDS, Requests, reusing, run_together
+from .embeddings import Embeddings
+from .requests import TEXTS_OR_IDS, reusing, run_together
 from .settings import runtime_config, with_beams, with_techniques
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from .strategy import Choice
 
 
-class LLM(Requests):
+class LLM(Embeddings):
     """An open model. A context manager; closing it gives all memory back.
 
     It may be used from several threads: requests wait for each other, and `cancel` and `close` reach the running one.

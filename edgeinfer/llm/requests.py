@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked, whole
 from ..config import generation_config
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..runtime import Session
     from ..technique import Drafting
     from ..text.structured import Constraint, Forms
+
+
+T = TypeVar("T")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -138,7 +141,8 @@ class Requests(Prompts):
         """
         return self.score_request(prompt, continuations).finish()
 
-    def score_request(self, prompt: Prompt, continuations: Iterable[Prompt]) -> Request[list[Score]]:
+    def score_request(self, prompt: Prompt, continuations: Iterable[Prompt],
+                      reuse: bool = False) -> Request[list[Score]]:
         """Prepare a request for scores; nothing runs before its `start`."""
         from ..engine import Request, Scoring
 
@@ -147,7 +151,7 @@ class Requests(Prompts):
         listed = [(one, self._continuation_ids(one)) if isinstance(one, str) else (None, self._ids(one))
                   for one in given]
         self._engine.check_open()
-        return Request(self._engine, Scoring(self.runner, ids, listed))
+        return Request(self._engine, Scoring(self.runner, ids, listed), reuse)
 
 
 def _check_stream(options: Mapping[str, Any]) -> None:
@@ -165,10 +169,10 @@ def reusing(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "reuse": True if options.get("reuse") is None else options["reuse"]}
 
 
-def run_together(requests: Iterable[Request[Completion]], most: int) -> list[Completion]:
+def run_together(requests: Iterable[Request[T]], most: int) -> list[T]:
     """Return the outcomes of requests, of which `most` are handed in at once; if one fails, all are cancelled."""
-    pending: deque[Request[Completion]] = deque()
-    done: list[Completion] = []
+    pending: deque[Request[T]] = deque()
+    done: list[T] = []
     try:
         for request in requests:
             request.start_whole()

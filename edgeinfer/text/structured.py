@@ -106,10 +106,12 @@ class Constraint:
         return self.words
 
     def _fill(self, words: NDArray[np.uint32]) -> None:
-        if self._matcher.is_stopped():
-            words[:] = 0
-        else:
+        if not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            words[:] = 0
+        if self._matcher.is_error():
+            raise RequestError(f"The form of the text cannot be followed: {' '.join(self._matcher.get_error().split())}")
 
     def accept(self, token_id: int) -> None:
         """Go on with a token that may come next; the mask is computed when it is asked for."""
