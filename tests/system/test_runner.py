@@ -113,7 +113,7 @@ def test_an_engine_mixes_requests_in_the_passes_of_a_runner() -> None:
 
 def test_who_enters_finds_room_beside_prompts_that_are_not_read_yet() -> None:
     class Asked(Fake):
-        def has_room(self, wanted: list[tuple[Sequence, int]]) -> bool:
+        def fits(self, wanted: list[tuple[Sequence, int]]) -> bool:
             self.wanted = [n for _, n in wanted]
             return sum(self.wanted) <= 30
 
