@@ -3,8 +3,8 @@
     python benchmarks/between_tokens.py --output docs/measurements/speed.md
 
 For each vocabulary a model of smollm2-135m's shape with random weights generates texts with
-each setting in turns, round by round, in one process. Of every token two times are taken: all of it, from one piece of
-text to the next, and the part outside the executor, which is all that Python does. What the executor itself takes is
+each setting in turns, round by round, in one process. Of every token two times are taken: all of it, from one forward
+pass to the next, and the part outside the executor, which is all that Python does. What the executor itself takes is
 added to the latter as far as it is Python: the time of a pass over no instruction. Medians count; ratios are those of
 neighbouring turns. A forward pass of several steps counts for each of its tokens.
 """
@@ -16,8 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,19 +43,26 @@ def write_model(directory: Path, vocab_size: int) -> Path:
     return path
 
 
+class Pass(NamedTuple):
+    """A forward pass: when it began and ended, and the tokens that the first sequence had before."""
+
+    start: float
+    end: float
+    length: int
+
+
 class Clock:
     """Times of the tokens of one model, and what of them the executor took."""
 
     def __init__(self, llm: LLM):
         self.llm, self._executor = llm, llm.session.executor
-        self._run, self._inside, self._passes = self._executor.run, 0.0, 0
+        self._run, self._task, self._passes = self._executor.run, None, list[Pass]()
         self._executor.run = self._timed  # type: ignore[method-assign]
 
     def _timed(self, *arguments: Any, **options: Any) -> None:
-        start = time.perf_counter()
+        length, start = len(self._task.sequence), time.perf_counter()
         self._run(*arguments, **options)
-        self._inside += time.perf_counter() - start
-        self._passes += 1
+        self._passes.append(Pass(start, time.perf_counter(), length))
 
     def empty_pass(self) -> float:
         """Seconds of a forward pass over no instruction: what of the executor is Python."""
@@ -68,16 +76,12 @@ class Clock:
     def text(self, n: int, n_samples: int, python: float, options: dict[str, Any]) -> tuple[float, float]:
         """Generate; return the medians of a token's seconds: all of it, and what passed outside the executor."""
         prompt = [(37 * i) % 1000 + 3 for i in range(16)]
-        request = self.llm._request(prompt, {"max_tokens": n, "seed": 1, "n": n_samples, "ignore_eos": True, **options})
-        times = []
-        request.next_piece()
-        sequence = request.generation.sequence
-        while True:
-            self._inside, self._passes, before, start = 0.0, 0, len(sequence), time.perf_counter()
-            if request.next_piece() is None:
-                break
-            passed, steps = time.perf_counter() - start, len(sequence) - before
-            times += [(passed / steps, (passed - self._inside + self._passes * python) / steps)] * steps
+        request = self.llm.request(prompt, {"max_tokens": n, "seed": 1, "n": n_samples, "ignore_eos": True, **options})
+        self._task, self._passes, times = request.task, [], []
+        request.finish()
+        for this, following in pairwise(self._passes[1:]):
+            passed, steps = following.start - this.start, following.length - this.length
+            times += [(passed / steps, (passed - (this.end - this.start) + python) / steps)] * steps
         whole, outside = zip(*times, strict=True)
         return statistics.median(whole), statistics.median(outside)
 

@@ -20,6 +20,7 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import ModelConfig
 from edgeinfer.runner import Runner, Sequence
+from edgeinfer.runner.prefix_cache import PrefixCache
 from edgeinfer.runtime import Session
 
 SPLIT = 256
@@ -131,6 +132,7 @@ def held_in(opened: Session, sequence: Sequence, layer: int) -> list[int]:
 
 
 def free_blocks(opened: Runner) -> int:
-    """KV blocks that nobody holds."""
+    """KV blocks that no sequence holds; the prefix cache may have some of them."""
     assert isinstance(opened, (Session, OnnxRunner))
-    return opened.kv.pool.n_free
+    pool = opened.kv.pool
+    return pool.n_available if isinstance(pool, PrefixCache) else pool.n_free

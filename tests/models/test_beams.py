@@ -231,7 +231,7 @@ def test_a_request_may_go_on_from_the_prompt_of_a_search(llm: LLM) -> None:
     prompt = PROMPT + " there was a king who had three daughters and a garden behind the house."
     first = llm.complete(prompt, beams=4, max_tokens=8, reuse=True)
     second = llm.complete(prompt, beams=4, max_tokens=8, reuse=True)
-    assert first.cached_tokens == 0 and second.cached_tokens == second.prompt_tokens - 1
+    assert first.cached_tokens == 0 and second.cached_tokens == 16 < second.prompt_tokens  # a whole block
     assert second.token_ids == first.token_ids and second.score == first.score
     llm.complete(prompt, max_tokens=1)
     assert free_blocks(llm.session) == llm.plan.kv_blocks

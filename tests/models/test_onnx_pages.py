@@ -327,7 +327,7 @@ def test_a_common_beginning_is_not_computed_again(both: tuple[LLM, LLM]) -> None
     calls(theirs.runner)
     stream = theirs.stream([*prompt, *tokens(9, 1)], temperature=0, max_tokens=4, reuse=True, ignore_eos=True)
     list(stream)
-    assert stream.completion.cached_tokens == 50 and calls(theirs.runner)[0]["past_seqlens"].tolist() == [50]
+    assert stream.completion.cached_tokens == 48 and calls(theirs.runner)[0]["past_seqlens"].tolist() == [48]  # pages
     assert stream.completion.token_ids == theirs.complete([*prompt, *tokens(9, 1)], temperature=0, max_tokens=4,
                                                           ignore_eos=True).token_ids
 

@@ -15,8 +15,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.engine import BeamSearch, Engine, Generation, PromptLookup, Request, Scoring, Speculation, Times, run_alone
-from edgeinfer.errors import CancelledError, ClosedError, QueueFullError, RequestError
+from edgeinfer.engine import (
+    BeamSearch,
+    Engine,
+    Generation,
+    PromptLookup,
+    Request,
+    Scoring,
+    Speculation,
+    Times,
+    run_alone,
+)
+from edgeinfer.errors import ClosedError, QueueFullError, RequestError
 from edgeinfer.graph import ExpertsConfig
 from edgeinfer.runner import Runner
 from tests.helpers.sessions import TINY, WINDOWED, free_blocks, running, tokens, write_model
@@ -46,7 +56,8 @@ def asked_for(n: int, seed: int, beams: bool = True) -> list[Asked]:
     for number in range(n):
         ids = COMMON[: chance.choice((0, 16, 40, 70))] + tokens(chance.choice((1, 3, 9, 30, 100)), number)
         options: dict[str, Any] = {
-            "max_tokens": chance.choice((1, 2, 5, 12, 20, 60)), "seed": number, "temperature": chance.choice((0.0, 0.9)),
+            "max_tokens": chance.choice((1, 2, 5, 20, 60, 110)), "seed": number,
+            "temperature": chance.choice((0.0, 0.9)),
             "repetition_penalty": chance.choice((1.0, 1.2)), "frequency_penalty": chance.choice((0.0, 0.4)),
             "logprobs": chance.choice((None, None, 0, 3)), "n": chance.choice((1, 1, 1, 2)),
         }
@@ -83,7 +94,6 @@ def engine_of(runner: Runner, **options: Any) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
-    if hasattr(runner, "drop_prefixes"): runner.drop_prefixes()
     assert free_blocks(runner) == runner.plan.kv_blocks, "blocks were lost"
 
 
@@ -146,8 +156,9 @@ def test_all_at_once_as_each_alone(folder: Path, name: str, reuse: bool, specula
 @pytest.mark.parametrize("device", ["onnx-cpu", "pages"])
 def test_on_devices_of_others(folder: Path, device: str) -> None:
     """Their bits depend on the number of tokens of a pass, so that texts are compared, of clear choices."""
-    requests = [one._replace(config=replace(one.config, temperature=0.0, logprobs=None, beams=1, n=1, length_penalty=1.0))
-                for one in asked_for(24, 5, beams=False) if not one.scored]
+    plain = {"temperature": 0.0, "logprobs": None, "n": 1}
+    requests = [one._replace(config=replace(one.config, **plain)) for one in asked_for(24, 5, beams=False)
+                if not one.scored]
     path = write_model(folder, TINY, "f32")
     with running(path, device, ctx=CTX) as runner:
         want = [outcome(run_alone(task_of(runner, one), runner)) for one in requests]
@@ -193,16 +204,21 @@ def test_an_error_of_one_request_is_its_own(folder: Path) -> None:
         assert good.finish().finish_reason in ("length", "stop")
 
 
-def test_what_the_engine_refuses(folder: Path) -> None:
+def test_what_the_engine_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(write_model(folder, TINY), ctx=256, max_sequences=1) as runner:
-        engine = Engine(runner, max_queue=1)
+        engine, forward = Engine(runner, max_queue=1), runner.forward
+        monkeypatch.setattr(runner, "forward", lambda *how: until(lambda: engine.closed) and forward(*how))
         config = GenerationConfig(max_tokens=200, seed=1, ignore_eos=True)
-        requests = [Request(engine, Generation(runner, None, tokens(9), config)) for _ in range(40)]
-        with pytest.raises(QueueFullError, match=r"requests wait for this model, the most that may \(max_queue\); ask"):
-            for request in requests:
-                request.start()
+        requests = [Request(engine, Generation(runner, None, tokens(9), config)) for _ in range(3)]
+        requests[0].start()
+        assert until(lambda: engine.n_running == 1)
+        requests[1].start()
+        with pytest.raises(QueueFullError, match=r"^1 requests wait for this model, the most that may \(max"):
+            requests[2].start()
         engine.close()
         assert requests[0].finish().finish_reason == "cancelled"
+        with pytest.raises(ClosedError, match="The model was closed; open it again"):
+            requests[1].finish()
         with pytest.raises(ClosedError, match="The model was closed; open it again"):
             Request(engine, Generation(runner, None, tokens(9), config)).finish()
 

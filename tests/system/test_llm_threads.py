@@ -23,6 +23,7 @@ from edgeinfer.errors import CancelledError, ClosedError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.text import ChatTemplate
 from edgeinfer.text.sandbox import BoundedEnvironment
+from tests.helpers.sessions import free_blocks
 from tests.helpers.slow_model import CTX, write_slow_bundle
 from tests.helpers.tasks import within
 
@@ -62,7 +63,7 @@ def end_of(stream: Stream) -> str | None:
 
 
 def all_free(llm: LLM) -> bool:
-    return llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+    return free_blocks(llm.session) == llm.plan.kv_blocks
 
 
 @pytest.mark.parametrize("max_sequences", [1, 4])
