@@ -113,7 +113,8 @@ def sparsify(
     if predictor is not None and predictor not in PREDICTORS:
         raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
     if head and predictor is not None:
-        raise UsageError(f"--head leaves FFNs as they are, and --predictor {predictor} is for them; give one of the two.")
+        raise UsageError(f"--head leaves FFNs as they are, and --predictor {predictor} is for them; give one of the "
+                         "two.")
     if head and epochs:
         raise UsageError(f"--head leaves FFNs as they are, and --epochs {epochs} is for them; give one of the two.")
     if not 0 < max_kld < float("inf"):
