@@ -99,8 +99,9 @@ def to_draft_request(request: Request) -> Request:
     pool = None if request.kv_tokens is None else min(
         request.kv_tokens + request.sequences * (_BEHIND + abi.BLOCK_TOKENS),
         request.full_pool.kv_blocks * abi.BLOCK_TOKENS)
+    windows = None if request.kv_tokens is None else request.windows
     return replace(request, outputs=request.sequences, residency=residency, hot=(), slots=0, expert_slots=0,
-                   own_tokens=own, techniques=(), kv_tokens=pool)
+                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:
