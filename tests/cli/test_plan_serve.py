@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgeinfer.base.units import format_size
 from edgeinfer.errors import BudgetError, RequestError, UsageError
 from edgeinfer.llm.api import LLM
-from tests.helpers.command_line import edgeinfer
+from tests.helpers.command_line import ROOT, edgeinfer
 from tests.helpers.sessions import on_device, running, tokens, write_model
 
 PAGES = ("plan", "llama-2-7b", "--weights", "q4", "--machine", "rtx4090", "--kv-layout", "pages")
@@ -55,6 +57,20 @@ def test_the_fields_of_the_pool(options: tuple[object, ...], no_variables: None)
     assert counts == sorted(counts, reverse=True) and 1 <= counts[-1] <= counts[0] <= pool["max_sequences"]
     assert all(row["tokens"] * row["sequences"] <= pool["kv_tokens"] for row in pool["fits"])
     assert planned("plan", "gemma-3-4b")["serving"] is None
+
+
+def test_the_table_of_the_documentation(no_variables: None) -> None:
+    page = (ROOT / "docs" / "explanation" / "planning.md").read_text(encoding="utf-8").partition("## Serving")[2]
+    rows = re.findall(r"^\| (\S+), ([\d,]+), (\S+ \w+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for model, ctx, budget, cells in rows:
+        pool = planned("plan", model, "--serve", "-t", 2, "-c", ctx.replace(",", ""), "--budget", budget)["serving"]
+        tokens = [pool["kv_tokens"], *([pool["window_tokens"]] if pool["window_tokens"] else [])]
+        counts = {row["tokens"]: row["sequences"] for row in pool["fits"]}
+        size, said, *numbers = cells.split(" | ")
+        assert size == format_size(pool["kv_bytes"]), model
+        assert re.sub(r"(?<=\d),(?=\d)", "", said) == ", ".join(map(str, tokens)), model
+        assert list(map(int, numbers)) == [counts[256], counts[1024], counts[4096], counts[pool["fits"][-1]["tokens"]]]
 
 
 def test_what_is_served_is_what_a_config_opens(tmp_path: Path, no_variables: None) -> None:
