@@ -79,8 +79,8 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _fault(status: os.stat_result) -> str:
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to another user ({status.st_uid})"
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # as /tmp: users cannot move each other's
-    files
+    # as /tmp: users cannot move each other's files
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     if stat.S_ISLNK(status.st_mode) or sticky:
         return ""
     by_group = status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid)
