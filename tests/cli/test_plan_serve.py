@@ -98,7 +98,7 @@ def test_a_server_needs_one_context(tmp_path: Path, no_variables: None) -> None:
     assert one["total_bytes"] == least and one["serving"]["fits"][-1] == {"tokens": 1024, "sequences": 1}
     report = planned("plan", path, "--serve", "--budget", least - 1, code=3)
     assert report["fits"] is False and report["serving"] == one["serving"] and report["regions"] == one["regions"]
-    assert " GB. Fits: --ctx 1008" in report["error"]["message"]
+    assert ". It fits with --ctx 1008" in report["error"]["message"]
     smaller = report["alternatives"][0]["value"]
     again = planned("plan", path, "--serve", "--budget", least - 1, "--ctx", smaller)
     assert again["fits"] and again["max_ctx"] == smaller == report["max_ctx"]
@@ -165,7 +165,7 @@ def test_pools_that_do_not_fit(no_variables: None) -> None:
         assert report["fits"] is False and report["total_bytes"] > 400_000_000
         assert [one["change"] for one in report["alternatives"]] == ["kv_memory"]
         memory = report["alternatives"][0]["value"]
-        assert f"Fits: --kv-memory {memory}B." in report["error"]["message"]
+        assert f"It fits with --kv-memory {memory}B." in report["error"]["message"]
         again = planned(*command, "--kv-memory", f"{memory}B", "--budget", "200MB")
         assert again.get("total_bytes", again.get("planned_bytes")) == report["alternatives"][0]["total_bytes"]
     out = edgeinfer("plan", "demo", "--kv-memory", "5kB").out
@@ -217,7 +217,7 @@ def test_slots_are_as_many_as_fit(tmp_path: Path, no_variables: None) -> None:
             opened.prefill(sequence, tokens(40))
         opened.decode(held, [1] * slots)
     for too_little in (most - 6 * slot, 1):
-        with pytest.raises(BudgetError, match="Fits: --ctx" if too_little > 1 else "Nothing smaller"), \
+        with pytest.raises(BudgetError, match="It fits with --ctx" if too_little > 1 else "No smaller setting"), \
                 running(path, "onnx-cpu", **ask, budget_bytes=too_little):
             pass
     with pytest.raises(UsageError, match="--kv-memory is not offered with --kv-layout slots"), \

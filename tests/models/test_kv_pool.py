@@ -235,7 +235,7 @@ def test_the_pool_gets_what_the_budget_leaves(name: str) -> None:
     if name == "shared":  # which has enough layers to read some from storage
         assert fit(planner, short, rebuild)[0].kv_blocks == 64
         return
-    with pytest.raises(BudgetError, match=r"Fits: --ctx \d+") as caught:
+    with pytest.raises(BudgetError, match=r"It fits with --ctx \d+") as caught:
         fit(planner, short, rebuild)
     assert caught.value.plan == least and caught.value.exit_code == 3
     for option in caught.value.alternatives:  # each with a pool of one context of its own
@@ -294,7 +294,7 @@ def test_a_pool_beyond_the_budget_is_offered_smaller(name: str, kv: str) -> None
         config = RuntimeConfig(**OPTIONS, **pool, kv=kv)
         plan = planner.plan(to_request(config))
         budget = plan.total_bytes - plan.region("kv").nbytes // 3
-        with pytest.raises(BudgetError, match=r"and the budget is .*Fits: --kv-memory \d+B") as caught:
+        with pytest.raises(BudgetError, match=r"and the budget is .*It fits with --kv-memory \d+B") as caught:
             fit(planner, replace(config, budget_bytes=budget), rebuild)
         assert caught.value.plan == plan and caught.value.exit_code == 3
         first, *others = caught.value.alternatives

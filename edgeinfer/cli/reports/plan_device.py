@@ -39,6 +39,8 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     device = planner.provider.device
     if drafting:
         drafting.check_device(device)
+    if drafting and drafting.model:
+        check_draft(found.config, device)
     own, config = model.config.max_position_embeddings, found.config
     config = replace(config, ctx=config.ctx or default_ctx(model.config),
                      threads=config.threads or (1 if card else default_threads()))
@@ -51,8 +53,6 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     def fits(other: MemoryPlan) -> bool:
         return device_fits(with_draft(other), host, memory)
 
-    if beside:
-        check_draft(config, device)
     alone, error = fill_device(planner, config, fits), pool_error(planner.plan, config, host)
     plan, unknown, fitting = with_draft(alone), device == CUDA and memory is None, fits(alone) and not error
     options = [] if fits(alone) else list(smaller(planner, config, fits))
