@@ -28,8 +28,7 @@ said.
 """
 DEVICES = CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
 """Executors of a model: our own kernels; onnxruntime's CUDA provider; that one if it works, otherwise our kernels;
-onnxruntime's CPU provider.
-"""
+onnxruntime's CPU provider."""
 KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
 """Layouts of K and V on a device: a slot for each sequence with room for a whole context, or pages that sequences take
 as they grow and that they can share.
@@ -275,6 +274,14 @@ class RuntimeConfig:
     own_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
     """Tokens that each of several sequences may have of its own behind the prompt that all share, of which the KV pool
     then has room for one; None is a whole context for each."""
+    kv_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
+    """Tokens that the KV pool holds of all sequences together; None is as many as these may have."""
+    kv_memory: int | None = option(None, integer(1, _INF, "1 or more"))
+    """Bytes of the KV pool, instead of its tokens."""
+    kv_windows: int | None = option(None, integer(1, 64, "from 1 to 64"))
+    """Sequences whose windows a pool of so many tokens keeps in layers with a window; None follows from its tokens."""
+    fill_budget: bool = option(False, FLAG)
+    """Give a KV pool without a size what the budget leaves: from one context to one for each sequence."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
     """Rows of logits kept per forward pass; evaluation asks for more than one."""
     draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))
@@ -293,6 +300,8 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if None not in (self.kv_tokens, self.kv_memory):
+            raise UsageError(f"kv_tokens {self.kv_tokens} and kv_memory {self.kv_memory} size the KV pool; give one.")
 
 
 def check_own_layout(config: RuntimeConfig) -> None:

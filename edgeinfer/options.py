@@ -158,6 +158,8 @@ OPTIONS: tuple[Option, ...] = (
             common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("budget", "SIZE", "Maximum memory of the process, such as 4GiB, 500MB or a number of bytes.",
             unset="the memory available now", group=MEMORY, commands=(*_OPENED, _PLAN), common=(*_OPENED, _PLAN)),
+    _option("kv_memory", "SIZE", "Memory of the KV pool that all sequences share, such as 1GiB.",
+            unset="room for a context of each sequence", group=MEMORY, commands=(_RUN, _PLAN)),
     _option("mlock", "", "Lock the weights in memory so that the system cannot evict them.", group=MEMORY,
             commands=(_RUN, _PLAN)),
     _option("no_mmap", "", "Copy the weights into memory instead of mapping the file.", rule=FLAG, default=False,

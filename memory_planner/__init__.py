@@ -4,6 +4,7 @@ from .alternatives import (
     Alternative,
     Placer,
     alternatives,
+    budget_of,
     cold,
     fit,
     fits,
@@ -16,13 +17,16 @@ from .alternatives import (
     without,
 )
 from .blocks import BlockPool, shared_blocks
-from .budget import available_bytes, default_threads, process_budget
+from .budget import available_bytes, default_threads, process_budget, serving_share
 from .cold import ColdPlan, masked
 from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, moes
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
-from .request import beside_draft, default_ctx, draft_config, in_memory, resolve, to_request
+from .pool import fill_budget, largest_pool, pool_error
+from .pool_sizes import largest
+from .reasons import held_words
+from .request import beside_draft, default_ctx, draft_config, fills, in_memory, own_pool, resolve, to_request
 from .shared_allocations import extents
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed
@@ -31,7 +35,8 @@ __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "M
            "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "STREAMED", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
            "Placement", "Placer", "Planner", "Region", "Request", "Windowed", "alternatives", "available_bytes",
-           "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "extents", "fit", "fits",
-           "fitting", "in_memory", "kept_experts", "largest_ctx", "masked", "moes", "place_activations",
-           "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streamed",
-           "streaming", "to_request", "without"]
+           "beside_draft", "budget_of", "cold", "default_ctx", "default_threads", "draft_config", "extents",
+           "fill_budget", "fills", "fit", "fits", "fitting", "held_words", "in_memory", "kept_experts", "largest",
+           "largest_ctx", "largest_pool", "masked", "moes", "own_pool", "place_activations", "pool_error",
+           "process_budget", "refusal", "resolve", "scratch", "serving_share", "shared_blocks", "sizes_of", "stream",
+           "streamed", "streaming", "to_request", "without"]

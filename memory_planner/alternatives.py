@@ -16,10 +16,11 @@ from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, WeightType, requestable
 
-from .budget import process_budget
+from .budget import process_budget, serving_share
 from .plan import MemoryPlan, Request
 from .planner import Planner
-from .request import DRAFT, to_request
+from .pool import fill_budget, largest_pool, pool_error
+from .request import DRAFT, fills, own_pool, to_request
 from .stream_layers import stream
 
 Options = dict[str, str | int]
@@ -27,7 +28,8 @@ Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 Placer = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget if the weights do not all fit in memory; None if there is none."""
-BLOCK, STREAMED, COLD, EXPERTS = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons", "kept_experts"
+BLOCK, POOL = abi.BLOCK_TOKENS, "kv_memory"
+STREAMED, COLD, EXPERTS = "streamed_layers", "cold_neurons", "kept_experts"
 _BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
@@ -39,10 +41,10 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """Options to change, by name: ctx, kv, weights, group_size, samples; ``draft`` is ``none`` for the run without its
-    draft model, ``speculate`` is ``off`` for the one that does not draft with a part of the model. ``streamed_layers``,
-    ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from storage by itself, or keeps so many
-    experts in memory.
+    """Options to change, by name: ctx, kv, kv_memory, weights, group_size, samples; ``draft`` is ``none`` for the run
+    without its draft model, ``speculate`` is ``off`` for the one that does not draft with a part of the model.
+    ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from storage by
+    itself, or keeps so many experts in memory.
     """
     total_bytes: int
     """Of the plan with these options."""
@@ -61,8 +63,8 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
-                         if name not in (STREAMED, COLD, EXPERTS, DRAFT))
+        flags = " ".join(f"--{name.replace('_', '-')} {value}{'B' if name == POOL else ''}"
+                         for name, value in self.options.items() if name not in (STREAMED, COLD, EXPERTS, DRAFT))
         changes = [flags] if flags else []
         if DRAFT in self.options:
             changes.append("no --draft")
@@ -78,11 +80,15 @@ class Alternative:
 
 def fits(planner: Planner, config: RuntimeConfig) -> bool:
     """Whether a run has all weights in memory within its budget."""
-    return planner.plan(to_request(config)).total_bytes <= _budget(config)
+    return planner.plan(to_request(config)).total_bytes <= budget_of(config)
 
 
-def _budget(config: RuntimeConfig) -> int:
-    return process_budget() if config.budget_bytes is None else config.budget_bytes
+def budget_of(config: RuntimeConfig) -> int:
+    """Return the limit in bytes: the one asked for, else what the system can give now, or most of it for a run that
+    takes all."""
+    if config.budget_bytes is not None:
+        return config.budget_bytes
+    return serving_share(process_budget()) if fills(config) else process_budget()
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
@@ -108,7 +114,9 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     BudgetError
         With alternatives that were checked to fit; it carries the plan.
     """
-    budget = _budget(config)
+    budget = budget_of(config)
+    if error := pool_error(planner.plan, config, budget):
+        raise error
     if found := fitting(planner, config, budget, place):
         return found, budget
     plan = planner.plan(to_request(config))
@@ -121,7 +129,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
 
 def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer | None = None) -> MemoryPlan | None:
     """Return the plan of a run within a budget, as `fit` does; None if there is none."""
-    plan = planner.plan(to_request(config))
+    plan = fill_budget(planner.plan, config, lambda plan: plan.total_bytes <= budget)
     if plan.total_bytes <= budget:
         return plan
     if without(planner, config, budget):  # rather than to read weights from storage
@@ -154,13 +162,18 @@ def streamed(plan: MemoryPlan) -> Alternative:
 
 
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
-    """Return the request with layers streamed from storage, with less context if need be; None if none fits."""
+    """Return the request with layers streamed from storage, with less context or KV pool if need be; None if none fits,
+    or a smaller pool does without."""
     asked = config.ctx or 0
-    ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), place=stream)
-    found = stream(planner, to_request(config, ctx), budget) if ctx else None
-    if found is None or planner.plan(to_request(config, ctx)).total_bytes <= budget:
+    longest = min(asked, planner.graph.config.max_position_embeddings)
+    alone = own_pool(config) and _smaller(planner, config, budget, longest)
+    if alone or not (smaller := _smaller(planner, config, budget, longest, place=stream)):
         return None
-    options: Options = {"ctx": ctx} if ctx != asked else {}
+    options, config = smaller
+    found = stream(planner, to_request(config), budget)
+    if found is None or planner.plan(to_request(config)).total_bytes <= budget:
+        return None
+    options = {} if options == {"ctx": asked} else options
     return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
 
@@ -181,26 +194,29 @@ def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
 
 
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
-    """Smaller requests that fit, in the order in which they are to be tried: context, KV type, weight type.
+    """Smaller requests that fit, in the order in which they are to be tried: context (or the KV pool if its size was
+    given), KV type, weight type.
 
     If a smaller KV or weight type does not help alone, it is offered with what helps together with it.
     """
     kv, smaller = config.kv, _smaller_kv(config.kv)
-    least = smaller[-1:] or [kv]
+    least = [kv] if own_pool(config) else smaller[-1:] or [kv]  # whose pool has as many bytes with every type
     lighter, same = list(storages(planner, budget, rebuild)), Options()
     stages: tuple[list[tuple[Planner, Options, str, bool]], ...] = (
         [(planner, same, kv, True)],
-        [(planner, same, other, False) for other in smaller] + [(planner, same, other, True) for other in smaller[-1:]],
+        [(planner, same, other, False) for other in smaller]
+        + [(planner, same, other, True) for other in least if other != kv],
         [(other, stored, used, False) for used in (kv, *smaller[-1:]) for stored, other in lighter]
         + [(other, stored, least[0], True) for stored, other in lighter if stored["weights"] == LIGHTEST.dtype],
     )
-    contexts: set[str | int] = set()
+    sizes: set[str | int] = set()
     for stage in stages:
         tried = (_fitting(config, budget, *candidate) for candidate in stage)
-        found = next(filter(None, tried), None)
-        if found and found.options.get("ctx") not in contexts:  # to change more must give more
-            contexts |= {found.options["ctx"]} if "ctx" in found.options else set()
-            yield found
+        if found := next(filter(None, tried), None):
+            own = {POOL} if POOL in found.options else {found.options["ctx"]} if "ctx" in found.options else set()
+            if not own & sizes:  # to change more must give more
+                sizes |= own
+                yield found
 
 
 def _smaller_kv(kv: str) -> list[str]:
@@ -212,14 +228,31 @@ def _smaller_kv(kv: str) -> list[str]:
 def _fitting(
     config: RuntimeConfig, budget: int, planner: Planner, stored: Options, kv: str, shorter: bool
 ) -> Alternative | None:
-    """The request with this storage and KV type if it fits, `shorter` with the largest context that does."""
+    """The request with this storage and KV type if it fits, `shorter` with the largest context or pool that does."""
     asked, own = config.ctx or 0, planner.graph.config.max_position_embeddings
     below = own if asked > own else BLOCK * ((asked - 1) // BLOCK)  # run refuses more than the model's own
-    ctx = largest_ctx(planner, config, budget, below, kv) if shorter else asked
-    if not ctx or (total := planner.plan(to_request(config, ctx, kv)).total_bytes) > budget:
-        return None
-    options = stored | ({"kv": kv} if kv != config.kv else {}) | ({"ctx": ctx} if shorter else {})
-    return Alternative(options, total)
+    options = stored | ({"kv": kv} if kv != config.kv else {})
+    if shorter:
+        if not (smaller := _smaller(planner, config, budget, below, kv)):
+            return None
+        options, config = options | smaller[0], smaller[1]
+    total = planner.plan(to_request(config, kv=kv)).total_bytes
+    return Alternative(options, total) if total <= budget else None
+
+
+def _smaller(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
+             place: Placer | None = None) -> tuple[Options, RuntimeConfig] | None:
+    """The request with the largest context that fits, or the largest KV pool if its size was given."""
+    def placed(request: Request) -> MemoryPlan | None:
+        plan = place(planner, request, budget) if place else planner.plan(request)
+        return plan if plan and plan.total_bytes <= budget else None
+
+    if own_pool(config):
+        request = to_request(config, kv=kv)
+        pool = largest_pool(placed, request, planner.plan(request).region("kv").nbytes)
+        return ({POOL: pool}, replace(config, kv_tokens=None, kv_memory=pool)) if pool else None
+    ctx = largest_ctx(planner, config, budget, at_most, kv, place)
+    return ({"ctx": ctx}, replace(config, ctx=ctx)) if ctx else None
 
 
 def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:

@@ -49,7 +49,8 @@ class BlockPool:
         """
         if not self._free:
             raise RequestError(f"All {self.n_blocks} KV blocks of {self.block_tokens} tokens are in use; open the "
-                               "model with a larger ctx, more max_sequences or own_tokens, or release a sequence.")
+                               "model with a larger ctx or kv_memory, more max_sequences or own_tokens, or release a "
+                               "sequence.")
         block = self._free.pop()
         self._holders[block] = 1
         return block

@@ -28,6 +28,11 @@ def process_budget() -> int:
     return available_bytes() + own_bytes() + CHARGE_BATCH_BYTES * (os.cpu_count() or 1)
 
 
+def serving_share(nbytes: int) -> int:
+    """Part of the memory that there is for a run that takes all it can get: a tenth is left to other programs."""
+    return nbytes * 9 // 10
+
+
 def own_bytes() -> int:
     """Memory that this process holds by itself, without pages of files."""
     try:

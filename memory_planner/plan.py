@@ -18,6 +18,10 @@ from .expert_slots import ExpertsPlan
 from .lifetimes import Placement
 from .windows import Windowed
 
+USUAL_TOKENS = 2048
+"""Of a sequence, for which a KV pool of a given size is divided between layers that keep all and those with a window.
+"""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -49,11 +53,22 @@ class Request:
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
     techniques: Settings = ()
     """Techniques that the run uses, with their settings."""
+    kv_tokens: int | None = None
+    """Tokens that the KV pool holds of all sequences together; None: the sequences' number and context say it."""
+    kv_windows: int | None = None
+    """Sequences whose windows the pool of layers with a window holds then; None: as many as are of `USUAL_TOKENS`."""
+    kv_memory: int | None = None
+    """Bytes of the KV pool, for which the planner puts `kv_tokens` and `kv_windows`."""
 
     @property
     def decoded_tokens(self) -> int:
         """Most tokens of a forward pass in decode role: one of each sequence, or as many as rows of logits."""
         return min(self.tokens, max(self.sequences, self.outputs))
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether the KV pool is sized for one prompt that several sequences share."""
+        return self.sequences > 1 and self.own_tokens is not None and self.kv_tokens is None
 
     @property
     def kv_blocks(self) -> int:
@@ -62,12 +77,35 @@ class Request:
 
     def blocks_of(self, tokens: int) -> int:
         """Return how many blocks of so many tokens each the sequences may hold together."""
-        if self.sequences > 1 and self.own_tokens is not None:
-            own = min(self.own_tokens, self.ctx)
+        if self.kv_tokens is not None:
+            return -(-self.kv_tokens // tokens)
+        if self.shares_prompt:
+            own = self.own_each
             prompt = round_up(self.ctx - own + 1, tokens) - 1  # that ends in the middle of a block
             return shared_blocks(prompt, own, self.sequences, tokens)
         copies = 1 if self.sequences > 1 else 0  # of last blocks that sequences share
         return self.sequences * (-(-self.ctx // tokens) + copies)
+
+    def of_pool(self, blocks: int, windows: int, block_tokens: int = abi.BLOCK_TOKENS) -> Request:
+        """Return the request with a KV pool of so many blocks, and of windows of so many sequences."""
+        return replace(self, kv_tokens=blocks * block_tokens, kv_windows=windows, kv_memory=None)
+
+    @property
+    def full_pool(self) -> Request:
+        """The request with a KV pool that has a context for each sequence."""
+        return replace(self, own_tokens=None, kv_tokens=None, kv_windows=None, kv_memory=None)
+
+    @property
+    def windows(self) -> int:
+        """Sequences whose windows layers that have one keep."""
+        if self.kv_tokens is None:
+            return self.sequences
+        return self.kv_windows or min(self.sequences, -(-self.kv_tokens // min(self.ctx, USUAL_TOKENS)))
+
+    @property
+    def own_each(self) -> int:
+        """Most tokens that a sequence may have of its own, behind a common prompt if one is planned."""
+        return self.ctx if self.kv_tokens is not None or self.own_tokens is None else min(self.own_tokens, self.ctx)
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
@@ -209,6 +247,11 @@ class MemoryPlan:
     def kv_pool(self, layer: int) -> int:
         """Blocks of the pool that a layer's K and V are in."""
         return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
+
+    def sequences_of(self, tokens: int, block_tokens: int = abi.BLOCK_TOKENS) -> int:
+        """Return how many sequences of so many tokens each the KV pools hold at once, at most those of a pass."""
+        most = min(self.request.sequences, self.kv_blocks // -(-tokens // block_tokens))
+        return min(most, self.windowed.sequences_of(tokens, self.request.tokens)) if self.windowed else most
 
     @property
     def context_kv_bytes(self) -> tuple[int, int]:

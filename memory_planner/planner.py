@@ -14,13 +14,16 @@ from edgeinfer.registry import each, settled
 
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
-from .reasons import pools, rotary, scored
+from .pool_sizes import pool_sizes
+from .reasons import held_words, pools, rotary, scored
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
 
 PYTHON_RESERVE_BYTES = 121_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux, and 3 MB of the library that
 samples progress bars (docs/measurements/memory.md)."""
+_ALIGNED, _MANY = 64, 1 << 40
+"""Bytes by which a region may begin before its contents; blocks of a pool that no sequences fill."""
 VOCABULARY_RESERVE_BYTES = 340
 """Of the tokenizer, for each entry of the vocabulary."""
 
@@ -55,7 +58,8 @@ class Planner:
         self.beside = beside
         self._offsets = offsets
         self._kinds = one_of_each(graph)
-        self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
+        self._accesses = [access for op in graph.ops if (access := op.kv)]
+        self._stores = [access for access in self._accesses if access.stores]
         self._state_bytes = sum(op.state_bytes for op in graph.ops)
         self._instructions: dict[str, int] = {}
         self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -76,13 +80,12 @@ class Planner:
     def _plan(self, request: Request) -> MemoryPlan:
         """Return the plan without the second model."""
         c, graph = self.graph.config, self.graph
-        request = replace(request, techniques=settled(request.techniques, c.num_hidden_layers))
+        request = self._sized(replace(request, techniques=settled(request.techniques, c.num_hidden_layers)))
         boundaries = boundaries_of(request)
         placements, arena = self._place_activations(request)
         weights = self._place_weights(request)
-        kv_blocks = request.kv_blocks
         windowed, kv_layers, kv_bytes = self._place_kv(request)
-        flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
+        flags = request.kv_blocks * abi.BLOCK_TOKENS  # of a stage
         pruned = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
@@ -110,8 +113,8 @@ class Planner:
         buffer_of = graph.buffers()  # of logits that are capped where they lie, too
         made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
         allocations = {**placements, **dict.fromkeys(made, logits), **weights.allocations}
-        return MemoryPlan(request, regions, allocations, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, weights.experts, pruned, weights.filed, windowed, boundaries)
+        return MemoryPlan(request, regions, allocations, request.kv_blocks, kv_layers, thread, splits, rope_row,
+                          weights.parts, weights.cold, weights.experts, pruned, weights.filed, windowed, boundaries)
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
         """Lay out activations, once for all contexts."""
@@ -127,10 +130,27 @@ class Planner:
             self._weights[residency] = place_weights(self.graph, self._offsets, request)
         return self._weights[residency]
 
+    def _sized(self, request: Request) -> Request:
+        """Return the request with the tokens that a KV pool of its bytes holds; one block at least."""
+        if request.kv_memory is None:
+            return request
+        memory, request = request.kv_memory, replace(request, kv_memory=None)
+
+        def nbytes(blocks: int, windows: int) -> int:
+            return self._kv_bytes(request.of_pool(blocks, windows))
+
+        more = nbytes(_MANY + 1, 1) - nbytes(_MANY, 1)  # for a block; 0 where all layers have a window
+        most = memory // more if more else request.full_pool.kv_blocks
+        return request.of_pool(*pool_sizes(lambda *sizes: nbytes(*sizes) <= memory, request, most))
+
+    def _kv_bytes(self, request: Request) -> int:
+        """Return the bytes of the KV region."""
+        flags = len(boundaries_of(request)) * request.kv_blocks * abi.BLOCK_TOKENS
+        return self._place_kv(request)[2] + flags + _ALIGNED
+
     def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
         """Lay out K and V: layers that keep everything, then those with a window."""
-        windowed = None if boundaries_of(request) else \
-            Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
+        windowed = None if boundaries_of(request) else Windowed.of(self._accesses, request)
         if not windowed:
             return None, *place_kv(self._stores, request.kv, request.kv_blocks)
         whole = [access for access in self._stores if access.layer not in windowed.layers]
@@ -167,10 +187,9 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
 def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
                pruned: Placement | None) -> Region:
     """The region of K and V, of so many bytes without pruned rows."""
-    several = request.sequences > 1 and request.own_tokens is not None
-    held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
+    held = held_words(request)
     strides = [layer.stride for layer in layers.values()]
-    return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + 64,
+    return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + _ALIGNED,
                   f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
                   + (f"; {pruned.nbytes} bytes say what later layers lack of prompts" if pruned else ""))
 

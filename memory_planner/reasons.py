@@ -6,7 +6,15 @@ from collections.abc import Container, Sequence
 
 from edgeinfer.graph import Graph, ModelConfig, Sizes
 
+from .plan import Request
 from .windows import Windowed
+
+
+def held_words(request: Request) -> str:
+    """Say what the blocks of a KV pool are for, where that is not a context for each sequence."""
+    if request.kv_tokens is not None:
+        return f" ({request.kv_tokens} tokens in all)"
+    return f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if request.shares_prompt else ""
 
 
 def pools(blocks: int, held: str, strides: Sequence[int], windowed: Windowed | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
+from edgeinfer.kernels import abi
 from edgeinfer.registry import in_use, settled
 
 from .budget import default_threads
@@ -52,8 +53,20 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     outputs = _outputs(config)
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
     residency = () if config.mmap else RESIDENT
+    pool, windows = (ctx, 1) if fills(config) else (config.kv_tokens, config.kv_windows)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
-                   residency, own_tokens=config.own_tokens, techniques=in_use(config))
+                   residency, own_tokens=config.own_tokens, techniques=in_use(config), kv_tokens=pool,
+                   kv_windows=windows, kv_memory=config.kv_memory)
+
+
+def own_pool(config: RuntimeConfig) -> bool:
+    """Whether the KV pool has a size of its own."""
+    return config.kv_tokens is not None or config.kv_memory is not None
+
+
+def fills(config: RuntimeConfig) -> bool:
+    """Whether the KV pool gets what the budget leaves; its request has the least, one context."""
+    return config.fill_budget and not own_pool(config)
 
 
 def in_memory(request: Request) -> Request:
@@ -83,15 +96,20 @@ def to_draft_request(request: Request) -> Request:
     """
     residency = RESIDENT if RESIDENT[0] in request.residency else ()
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
+    pool = None if request.kv_tokens is None else min(
+        request.kv_tokens + request.sequences * (_BEHIND + abi.BLOCK_TOKENS),
+        request.full_pool.kv_blocks * abi.BLOCK_TOKENS)
+    windows = None if request.kv_tokens is None else request.windows
     return replace(request, outputs=request.sequences, residency=residency, hot=(), slots=0, expert_slots=0,
-                   own_tokens=own, techniques=())
+                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:
     """Return the configuration of the draft model in a plan that has room for it."""
     request = to_draft_request(plan.request)
     return RuntimeConfig(request.ctx, request.kv, None, budget_bytes, request.tokens, request.sequences,
-                         own_tokens=request.own_tokens, mlock=request.mlock, mmap=not request.residency)
+                         own_tokens=request.own_tokens, kv_tokens=request.kv_tokens, kv_windows=request.kv_windows,
+                         mlock=request.mlock, mmap=not request.residency)
 
 
 def _outputs(config: RuntimeConfig) -> int:

@@ -7,6 +7,7 @@ two that differ, and a table for each window would cost every pass. Layers keep 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgeinfer.base.dataclass import dataclass
@@ -32,7 +33,6 @@ class Windowed:
     """Most tokens that a sequence gets at once."""
     sequence_blocks: int
     """Blocks that a sequence holds at most, those of a forward pass included."""
-    sequences: int
     blocks: int
     """Of the pool."""
 
@@ -52,11 +52,9 @@ class Windowed:
             return None
         window, pass_tokens = max(map(max, windows.values())), max(request.tokens, MARGIN_TOKENS)
         most = _blocks(window + pass_tokens + MARGIN_TOKENS) + 1
-        alone = cls(tuple(windows), window, pass_tokens, most, request.sequences, request.sequences * most)
-        own = request.ctx if request.own_tokens is None else min(request.own_tokens, request.ctx)
-        found = alone.needed(own, request.sequences)
-        return cls(alone.layers, window, pass_tokens, most, request.sequences,
-                   found) if found < request.kv_blocks else None
+        alone = cls(tuple(windows), window, pass_tokens, most, request.windows * most)
+        found = alone.needed(request.own_each, request.windows)
+        return replace(alone, blocks=found) if found < request.kv_blocks else None
 
     @property
     def positions(self) -> int:
@@ -73,6 +71,17 @@ class Windowed:
         added = -(-(abi.BLOCK_TOKENS - 1 + own) // abi.BLOCK_TOKENS)
         return min(sequences * self.sequence_blocks, sequences * before + _blocks(self.pass_tokens),
                    self.sequence_blocks + sequences * added)
+
+    def sequences_of(self, tokens: int, chunk: int) -> int:
+        """Return how many sequences of so many tokens each the pool holds: prompts that are read one after the other in
+        chunks, and then a token of each in one pass."""
+        def held(before: int, after: int) -> int:
+            return _blocks(after) - self.first_needed(before) // abi.BLOCK_TOKENS
+
+        prompt = tokens - 1
+        reading = max((held(at, min(at + chunk, prompt)) for at in range(0, prompt, chunk)), default=0)
+        together, waiting = self.blocks // held(prompt, tokens), held(prompt, prompt)
+        return max(0, min(together, (self.blocks - reading) // waiting + 1 if waiting else together))
 
     def first_needed(self, n_tokens: int) -> int:
         """Return the first row that a token behind so many sees, or one behind fewer by the margin at most."""

@@ -13,31 +13,34 @@ if TYPE_CHECKING:
     from .onnx.devices import PROVIDERS, Provider, provider_of
     from .onnx.driver import gpu_free_bytes, read_gpu
     from .onnx.export import ExportReport, export
-    from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
-    from .onnx.packages import check_wheels, import_onnxruntime
-    from .onnx.planning import (
-        DevicePlanner,
+    from .onnx.fitting import (
+        check_draft,
         device_fits,
-        device_planner,
+        fill_device,
         fit_device,
         longest_ctx,
         memory_of,
         most_sequences,
+        smaller,
     )
+    from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
+    from .onnx.packages import check_wheels, import_onnxruntime
+    from .onnx.planning import DevicePlanner, device_planner
     from .onnx.runner import OnnxRunner
     from .onnx.verify import Verified, is_export, verify_export
 
 __all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
-           "OnnxRunner", "Provider", "Verified", "check_wheels", "device_fits", "device_planner", "export",
-           "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of",
-           "most_sequences", "provider_of", "read_gpu", "verify_export"]
+           "OnnxRunner", "Provider", "Verified", "check_draft", "check_wheels", "device_fits", "device_planner",
+           "export", "fill_device", "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx",
+           "memory_of", "most_sequences", "provider_of", "read_gpu", "smaller", "verify_export"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
-    "onnx.planning": "DevicePlanner device_fits device_planner fit_device longest_ctx memory_of most_sequences",
+    "onnx.fitting": "check_draft device_fits fill_device fit_device longest_ctx memory_of most_sequences smaller",
+    "onnx.planning": "DevicePlanner device_planner",
     "onnx.runner": "OnnxRunner",
     "onnx.verify": "Verified is_export verify_export",
 })

@@ -72,6 +72,10 @@ class LLM(Embeddings):
     own_tokens : int, optional
         Tokens that each of several sequences may add to the prompt that all share; the KV cache then has room for one
         such prompt. By default each sequence may fill the context; with `beams` it is 256.
+    kv_tokens : int, optional
+        Tokens that the KV pool holds of all sequences together; by default as many as these may have.
+    kv_memory : int or str, optional
+        Memory of the KV pool, in bytes or as ``"1GiB"``, instead of its tokens.
     beams : int, optional
         Maximum number of beams of a search (the option `beams` of requests); by default 1.
     mlock : bool, optional
@@ -170,6 +174,8 @@ class LLM(Embeddings):
         prefill_chunk: int | None = None,
         max_sequences: int | None = None,
         own_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        kv_memory: int | str | None = None,
         beams: int | None = None,
         mlock: bool | None = None,
         mmap: bool | None = None,
@@ -184,8 +190,8 @@ class LLM(Embeddings):
     ):
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
-            own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=plain({"recipe": recipe})["recipe"],
-            kv_layout=kv_layout)
+            own_tokens=own_tokens, kv_tokens=kv_tokens, mlock=mlock, mmap=mmap, kv_layout=kv_layout,
+            **plain({"recipe": recipe, "kv_memory": kv_memory}))
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())

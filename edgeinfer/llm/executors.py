@@ -201,9 +201,12 @@ def stored_traffic(model: ModelDescription, plan: MemoryPlan, profile: DevicePro
 
 def _on_card(model: ModelDescription, planner: Planner, config: RuntimeConfig) -> MemoryPlan:
     """Return the plan with all weights in a card's memory; raises `BudgetError`."""
-    from edgeinfer.memory_planner import alternatives, refusal, to_request
+    from edgeinfer.memory_planner import alternatives, fill_budget, pool_error, refusal
 
-    plan, budget = planner.plan(to_request(config)), int(config.budget_bytes or 0)
+    budget = int(config.budget_bytes or 0)
+    if error := pool_error(planner.plan, config, budget):
+        raise error
+    plan = fill_budget(planner.plan, config, lambda plan: plan.total_bytes <= budget)
     if plan.total_bytes <= budget:
         return plan
     options = list(alternatives(planner, config, budget, model.rebuild))

@@ -63,8 +63,10 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, companion: Draft | SelfDraftPlan | None,
               progress: OnProgress | None, opened: ExitStack) -> tuple[Runner, Runner | None]:
     """Open a model on a device, and behind it its draft model, which gets what it leaves."""
-    from ..backends import OnnxRunner
+    from ..backends import OnnxRunner, check_draft
 
+    if companion:
+        check_draft(config, provider.device)
     say = progress and partial(progress, "lower")
     runner = OnnxRunner(bundle, config, provider, say)
     opened.callback(runner.close)

@@ -111,7 +111,8 @@ class Constraint:
         else:
             words[:] = 0
         if self._matcher.is_error():
-            raise RequestError(f"The form of the text cannot be followed: {' '.join(self._matcher.get_error().split())}")
+            why = " ".join(self._matcher.get_error().split())
+            raise RequestError(f"The form of the text cannot be followed: {why}")
 
     def accept(self, token_id: int) -> None:
         """Go on with a token that may come next; the mask is computed when it is asked for."""

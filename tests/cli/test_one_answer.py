@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.backends import PROVIDERS, device_planner, fit_device
-from edgeinfer.backends.onnx import planning
+from edgeinfer.backends.onnx import fitting
 from edgeinfer.bundle import Bundle, Quantisation, weights_file_bytes
 from edgeinfer.cli.reports.estimate import estimate_object
 from edgeinfer.cli.reports.on_gpu import Cards
@@ -63,7 +63,7 @@ def agree(shape: str, kind: str, card: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert found.refused == str(why) and str(why) in told["remark"] and told["program"] == "llama.cpp"
         return
     planned = planned_on(found, model)
-    monkeypatch.setattr(planning, "gpu_free_bytes", lambda: profile.memory_bytes)
+    monkeypatch.setattr(fitting, "gpu_free_bytes", lambda: profile.memory_bytes)
     try:
         run = fit_device(planner, replace(taken, budget_bytes=1 << 60))
         sizes, fits = (run.total_bytes, run.device_bytes), True

@@ -196,7 +196,8 @@ def test_out_of_pages(tmp_path: Path) -> None:
             opened.prefill(sequence, tokens(80, 8))
         assert opened.room(held[:1], 96) == 16 and opened.room(held[:2], 96) == 0
         with pytest.raises(RequestError, match=r"All 11 KV blocks of 16 tokens are in use; open the model with a "
-                                               r"larger ctx, more max_sequences or own_tokens, or release a "):
+                                               r"larger ctx or kv_memory, more max_sequences or own_tokens, or release "
+                                               r"a "):
             opened.prefill(held[2], tokens(20, 1))
         assert len(held[2].blocks) == 1 and len(held[2]) == 16, "a chunk went through"
         opened.release(held[2])

@@ -65,6 +65,15 @@ def test_the_plan_is_what_is_measured() -> None:
     assert abs(done.vm_hwm_bytes - reported) < 4 * MB
 
 
+@pytest.mark.parametrize("memory", ["1MB", "200MB"])
+def test_a_pool_takes_its_own_size(memory: str) -> None:
+    """Smaller and larger than the context that it has without."""
+    done, usual = run_demo("--kv-memory", memory), run_demo()
+    planned = [json.loads(run.out)["planned_bytes"] for run in (done, usual)]
+    assert abs(done.vm_hwm_bytes - planned[0]) < 24 * MB
+    assert abs(done.vm_hwm_bytes - usual.vm_hwm_bytes - (planned[0] - planned[1])) < 4 * MB
+
+
 @pytest.mark.slow
 def test_beams_take_what_they_were_planned_to_take() -> None:
     """Beside a single text: tails of their own, and no second prompt."""

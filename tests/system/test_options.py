@@ -85,12 +85,13 @@ GENERATION: dict[str, Callable[[Any], bool]] = {
 RUNTIME: dict[str, Callable[[Any], bool]] = {
     "ctx": whole(1), "kv": lambda value: False, "threads": whole(1, 256), "budget": whole(1, 2**63 - 1),
     "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
+    "kv_tokens": whole(1), "kv_memory": whole(1, 2**63 - 1),
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
     "speculate": lambda value: False, "draft_tokens": whole(0, 64), "lazy": lambda value: False,
     "kv_layout": lambda value: False,
 }
-OF_LLM = ("budget", "progress", "recipe", "beams", "speculate", "lazy")
+OF_LLM = ("budget", "kv_memory", "progress", "recipe", "beams", "speculate", "lazy")
 """Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""
 
 
@@ -118,7 +119,7 @@ def outcome(call: Callable[[], Any], name: str, value: Any, good: bool) -> None:
 def test_the_tables_are_complete() -> None:
     assert set(GENERATION) == {field.name for field in dataclasses.fields(GenerationConfig)}
     missing = {field.name for field in dataclasses.fields(RuntimeConfig)} - set(RUNTIME)
-    assert missing == {"budget_bytes", "outputs", "techniques"}
+    assert missing == {"budget_bytes", "outputs", "techniques", "kv_windows", "fill_budget"}
     assert len(VALUES) * (len(GENERATION) + len(RUNTIME)) > 1000
 
 

@@ -6,14 +6,14 @@ from its sources and documents and were not measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from edgeinfer.base.units import format_size, round_up
 from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.graph import Graph
 from edgeinfer.memory_planner import (
     DEVICE,
@@ -23,8 +23,8 @@ from edgeinfer.memory_planner import (
     MemoryPlan,
     Region,
     Request,
-    process_budget,
-    resolve,
+    held_words,
+    own_pool,
     to_request,
 )
 from edgeinfer.registry import each, technique
@@ -32,7 +32,6 @@ from edgeinfer.registry import each, technique
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
-from .driver import gpu_free_bytes
 from .flavour import Flavour, Heads
 from .lower_graph import lower_graph
 from .lowering import Node
@@ -53,8 +52,6 @@ FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
 """Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
 """Tokens for which its other matmuls read a matrix of so many bits as it is, if its sides are such multiples."""
-BLOCK = 16
-"""Tokens in which contexts that fit are given."""
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
@@ -78,6 +75,9 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     if layout == PAGES and not provider.page_positions:
         raise UsageError(f"--kv-layout pages is not offered on device {device}, for PagedAttention has no CPU kernel; "
                          "choose slots, or run with --device cuda.")
+    if layout == SLOTS and own_pool(config):
+        raise UsageError("--kv-memory is not offered with --kv-layout slots, where each sequence has a slot with room "
+                         "for a whole context; choose pages (on cuda), or lower --ctx.")
     return replace(config, recipe=Recipe(()), kv_layout=layout)
 
 
@@ -151,8 +151,20 @@ class DevicePlanner:
 
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region its bytes."""
+        request = self._sized(request)
         blocks = request.blocks_of(self.positions(request)) if self.paged else request.sequences
         return MemoryPlan(request, tuple(self._regions(request, blocks)), {}, blocks, {}, 0, 0, 0)
+
+    def _sized(self, request: Request) -> Request:
+        """Return the request with the tokens that a pool of its bytes holds, one page at least; slots have no pool."""
+        if not self.paged:
+            return replace(request, kv_tokens=None)
+        if request.kv_memory is None:
+            return request
+        page = block_bytes(self.graph.config.num_hidden_layers, Heads.of(self.graph.config), self.positions(request),
+                           request.kv)
+        pages = max(1, request.kv_memory // page)
+        return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
         c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
@@ -164,8 +176,7 @@ class DevicePlanner:
         yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
         positions = self.positions(request)
         block = block_bytes(c.num_hidden_layers, heads, positions, kv)
-        held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" \
-            if self.paged and request.sequences > 1 and request.own_tokens is not None else ""
+        held = held_words(request) if self.paged else ""
         yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
                                            f"positions, {block} bytes each", here)
         copy = self._written_out(request) if cuda else 0
@@ -199,17 +210,6 @@ class DevicePlanner:
         return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
                                 else request.tokens) for node in self._products[request.kv]), default=0)
 
-    def smaller(self, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> Iterator[Alternative]:
-        """Yield smaller requests that fit: a shorter context, or fewer samples where they are asked for.
-
-        Beams, whose own tokens are planned, stay: fewer would be another search.
-        """
-        if ctx := longest_ctx(self, config, fits, min(int(config.ctx or 0), self.graph.config.max_position_embeddings)):
-            yield Alternative({"ctx": ctx}, self.plan(to_request(config, ctx)).total_bytes)
-        if config.own_tokens is None and (fewer := most_sequences(self, config, fits, config.max_sequences - 1)):
-            plan = self.plan(to_request(replace(config, max_sequences=fewer)))
-            yield Alternative({"samples": fewer}, plan.total_bytes)
-
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
         here = host is not None and plan.total_bytes > host
@@ -229,66 +229,3 @@ def written_out(matmul: Node, tokens: int) -> int:
     fast = group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
     read = tokens <= READ_TOKENS[bits] and rows % READ_MULTIPLE == columns % READ_MULTIPLE == 0
     return 0 if fast or read else rows * round_up(columns, group) * 2
-
-
-def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
-    """Return the memory that this process may take, and what is free of the device's; None if that is this process,
-    or no GPU is found here.
-    """
-    host = process_budget() if config.budget_bytes is None else config.budget_bytes
-    if provider.device != CUDA:
-        return host, None
-    try:
-        return host, gpu_free_bytes()
-    except UsageError:  # a run is refused before it plans
-        return host, None
-
-
-def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
-    """Whether a plan is within the memory of the process and of its device, of which None is not known."""
-    return (host is None or plan.total_bytes <= host) and (device is None or plan.device_bytes <= device)
-
-
-def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
-    """Plan a run within the memory of this process and of its device, of which something else may have taken a part.
-
-    Raises
-    ------
-    BudgetError
-        It does not fit; the sentence has what would.
-    """
-    config = resolve(config, planner.graph.config)
-    plan = planner.plan(to_request(config))
-    host, device = memory_of(planner.provider, config)
-    if beside and config.budget_bytes:  # else it is what is left already, as of the device
-        host -= sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
-
-    def fits(other: MemoryPlan) -> bool:
-        return device_fits(other, host, device)
-
-    if fits(plan):
-        return plan
-    options = list(planner.smaller(config, fits))
-    short = host if plan.total_bytes > host else device or 0
-    raise BudgetError(planner.refusal(plan, host, device, options), plan, short, tuple(options))
-
-
-def longest_ctx(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool],
-                at_most: int) -> int:
-    """Return the longest context that fits: `at_most`, or a multiple of 16 below, or 0."""
-    if fits(planner.plan(to_request(config, at_most))):
-        return at_most
-    low, high = 0, (at_most - 1) // BLOCK
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(planner.plan(to_request(config, BLOCK * middle))) else (low, middle - 1)
-    return BLOCK * low
-
-
-def most_sequences(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool],
-                   at_most: int = 64) -> int:
-    """Return how many sequences of this context fit."""
-    found = 0
-    while found < at_most and fits(planner.plan(to_request(replace(config, max_sequences=found + 1)))):
-        found += 1
-    return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ... import registry
+from ...base.validation import checked
 from ...config import (
     AUTO,
     CPU,
@@ -16,6 +17,7 @@ from ...config import (
     check_own_layout,
 )
 from ...errors import BudgetError, UsageError
+from ...rules import RULES
 from .. import options
 from ..output import print_json
 from ..reports.decision import described_as_run
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["JSON_FIELDS", "plan"]
 LONGEST_CTX = 1 << 27
 """No model has positions beyond; a larger context is a slip."""
+SERVED_SEQUENCES = 16
+"""Of a server that run at once, unless --max-sequences says otherwise."""
 
 
 @options.takes("plan")
@@ -46,6 +50,15 @@ def plan(
     listed: Annotated[
         bool, typer.Option("--list", help="List the built-in model shapes and exit.")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan for serving: give the KV pool what the budget leaves, and print "
+                                           "how many sequences fit.")
+    ] = False,
+    max_sequences: Annotated[
+        int | None, typer.Option("--max-sequences", metavar="N", show_default=False,
+                                 help="With --serve: maximum number of sequences that run at once, 1 to 64.  "
+                                 f"[default: {SERVED_SEQUENCES}]")
+    ] = None,
     given: options.Given = options.NOTHING,
 ) -> int:
     """Print a model's memory and speed, and whether it fits.
@@ -56,13 +69,15 @@ def plan(
     code is 3. A context longer than the model's own is planned with a remark: `run` refuses it. With --device cuda or
     onnx-cpu, or the --machine of an NVIDIA card, the plan is that of a run on onnxruntime, and regions of the kind
     device are in GPU memory; for a model that this cannot run, the speed is that of another program, which the report
-    names.
+    names. With --serve many sequences share one KV pool, which gets what the budget leaves; without --budget a tenth of
+    the memory is left to other programs.
 
     \b
     Examples:
       edgeinfer plan llama-3.1-8b --machine rpi5 --ctx 8192
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
+      edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
     """
     from edgeinfer.devices import load_profile
 
@@ -74,9 +89,12 @@ def plan(
     if model is None:
         raise UsageError("Missing argument 'MODEL': a GGUF file, checkpoint or bundle, an id on the hub, or a built-in "
                          "shape ('edgeinfer plan --list').")
-    beams = options.searching(given)
+    beams = 1 if serve else options.searching(given)
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
-    config = given.runtime(max_sequences=max(given.n, beams), draft_tokens=drafting.rows,
+    sequences = _served(given, max_sequences) if serve else max(given.n, beams)
+    if max_sequences is not None and not serve:
+        raise UsageError(f"--max-sequences {max_sequences} is of a server; add --serve, or give --samples.")
+    config = given.runtime(max_sequences=sequences, draft_tokens=drafting.rows, fill_budget=serve,
                            own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
     if given.ctx is not None and given.ctx > LONGEST_CTX:
         raise UsageError(f"--ctx is {given.ctx}; no model has a context above {LONGEST_CTX} tokens.")
@@ -97,6 +115,14 @@ def plan(
     check_own_layout(config)
     refused = found.refused if found else ""
     return _printed(_planned(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
+
+
+def _served(given: options.Given, most: int | None) -> int:
+    """Return how many sequences a server runs at once; it has no use for the options of single requests."""
+    for name, flag in ((options.SAMPLES, "--samples"), ("beams", "--beams")):
+        if given.by_flag(name):
+            raise UsageError(f"{flag} is of one request, and --serve plans for many; give --max-sequences instead.")
+    return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
 
 
 def _executor(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],

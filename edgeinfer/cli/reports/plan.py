@@ -10,7 +10,7 @@ from ...base.units import format_size
 from ...errors import printable
 from ...quant import WeightType
 from ..output import by, folded, print_json, print_table, say, speed, whose
-from . import decision, neurons, windows
+from . import decision, neurons, serving, windows
 
 JSON_FIELDS = {
     "plan": {
@@ -69,6 +69,7 @@ JSON_FIELDS = {
         "neurons": neurons.FIELD,
         **registry.fields("plan"),
         "windows": windows.FIELD,
+        "serving": serving.FIELD,
         "decision": decision.FIELD + "; the plan is of that way",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
@@ -94,6 +95,8 @@ def print_report(report: dict[str, Any]) -> None:
         print()
     for line in _figures(report):
         print(line)
+    if kept := report["serving"]:
+        print("\n".join(serving.serving_lines(kept)))
     for note in report["notes"]:
         print("\n".join(folded(note, "note     ")))
     if report["neurons"]:
@@ -102,7 +105,8 @@ def print_report(report: dict[str, Any]) -> None:
         print("\n".join(folded(report["decision"]["said"], "run      ")))
     if report["fits"] is not None:
         for option in report["alternatives"]:
-            change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
+            change = ", ".join(f"{name.replace('_', ' ')} {format_size(value) if name == 'kv_memory' else value}"
+                               for name, value in option["options"].items())
             text = f"{change} ({format_size(option['total_bytes'])}){_streaming(option)}"
             print("\n".join(folded(text, "fits: ")))
     if report["fits"] is False:
@@ -142,6 +146,9 @@ def _fits(report: dict[str, Any]) -> str:
     total, budget = report["total_bytes"], report["budget_bytes"]
     own = format_size(total) if budget is None else f"{format_size(total)} of {format_size(budget)}"
     words = {None: "Whether it fits is not known", True: "It fits", False: "It does not fit"}[report["fits"]]
+    if report["fits"] is False and (report["remaining_bytes"] or 0) >= 0 \
+            and report.get("device_bytes", 0) <= (report.get("device_budget_bytes") or 0):
+        return f"{words}: the KV pool holds no block"
     if taken := report.get("device_bytes"):
         has = report["device_budget_bytes"]
         gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from ...registry import reports
 from ...technique import Reported
 from ..output import alternative_object, not_ours
 from .on_gpu import gpu_here, speed_object
-from .plan_object import DEVICE_MEMORY, plan_fields
+from .plan_object import DEVICE_MEMORY, SYSTEM_MEMORY, plan_fields, share
+from .serving import serving_object
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
@@ -28,15 +30,17 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
 
     Raises `UsageError` for what the device cannot do.
     """
-    from edgeinfer.memory_planner import default_ctx, default_threads, to_request
+    from edgeinfer.memory_planner import default_ctx, default_threads, pool_error
 
-    from ...backends import device_fits, longest_ctx, memory_of, most_sequences
+    from ...backends import check_draft, device_fits, fill_device, memory_of, smaller
 
     card, planner = found.profile, found.planner
     assert planner
     device = planner.provider.device
     if drafting:
         drafting.check_device(device)
+    if drafting and drafting.model:
+        check_draft(found.config, device)
     own, config = model.config.max_position_embeddings, found.config
     config = replace(config, ctx=config.ctx or default_ctx(model.config),
                      threads=config.threads or (1 if card else default_threads()))
@@ -49,32 +53,52 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     def fits(other: MemoryPlan) -> bool:
         return device_fits(with_draft(other), host, memory)
 
-    alone = planner.plan(to_request(config))
-    plan, unknown = with_draft(alone), device == CUDA and memory is None
-    options = [] if fits(alone) else list(planner.smaller(config, fits))
+    alone, error = fill_device(planner, config, fits), pool_error(planner.plan, config, host)
+    plan, unknown, fitting = with_draft(alone), device == CUDA and memory is None, fits(alone) and not error
+    options = [] if fits(alone) else list(smaller(planner, config, fits))
     gpu = card or (gpu_here() if device == CUDA else None)
     speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
     held = alone.region("kv").nbytes // (alone.kv_blocks * planner.positions(alone.request))
-    source = "--budget" if config.budget_bytes else None if card else "what this system can give now"
     report = {
-        **plan_fields(model, config, plan, card.name if card else device, None if unknown and fits(alone)
-                      else fits(alone), host, source),
+        **plan_fields(model, config, plan, card.name if card else device, None if unknown and fitting else fitting,
+                      host, _source(config, card)),
         "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
-        "device_budget_source": f"{DEVICE_MEMORY} {card.title}" if card else None if unknown else "what is free of it",
-        "max_ctx": longest_ctx(planner, config, fits, own), "max_ctx_from_storage": None,
-        "max_sequences": None if unknown else most_sequences(planner, config, fits),
-        "filed_bytes": 0, "kv_bytes_per_position": held, "kv_bytes_unshared": held,
+        "device_budget_source": f"{DEVICE_MEMORY} {card.title}" if card else None if unknown
+        else f"{share(config)}what is free of it",
+        **_largest(planner, config, alone, fits, unknown), "max_ctx_from_storage": None, "filed_bytes": 0,
+        "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
         "estimate": speed, "notes": [*_notes(device, card, memory, config, own),
                                      *([not_ours(speed, gpu)] if speed and gpu else [])],
         "neurons": None,
         **reports(Reported("plan", found.config, model=model)),
         "windows": None, "decision": None, "from_storage": None,
+        "serving": serving_object(alone, planner.positions(alone.request)) if config.fill_budget else None,
     }
     if report["fits"] is False:
-        report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}
-        report["mode"] = "refused"
+        said = str(error) if error else planner.refusal(plan, host, memory, options)
+        report["error"], report["mode"] = {"code": BudgetError.code, "message": said}, "refused"
     return report
+
+
+def _source(config: RuntimeConfig, card: DeviceProfile | None) -> str | None:
+    """Return where the limit of the process comes from."""
+    return "--budget" if config.budget_bytes else None if card else f"{share(config)}{SYSTEM_MEMORY}"
+
+
+def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fits: Callable[[MemoryPlan], bool],
+             unknown: bool) -> dict[str, Any]:
+    """Return the fields of the longest context, and of the most sequences of the context asked for."""
+    from edgeinfer.memory_planner import own_pool
+
+    from ...backends import longest_ctx, most_sequences
+
+    own = planner.graph.config.max_position_embeddings
+    pool = int(plan.request.kv_tokens or 0) if own_pool(config) else None
+    ctx, config = int(config.ctx or 0), replace(config, fill_budget=False)
+    longest = min(longest_ctx(planner, config, fits, own), own if pool is None else pool)
+    most = None if unknown else most_sequences(planner, config, fits) if pool is None else min(pool // ctx, 64)
+    return {"max_ctx": longest, "max_sequences": most}
 
 
 def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:

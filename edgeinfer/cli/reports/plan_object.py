@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...models.describe import ModelDescription
 
 MOST_THREADS = 256
-DEVICE_MEMORY = "memory of"
+DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "what this system can give now"
 
 
 def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None,
@@ -40,6 +40,13 @@ def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan
         "model_ctx": model.config.max_position_embeddings,
         "pure_weight_bytes": round(model.pure_weight_bytes(4)),
     }
+
+
+def share(config: RuntimeConfig) -> str:
+    """Return how much of memory without a given limit a run may take; empty for all."""
+    from edgeinfer.memory_planner import fills
+
+    return "nine tenths of " if fills(config) else ""
 
 
 class PlanReport:
@@ -61,23 +68,25 @@ class PlanReport:
         self.fitted = Fitted(choice.strategy.plan) if choice else fitted(model, self.planner, self.within, device)
 
     def _limit(self) -> tuple[int, str]:
-        from edgeinfer.memory_planner import process_budget
+        from edgeinfer.memory_planner import budget_of
 
         if self.config.budget_bytes is not None:
             return self.config.budget_bytes, "--budget"
         if self.device is not None:
             return self.device.usable_bytes, f"{DEVICE_MEMORY} {self.device.titled}"
-        return process_budget(), "what this system can give now"
+        return budget_of(self.config), f"{share(self.config)}{SYSTEM_MEMORY}"
 
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
-        from edgeinfer.memory_planner import RESIDENT, alternatives, largest_ctx
+        from edgeinfer.kernels import abi
+        from edgeinfer.memory_planner import RESIDENT, alternatives
 
         from .neurons import neurons_object
+        from .serving import serving_object
         from .windows import windows_object
 
         (plan, refused), config, model = self.fitted, self.config, self.model
-        own, mode = model.config.max_position_embeddings, self.fitted.mode
+        mode = self.fitted.mode
         stored = None if mode in (RESIDENT, REFUSED) else self._from_storage(plan)
         options: list[Alternative] = list(refused.alternatives) if refused else []  # type: ignore[arg-type]
         if stored:
@@ -87,7 +96,7 @@ class PlanReport:
             **plan_fields(model, config, plan, self.device.name if self.device else None, refused is None, self.budget,
                           self.budget_source),
             "mode": mode, "from_storage": offers[-1] if stored else None,
-            "max_ctx": largest_ctx(self.planner, config, self.budget, own),
+            "max_ctx": self._longest(plan),
             "max_ctx_from_storage": self._longest_from_storage(options),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
@@ -95,10 +104,18 @@ class PlanReport:
             "estimate": (found := self._estimate(stored is not None)), "notes": self._notes(found),
             "neurons": neurons_object(model, self.profile),
             **reports(Reported("plan", config, model=model, prompt=self._prompt)), "windows": windows_object(plan),
+            "serving": serving_object(plan, abi.BLOCK_TOKENS) if config.fill_budget else None,
         }
         if refused:
             report["error"] = {"code": BudgetError.code, "message": str(refused)}
         return report
+
+    def _longest(self, plan: MemoryPlan) -> int:
+        """Return the largest context that fits, in the KV pool too if its size was given."""
+        from edgeinfer.memory_planner import largest_ctx, own_pool
+
+        found = largest_ctx(self.planner, self.config, self.budget, self.model.config.max_position_embeddings)
+        return min(found, int(plan.request.kv_tokens or 0)) if own_pool(self.config) else found
 
     def _from_storage(self, plan: MemoryPlan) -> Alternative:
         """Return what the run reads from storage by itself."""

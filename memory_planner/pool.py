@@ -1,0 +1,71 @@
+"""A KV pool of its own size: what the budget leaves for it, and a smaller one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgeinfer.base.units import format_size
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.errors import BudgetError
+from edgeinfer.kernels import abi
+
+from .plan import MemoryPlan, Request
+from .pool_sizes import largest, pool_sizes
+from .request import fills, to_request
+
+PlanOf = Callable[[Request], MemoryPlan]
+"""Plans a request: `Planner.plan`, or that of another device's planner."""
+Fits = Callable[[MemoryPlan], bool]
+PAGE_BYTES = 4096
+"""Unit of pools that are offered."""
+
+
+def fill_budget(plan_of: PlanOf, config: RuntimeConfig, fits: Fits, block_tokens: int = abi.BLOCK_TOKENS) -> MemoryPlan:
+    """Plan a run whose KV pool gets what the budget leaves: from one context to one for each sequence.
+
+    Parameters
+    ----------
+    plan_of : callable
+    config : RuntimeConfig
+        Without open fields. If it gives the pool a size, or is not to fill the budget, it is planned as it is.
+    fits : callable
+        Says whether a plan is within the budget.
+    block_tokens : int
+        Tokens of a block.
+
+    Returns
+    -------
+    MemoryPlan
+        Of which `fits` is false if the pool of one context does not fit.
+    """
+    request = to_request(config)
+    plan = plan_of(request)
+    if not fills(config) or not fits(plan):
+        return plan
+
+    def of(blocks: int, windows: int) -> MemoryPlan:
+        return plan_of(request.of_pool(blocks, windows, block_tokens))
+
+    most = request.full_pool.blocks_of(block_tokens)
+    return of(*pool_sizes(lambda *sizes: fits(of(*sizes)), request, most, block_tokens))
+
+
+def largest_pool(place: Callable[[Request], MemoryPlan | None], request: Request, most: int) -> int:
+    """Return the bytes, fewer than `most`, of the largest KV pool for which `place` finds a plan; 0 for none."""
+    def fits(pages: int) -> bool:
+        plan = place(replace(request, kv_tokens=None, kv_memory=pages * PAGE_BYTES))
+        return plan is not None and plan.region("kv").nbytes <= pages * PAGE_BYTES
+
+    return PAGE_BYTES * largest(fits, (most - 1) // PAGE_BYTES)
+
+
+def pool_error(plan_of: PlanOf, config: RuntimeConfig, budget: int | None) -> BudgetError | None:
+    """Return the error for a KV pool in which not one block fits; its plan has one all the same."""
+    if config.kv_memory is None:
+        return None
+    plan = plan_of(to_request(config))
+    if (least := plan.region("kv").nbytes) <= config.kv_memory:
+        return None
+    return BudgetError(f"A KV pool of {format_size(config.kv_memory)} holds no block of a sequence, which takes "
+                       f"{least} bytes; raise --kv-memory.", plan, budget)
