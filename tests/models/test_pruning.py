@@ -204,7 +204,8 @@ def test_bad_schedules_end_a_command_in_one_sentence(model: Path) -> None:
 def test_a_plan_names_aux_cache_flags_and_scratch(model: Path) -> None:
     done = edgeinfer("plan", model, "--lazy", TEXT, "--ctx", "512", "--json")
     regions = {region["name"]: region for region in done.json["regions"]}
-    assert "512 prompt tokens" in regions["aux"]["reason"] and "to choose which tokens go on" in regions["aux"]["reason"]
+    reason = regions["aux"]["reason"]
+    assert "512 prompt tokens" in reason and "to choose which tokens go on" in reason
     assert "bytes say what later layers lack of prompts" in regions["kv"]["reason"]
 
 
