@@ -286,6 +286,8 @@ class RuntimeConfig:
     """Rows of logits kept per forward pass; evaluation asks for more than one."""
     draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))
     """Draft tokens that a forward pass may verify for a sequence; sizes rows of logits."""
+    verified_sequences: int | None = option(None, integer(1, 64, "from 1 to 64"))
+    """Sequences for whose draft tokens a forward pass has rows of logits; None is `max_sequences`."""
     mlock: bool = option(False, FLAG)
     """Lock the weights into memory, so that the system cannot drop them."""
     mmap: bool = option(True, FLAG)

@@ -68,7 +68,9 @@ class LLM(Embeddings):
     prefill_chunk : int, optional
         Maximum number of prompt tokens processed in one forward pass; by default 256.
     max_sequences : int, optional
-        Maximum number of completions of one prompt generated together (the option `n` of requests); by default 1.
+        Maximum number of sequences that run together: requests of several threads, and the completions of one prompt
+        (the option `n` of requests). Each may fill the context. By default 4 sequences share the memory of one context,
+        and others wait; on onnxruntime the default is 1.
     own_tokens : int, optional
         Tokens that each of several sequences may add to the prompt that all share; the KV cache then has room for one
         such prompt. By default each sequence may fill the context; with `beams` it is 256.
@@ -195,6 +197,7 @@ class LLM(Embeddings):
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
+        self._shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is None
         self._drafting = drafting(techniques)
         config = replace(config, draft_tokens=self._drafting.rows)
         from . import open as opening
@@ -231,6 +234,8 @@ class LLM(Embeddings):
             provider, config = opening.settled(device, provider, self._bundle, config, kv)
             if config.techniques:
                 config = replace(config, techniques=settled(config.techniques, self._bundle.config.num_hidden_layers))
+            if self._shares and not provider:
+                config = opening.sharing(config, self._bundle.config)
             asked = config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import CPU, RuntimeConfig
+
+SHARING = 4
+"""Sequences that run together where nothing else is asked for."""
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import Beside
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from ..base.progress import OnProgress
     from ..bundle import Bundle
     from ..engine.speculation.load import Draft
+    from ..graph import ModelConfig
     from ..runner import Runner
     from ..runtime import SelfDraftPlan, Session
     from .strategy import Choice
@@ -49,6 +54,14 @@ def taken(device: str, provider: Provider | None, path: Path, config: RuntimeCon
 
     with Bundle.open(path) as bundle:
         return settled(device, provider, bundle, config, kv)
+
+
+def sharing(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
+    """Return the settings with which a few sequences share the memory that one may fill."""
+    from edgeinfer.memory_planner import default_ctx
+
+    return replace(config, max_sequences=SHARING, kv_tokens=config.ctx or default_ctx(model), kv_windows=1,
+                   verified_sequences=1)
 
 
 def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, beside: Beside | None) -> Session:
