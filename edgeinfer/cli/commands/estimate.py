@@ -17,6 +17,8 @@ from ..output import print_json
 from ..reports import decision, neurons, windows
 from ..reports.estimate import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from ..reports.on_gpu import Cards
+from ..reports.users import FIELD as USERS_FIELD
+from ..reports.users import check_users
 
 DEFAULT_CTX, MOST_CTX = 4096, (1 << 24) - 1
 DEFAULT_PROMPT = 512
@@ -66,6 +68,7 @@ JSON_FIELDS = {
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
         "neurons": neurons.FIELD,
+        "users": USERS_FIELD,
         **registry.fields("estimate"),
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
@@ -96,6 +99,11 @@ def estimate(
         typer.Option(metavar="SHARE", help="With --accepted: drafting time per forward pass as a fraction of a token's "
                      "time.  [default: 0.1 for each token beyond the first]"),
     ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default=False, help="Also predict what N users get who ask at the same time."),
+    ] = None,
+    answer: Annotated[int, typer.Option(metavar="TOKENS", help="With --users: length of an answer.")] = 128,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")
@@ -118,6 +126,9 @@ def estimate(
     if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
         given.machine = None
     check_request(given, prompt, all_devices, plot)
+    check_users(users, answer)
+    if users is not None and all_devices:
+        raise UsageError("--users is about a single machine; leave --all-devices out.")
     if not 1 <= accepted <= MOST_ACCEPTED:
         raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
@@ -138,7 +149,7 @@ def estimate(
     length = prompt or min(DEFAULT_PROMPT, ctx)
     asked = replace(asked, recipe=described.recipe, techniques=registry.settled(asked.techniques, described.layers))
     if one is not None:
-        out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards)
+        out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, (users, answer))
         _report({**out, "decision": decided}, plot, given.json)
         return
     out = all_devices_object(described, list(profiles().values()), ctx, length, given.kv, drafting, asked, given.n,

@@ -13,6 +13,7 @@ from ...registry import in_use, prompt_share, reports, said
 from ...technique import Reported
 from ..output import REFUSED, by, folded, not_ours, print_table, speed, whose, whose_object
 from .neurons import neurons_line, neurons_object
+from .users import users_object, users_row
 from .windows import windows_object
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
-    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, users: tuple[int | None, int] = (None, 1),
 ) -> dict[str, Any]:
-    """Return the JSON object of one device, with the curve over the context."""
+    """Return the JSON object of one device, with the curve over the context; `users` are how many, and the tokens of
+    an answer."""
     from edgeinfer.devices import estimate
 
     run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
@@ -48,6 +50,8 @@ def estimate_object(
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
+        "users": users_object(lambda depth, together: estimate(
+            profile, run.traffic, depth, prompt, *drafting, computed, together), users[0], prompt, users[1]),
     }
 
 
@@ -242,6 +246,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
+    if out["users"]:
+        yield users_row(out["users"])
     yield from said("estimate", out)
     if out["ceiling_tok_per_s"] is not None:
         sampled = out["effective_gbs"] or out["bandwidth_gbs"]
