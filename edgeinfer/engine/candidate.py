@@ -13,7 +13,7 @@ from .sampler import EMPTY, Sampled, Sampler
 
 if TYPE_CHECKING:
     from ..runner import Sequence
-    from ..text.structured import Constraint
+    from ..text import Constraint
     from .speculation.usage import Usage
 
 _keys = count()

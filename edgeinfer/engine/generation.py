@@ -20,7 +20,7 @@ from .task import Ran, Run, Task
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
-    from ..text.structured import Constraint
+    from ..text import Constraint
     from .speculation.controller import Speculation
 
 SEED_BITS = 32

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
-    from ..text.structured import Constraint, Forms
+    from ..text import Constraint, Forms
 
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Requests(Prompts):
         if form is None:
             return None
         if self._forms is None:
-            from ..text.structured import Forms
+            from ..text import Forms
 
             self._forms = Forms(self.tokenizer, self.runner.model.vocab_size, self._eos_ids)
         return partial(self._forms.begin, form)

@@ -1,8 +1,14 @@
 """Text in and out: tokenizers, streaming detokenisation, chat templates, stop strings."""
 
+from ..base.lazy_import import lazily
 from .chat import FOLDER, ChatTemplate
 from .stops import StopStrings
 from .stream import StreamDecoder
 from .tokenizer import Tokenizer
 
-__all__ = ["FOLDER", "ChatTemplate", "StopStrings", "StreamDecoder", "Tokenizer"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .structured import Constraint, Forms
+
+__all__ = ["FOLDER", "ChatTemplate", "Constraint", "Forms", "StopStrings", "StreamDecoder", "Tokenizer"]
+__getattr__ = lazily(__name__, {"structured": "Constraint Forms"})

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'st
 from edgeinfer import LLM
 from edgeinfer.base.text_form import MOST_DEPTH, TextForm, text_form
 from edgeinfer.errors import RequestError, UsageError
-from edgeinfer.text.structured import Forms
+from edgeinfer.text import Forms
 from tests.helpers.command_line import edgeinfer
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"},

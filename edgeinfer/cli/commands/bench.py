@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import replace
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from ..progress import ProgressLine
 from ..reports.bench import bench_object, print_report
 from ..reports.decision import FIELD
 from ..reports.prediction import bench_estimate, learn_from_bench, make_predictor
-from .bench_run import find_bundle, first_token, run_tests, speculated
+from .bench_run import find_bundle, first_token, numbers, run_tests, speculated
 from .bench_together import Together, bench_together
 
 JSON_FIELDS = {
@@ -181,13 +180,6 @@ def bench(
     else:
         print_report(out, measured)
     learn_from_bench(predictor, measured)
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Return the numbers of a list like ``0,4096``."""
-    if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
-        raise UsageError(f"{option} {text!r} is not a number of tokens; write one, or several as in 128,512.")
-    return [int(number) for number in text.split(",")]
 
 
 def check_request(model: str | None, shape: str | None, repetitions: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.process import peak_rss_bytes
 from ...config import CPU, DEFAULT_DRAFT_TOKENS, RuntimeConfig
-from ...errors import BudgetError, EdgeInferError, RequestError
+from ...errors import BudgetError, EdgeInferError, RequestError, UsageError
 from ...quant import WeightType
 from ..output import say
 from ..progress import ProgressLine
@@ -30,6 +31,13 @@ SHAPE_CTX = 1 << 17
 """Context that bundles of random weights allow: no training limits them."""
 READ_BYTES, SMALL_READ_BYTES = 1 << 30, 256 << 20
 """Memory to read for the bandwidth: many times any cache; the second where less than four times the first is free."""
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list like ``0,4096``."""
+    if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
+        raise UsageError(f"{option} {text!r} is not a number of tokens; write one, or several as in 128,512.")
+    return [int(number) for number in text.split(",")]
 
 
 def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int, repetitions: int,

@@ -12,7 +12,7 @@ from ...config import CPU
 from ...errors import UsageError
 from ..output import print_json, print_table
 from ..progress import ProgressLine
-from .bench_run import find_bundle, open_runner
+from .bench_run import find_bundle, numbers, open_runner
 
 if TYPE_CHECKING:
     from ...bench import Load
@@ -41,7 +41,6 @@ class Together(NamedTuple):
     def loads(self, prompt: int, output: int) -> list[Load]:
         """Return the load of each concurrency; raises `UsageError` for what is out of range."""
         from ...bench import Load, make_lengths, parse_goodput, read_lengths
-        from .bench import numbers
 
         self._check()
         bounds = parse_goodput(self.goodput) if self.goodput else ()
