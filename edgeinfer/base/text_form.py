@@ -1,4 +1,4 @@
-"""What form a text is asked to have: JSON, a JSON schema, a regular expression or a grammar."""
+"""The form that a text is asked to have: JSON, a JSON schema, a regular expression or a grammar."""
 
 from __future__ import annotations
 

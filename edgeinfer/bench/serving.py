@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 class ServingRow(NamedTuple):
-    """What one load gave."""
+    """Figures of one load."""
 
     load: Load
     seconds: float

@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """How often a request gave up its blocks for older ones."""
+        """Number of times that a request gave up its blocks for older ones."""
         return self.scheduler.preemptions
 
     @property

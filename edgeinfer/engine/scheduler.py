@@ -1,4 +1,4 @@
-"""Who runs in the next step: admission by free KV blocks, prompts in chunks, and preemption when blocks run out.
+"""Choose who runs in the next step: admission by free KV blocks, prompts in chunks, and preemption when blocks run out.
 
 Scheduling changes no text: a row of logits depends on its own sequence alone, whatever shares the forward pass and
 however a prompt is cut.
@@ -14,9 +14,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..runner import DECODE, PROMPT
-from .pace import Pace
 from .request import Request
 from .task import Ran, Run, shared
+from .token_budget import TokenBudget
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
@@ -28,7 +28,7 @@ AGING_SECONDS = 1.0
 
 
 class Work(NamedTuple):
-    """What a request runs in a step."""
+    """Runs of a request in a step."""
 
     request: Request[Any]
     runs: list[Run]
@@ -47,7 +47,7 @@ class Scheduler:
     Parameters
     ----------
     runner : Runner
-    max_itl : see `Pace`
+    max_itl : see `TokenBudget`
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Scheduler:
 
     def __init__(self, runner: Runner, max_itl: float):
         self.runner = runner
-        self.pace = Pace(max_itl, runner.config.prefill_chunk)
+        self.budget = TokenBudget(max_itl, runner.config.prefill_chunk)
         self.waiting: list[Request[Any]] = []
         self.running: list[Request[Any]] = []
         self.preemptions = 0
@@ -202,7 +202,7 @@ class Scheduler:
         if not prompts:
             return []
         left = {role: self.runner.pass_tokens(role) - decoding for role in (PROMPT, DECODE)}
-        budget, now = min(self.pace.prompt_tokens(decoding), left[PROMPT]), time.monotonic()
+        budget, now = min(self.budget.prompt_tokens(decoding), left[PROMPT]), time.monotonic()
         works: list[Work] = []
         for request, runs in sorted(prompts, key=lambda one: _urgency(one[0], one[1], now)):
             if budget <= 0:

@@ -41,7 +41,7 @@ class Passed(NamedTuple):
 
     works: list[Work]
     results: list[list[Ran]]
-    """What became of the runs of each work."""
+    """Results of the runs of each work."""
     learn: Callable[[], None] | None = None
     """Tells the speculation of the pass about it, once its tokens are taken."""
 
@@ -222,7 +222,7 @@ class Steps:
 
     def _note_time(self, works: list[Work], seconds: float) -> None:
         read = sum(sum(work.counts) for work in works if work.reading)
-        self.scheduler.pace.took(sum(len(work.runs) for work in works if not work.reading), read, seconds)
+        self.scheduler.budget.took(sum(len(work.runs) for work in works if not work.reading), read, seconds)
 
     def _take(self, request: Request[Any], ran: list[Ran]) -> None:
         """Let a task take in its part of a pass; an error ends its request alone."""

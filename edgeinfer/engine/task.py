@@ -33,7 +33,7 @@ class Run(NamedTuple):
     specs: Items[int] = ()
     """Addresses of samples, one for each row of logits, see `Segment.sample_specs`."""
     owner: Any = None
-    """What the task knows it by."""
+    """Name that the task gives it."""
     whole: bool = False
     """Whether all tokens go into one forward pass."""
 
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What became of a run in one forward pass."""
+    """Result of a run in one forward pass."""
 
     run: Run
     n: int

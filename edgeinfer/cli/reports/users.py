@@ -1,4 +1,4 @@
-"""What several users of one model can expect, each of whom asks again as soon as an answer is complete."""
+"""Estimate what several users of one model can expect, each of whom asks again as soon as an answer is complete."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ..completion import SpeculationReport
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """What speculation did for the samples of one request."""
+    """Figures of speculation for the samples of one request."""
 
     passes: int = 0
     """Forward passes that verified draft tokens."""

@@ -1,4 +1,4 @@
-"""What several users can expect: the parts of a request add up, and more users wait longer."""
+"""Estimates for several users: the parts of a request add up, and more users wait longer."""
 
 from __future__ import annotations
 

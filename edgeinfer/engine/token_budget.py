@@ -8,7 +8,7 @@ FIRST_CHUNK, LEAST_CHUNK = 32, 16
 """Prompt tokens of a mixed step before anything was measured, and of any at least: they fill kernels' tiles."""
 
 
-class Pace:
+class TokenBudget:
     """Times of forward passes, by what they ran over.
 
     Parameters
