@@ -77,6 +77,6 @@ def test_completion_is_installed_and_completes(tmp_path: Path, shell: str) -> No
     done = subprocess.run([*program, "--install-completion", shell], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "installed" in done.stdout, done.stderr
     assert any("_EDGEINFER_COMPLETE" in path.read_text() for path in tmp_path.rglob("*edgeinfer*"))
-    asked = {**environment, "_EDGEINFER_COMPLETE": "complete_bash", "COMP_WORDS": "edgeinfer run --inst",
+    asked = {**environment, "_EDGEINFER_COMPLETE": "complete_bash", "COMP_WORDS": "edgeinfer run --reci",
              "COMP_CWORD": "2"}
     assert subprocess.run(program, env=asked, capture_output=True, text=True).stdout.split() == ["--recipe"]
