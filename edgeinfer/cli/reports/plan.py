@@ -159,7 +159,7 @@ _READ = {"streamed_layers": "with {} layers read from storage", "kept_experts": 
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} G" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def _storage(report: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     gpu = card or (gpu_here() if device == CUDA else None)
     speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
     held = alone.region("kv").nbytes // (alone.kv_blocks * planner.positions(alone.request))
-    source = "--budget" if config.budget_bytes else None if card else "what this system can give now"
+    source = "--budget" if config.budget_bytes else None if card else "free on this machine now"
     report = {
         **plan_fields(model, config, plan, card.name if card else device, None if unknown and fits(alone)
                       else fits(alone), host, source),

@@ -67,7 +67,7 @@ class PlanReport:
             return self.config.budget_bytes, "--budget"
         if self.device is not None:
             return self.device.usable_bytes, f"{DEVICE_MEMORY} {self.device.titled}"
-        return process_budget(), "what this system can give now"
+        return process_budget(), "free on this machine now"
 
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -206,7 +206,7 @@ class PlanReport:
                          f"{self.config.threads}.")
         if self.budget_source.startswith(DEVICE_MEMORY) and self.device:
             notes.append(self._which_version(self.device))
-        if not self.config.mlock:
+        if any(region.kind == "mapped" for region in self.fitted.plan.regions):
             notes.append("Weights are mapped from their file, so the system may evict them when memory is short and "
                          "read them again; --mlock prevents that.")
         return notes
