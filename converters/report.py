@@ -74,12 +74,12 @@ class ConversionReport:
             return ""
         errors = {kind: own_error(kind) for tensor in again for kind in tensor.file_types if kind not in FLOATS}
         none = sorted(errors.keys() & set(types.INEXACT))
-        why = f", since no type here has the levels of {', '.join(none)}" if none else ""
+        why = f", because no type of edgeinfer's holds {', '.join(none)} exactly" if none else ""
         own = ", ".join(f"{kind} {error:.1e}" if error else f"{kind} unknown" for kind, error in sorted(errors.items()))
         first, second = max(errors.values()), max(tensor.relative_error for tensor in again)
-        return (f"{len(again)} of {len(self.tensors)} tensors were requantised{why}: what the file's own types lose "
-                f"is typically ({own}), this step added up to {second:.1e}, which together is about "
-                f"{first + second:.1e}; {sum(tensor.exact for tensor in self.tensors)} are as in the file.")
+        return (f"{len(again)} of {len(self.tensors)} tensors were requantised{why}. The file's types typically lose "
+                f"({own}), requantising added up to {second:.1e}, together about {first + second:.1e}; "
+                f"{sum(tensor.exact for tensor in self.tensors)} tensors are as in the file.")
 
     @property
     def nearly(self) -> str:
@@ -88,14 +88,14 @@ class ConversionReport:
         widened = [t for t in self.rounded if t.was_quantised and not TYPES[t.dtype].quantised]
         if widened:
             kinds = sorted({kind for tensor in widened for kind in tensor.file_types})
-            notes.append(f"{len(widened)} of {len(self.tensors)} tensors ({', '.join(kinds)}) are f16 now "
-                        f"({sum(t.nbytes for t in widened) / 1e6:.3g} MB), rounded by 4.9e-4 of a weight at most where "
-                        "it is above 6e-5; --weights int8 takes half of that, with its error notes.")
+            notes.append(f"{len(widened)} of {len(self.tensors)} tensors ({', '.join(kinds)}) are stored as f16 "
+                        f"({sum(t.nbytes for t in widened) / 1e6:.3g} MB), with a relative error of at most 4.9e-4 for "
+                        "weights above 6e-5; --weights int8 takes half the memory and reports its error.")
         if rounded := [t for t in self.rounded if t.moved]:
             worst = max(tensor.relative_error for tensor in rounded)
-            notes.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales and minima that "
-                        "fp16 does not have were rounded to it, and codes of -128 became -127: a squared error of "
-                        f"{worst:.1e} at most.")
+            notes.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales and minima were "
+                        "rounded to fp16 and codes of -128 became -127: a squared error of at most "
+                        f"{worst:.1e}.")
         return " ".join(notes)
 
     @property

@@ -54,9 +54,8 @@ def notice(plan: MemoryPlan) -> str:
     from edgeinfer.base.units import format_size
 
     assert plan.cold
-    return (f"{_hot(plan):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "
-            f"token wants them, {format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are "
-            "kept")
+    return (f"{_hot(plan):.0%} of the FFNs' neurons are in memory; the others are read from storage on demand, "
+            f"{format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are kept")
 
 
 def cost(plan: MemoryPlan, tokens: int, hits: int, misses: int) -> dict[str, Any]:

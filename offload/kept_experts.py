@@ -57,8 +57,7 @@ def notice(plan: MemoryPlan) -> str:
     experts = plan.experts
     assert experts
     return (f"{experts.slots} of {experts.total} experts are kept in memory ({experts.slots / experts.total:.0%}); "
-            f"others are read from storage when a token goes through them, "
-            f"{format_size(round(experts.expert_bytes))} each")
+            f"the others are read from storage on demand, {format_size(round(experts.expert_bytes))} each")
 
 
 def cost(plan: MemoryPlan, tokens: int, hits: int, misses: int) -> dict[str, Any]:

@@ -41,6 +41,7 @@ RUN += [page for part in ("tutorials", "how-to") for page in sorted((ROOT / "doc
 """Pages whose commands are run; those of the others are measurements, and only looked at."""
 NOT_RUN = {
     "python -m venv": "makes environments; .ci/run makes its own the same way",
+    "python3 -m venv": "makes environments; .ci/run makes its own the same way",
     "git clone": "needs a network",
     "edgeinfer run model-Q4_K_M.gguf": "needs the reader's file; models/test_gguf_models.py runs files of all types",
     "edgeinfer run model-Q8_0.gguf": "needs a file with a tokenizer; the one that stands in has none",

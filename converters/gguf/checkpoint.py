@@ -199,9 +199,9 @@ def _refuse_unknown(kinds: Kinds, path: Path) -> None:
 def kept(kinds: Kinds) -> str:
     """Describe how a file's tensors are stored by default, as the end of a sentence."""
     anew = [kind for kind in INEXACT if kind in kinds.values()]
-    but = (f", but for {', '.join(anew)}, which {'have' if anew[1:] else 'has'} levels of no type here: requantised "
-           f"to {ANEW.dtype} (squared error, measured on small models: {_errors_anew(anew)})") if anew else ""
-    return f"taken as it is, codes and scales kept{but}"
+    but = (f", except {', '.join(anew)}, which no type of edgeinfer's holds exactly: requantised to {ANEW.dtype} "
+           f"(squared error, measured on small models: {_errors_anew(anew)})") if anew else ""
+    return f"codes and scales are kept{but}"
 
 
 def _errors_anew(kinds: list[str]) -> str:

@@ -150,8 +150,8 @@ def figures(completion: Completion, plan: MemoryPlan, peak_bytes: int | None, de
     if said := speculated(completion.speculation):
         parts.append(said)
     cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
-    parts.append(f"{completion.prompt_tokens}{cached} + {completion.completion_tokens} tokens")
-    parts.append(completion.finish_reason)
+    parts.append(f"{completion.prompt_tokens}{cached} prompt + {completion.completion_tokens} new tokens")
+    parts.append(f"finish: {completion.finish_reason}")
     if completion.score is not None:
         parts.append(f"score {completion.score:.4f}")
     peak = "" if peak_bytes is None else f"peak {format_size(peak_bytes)} of "

@@ -81,9 +81,9 @@ class Choice(NamedTuple):
 
     def sentence(self) -> str:
         """Describe the chosen strategy, the reason, and the runner-up."""
-        then = f"; next best: {self.others[0]}" if self.others else "; there is no next best"
-        left = f". Not taken: {'; '.join(self.refused)}" if self.refused else ""
-        return f"Runs {self.strategy}, by {self.basis} the fastest that fits{then}{left}."
+        then = f"; next best: {self.others[0]}" if self.others else ""
+        left = f". Rejected: {'; '.join(self.refused)}" if self.refused else ""
+        return f"Running {self.strategy}, the fastest that fits by {self.basis}{then}{left}."
 
     def report(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -218,8 +218,8 @@ def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str |
             file.write(json.dumps({**known, choice.strategy.key: tok_per_s}, indent=1).encode())
     except OSError:
         return None
-    return (f"{choice.strategy.name} gave {tok_per_s:.3g} tok/s, less than {expected:.3g} that are predicted for "
-            f"{dense.name}: it is not used by itself from now on.")
+    return (f"{choice.strategy.name} gave {tok_per_s:.3g} tok/s, less than the {expected:.3g} predicted for "
+            f"{dense.name}; it is no longer used automatically.")
 
 
 def _remembered(bundle: Bundle) -> Path:

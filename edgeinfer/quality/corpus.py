@@ -215,7 +215,7 @@ class Text:
         """Describe what was changed in reading, as the end of a sentence; empty if nothing was."""
         found = self._lines.newlines or ()
         kinds = [LINE_ENDS[one] for one in ([found] if isinstance(found, str) else found) if one in LINE_ENDS]
-        return f"line ends {' and '.join(kinds)} were read as LF" if kinds else ""
+        return f"{' and '.join(kinds)} line endings were read as LF" if kinds else ""
 
     def pieces(self, most: int | None = None) -> Iterator[str]:
         """Yield the text, of which the first `most` bytes are enough; by default all of it.

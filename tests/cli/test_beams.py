@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_variables")
 def test_the_text_comes_at_the_end() -> None:
     done = edgeinfer("run", "demo", PROMPT, *BEAMS)
     assert done.code == 0 and done.out.startswith(",") and done.out.count("\n") == 1
-    assert "5 + 8 tokens | length | score -0." in done.err and "seed" not in done.err
+    assert "5 prompt + 8 new tokens | finish: length | score -0." in done.err and "seed" not in done.err
     assert done.out == edgeinfer("run", "demo", PROMPT, *BEAMS, "--temp", 0, "--no-stats").out
 
 

@@ -94,7 +94,7 @@ def test_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize(("given", "sentence"), [
     (["info"], "Name a model, or give --environment."),
-    (["info", "demo", "--environment"], "--environment describes no model; leave out 'demo'."),
+    (["info", "demo", "--environment"], "--environment takes no MODEL; omit 'demo'."),
 ])
 def test_a_model_or_the_environment(given: list[str], sentence: str) -> None:
     done = edgeinfer(*given)

@@ -72,7 +72,7 @@ def test_more_bytes_are_slower_and_accepted_tokens_multiply() -> None:
     assumed = edgeinfer(*LLAMA, "--json", "--accepted", 3).json
     assert assumed["decode_tok_per_s"] == pytest.approx(3 / 1.2 * speeds[0]) and assumed["draft_cost_assumed"]
     shown = " ".join(edgeinfer(*LLAMA, "--accepted", 3).out.split())
-    assert "A pass yields 3 tokens; it is assumed that drafting takes 20% of a token's time for each pass" in shown
+    assert "A forward pass yields 3 tokens; drafting is assumed to take 20% of a token's time per pass" in shown
     assert "yields" not in edgeinfer(*LLAMA).out and "draft" not in edgeinfer(*LLAMA, "--json").json["terms_ms"]
 
 
@@ -81,7 +81,7 @@ def test_a_person_reads_both_figures_and_the_basis() -> None:
     assert shown.code == 0
     for words in ("10.5 tokens/s: 58 GB/s over the 5.52 GB of a token, pure 4 bits", "4.66 bits each",
                   "class arm-phone, ±25%", "trained for 4096 tokens", "(2.00 GiB)",
-                  "skipping neurons pays here is not known", "pure 4 bits: 3.37 GB"):
+                  "skipping neurons pays off here is not known", "pure 4 bits: 3.37 GB"):
         assert words in " ".join(shown.out.split())
 
 
@@ -251,7 +251,7 @@ def test_a_device_that_names_a_machine_is_taken_for_it_with_a_notice(monkeypatch
         assert "--device rpi5 names a machine; write --machine rpi5" in old.err
     assert "both name a machine" in edgeinfer("plan", "demo", "--device", "rpi5", "--machine", "m1").sentence
     assert "use one or the other" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
-    assert "--device cuda is an executor" in edgeinfer("estimate", "demo", "--device", "cuda").sentence
+    assert "--device cuda selects an executor" in edgeinfer("estimate", "demo", "--device", "cuda").sentence
     monkeypatch.setenv("EDGEINFER_DEVICE", "rpi5")
     assert edgeinfer("run", "demo", "Once", "-n", "1", "--no-stats").code == 0
     monkeypatch.setenv("EDGEINFER_WEIGHTS", "int8")

@@ -24,7 +24,7 @@ def test_what_people_see(tmp_path: Path) -> None:
     assert done.code == 0
     assert lines[0].startswith("It fits, with 9 layers read from storage: 4.94 GB of 5.00 GB; ")
     assert lines[0].endswith("s (llama.cpp, CPU)")
-    assert lines[1].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
+    assert lines[1].startswith("llama-3.1-8b: 8.03 B parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("r  resident") and "private" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
     assert len(bar) == 64 and bar.count("r") > 40 and "K" in bar

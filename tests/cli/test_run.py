@@ -42,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_run_prints_the_text_and_its_figures_apart() -> None:
     done = edgeinfer("run", "demo", PROMPT, *GREEDY)
     assert done.code == 0 and done.out.startswith(TEXT) and done.out.endswith("\n")
-    for part in ("TTFT ", " ms/token", " tok/s", "5 + 16 tokens", "length", "memory ", " planned", "seed "):
+    for part in ("TTFT ", " ms/token", " tok/s", "5 prompt + 16 new tokens", "length", "memory ", " planned", "seed "):
         assert part in done.err
     quiet = edgeinfer("run", "demo", PROMPT, *GREEDY, "--no-stats")
     assert quiet.out == done.out and quiet.err == ""
@@ -246,7 +246,7 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     shown = edgeinfer("convert", source, tmp_path / "bundle", "--overwrite", "--tensors")
     assert shown.code == 0 and "layers.0" in shown.out and " mean, " in shown.out.splitlines()[-1]
     exact = edgeinfer("convert", source, tmp_path / "exact", "--weights", "f32")
-    assert exact.code == 0 and exact.out.rstrip().endswith("nothing was rounded.")
+    assert exact.code == 0 and exact.out.rstrip().endswith("no weight was rounded.")
     wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q5")
     assert wrong.code == 2 and "q5" in wrong.sentence and not (tmp_path / "other").exists()
     bare = make_checkpoint(tmp_path / "bare", tokenizer=False)

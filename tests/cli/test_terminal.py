@@ -172,13 +172,13 @@ def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> N
     terminal.type("hello\n")
     terminal.expect("\n> ")
     terminal.type("/stats\n")
-    first = terminal.expect(r"(\d+) \+ \d tokens.*memory.*\n")
+    first = terminal.expect(r"(\d+) prompt \+ \d new tokens.*memory.*\n")
     terminal.type("and again\n")
     terminal.expect("\n> ")
     terminal.type("/stats\n")
-    second = terminal.expect(r"(\d+) \((\d+) cached\) \+ \d tokens.*\n")
+    second = terminal.expect(r"(\d+) \((\d+) cached\) prompt \+ \d new tokens.*\n")
     prompt, cached = map(int, re.findall(r"(\d+) \((\d+) cached\)", second)[0])
-    assert cached >= int(re.findall(r"(\d+) \+", first)[0]) - 1 and prompt > cached
+    assert cached >= int(re.findall(r"(\d+) prompt \+", first)[0]) - 1 and prompt > cached
     terminal.type("/help\n")
     for command in ("/set NAME VALUE", "/stats", "/clear", "/bye", "Ctrl-C"):
         terminal.expect(command)
@@ -187,11 +187,11 @@ def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> N
     terminal.type("/zzz\n")
     terminal.expect("There is no command /zzz; /help lists the commands.")
     terminal.type("/clear\n")
-    terminal.expect("A new conversation starts.")
+    terminal.expect("Started a new conversation.")
     terminal.type("hello\n")
     terminal.expect("\n> ")
     terminal.type("/stats\n")
-    assert re.findall(r"(\d+) \(", terminal.expect(r"tokens.*\n"))[0] == re.findall(r"(\d+) \+", first)[0]
+    assert re.findall(r"(\d+) \(", terminal.expect(r"tokens.*\n"))[0] == re.findall(r"(\d+) prompt \+", first)[0]
     terminal.type("/exit\n")
     assert terminal.ended() == 0
 
@@ -199,17 +199,17 @@ def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> N
 def test_chat_without_a_template_continues_one_text(terminals: list[Terminal]) -> None:
     terminal = Terminal("run", "demo", "-n", 12, "--temp", 0, "-t", 1)
     terminals.append(terminal)
-    terminal.expect(r"continues your text \(no chat template\); /help lists commands")
+    terminal.expect("demo has no chat template and continues your text; /help lists commands")
     terminal.expect("> ")
     terminal.type("Once upon a time\n")
     assert ", there was a little girl" in terminal.expect("\n> ")
     terminal.type("She said\n")
     terminal.expect("\n> ")
     terminal.type("/stats\n")
-    terminal.expect(r"2\d \(1\d cached\) \+ 12 tokens")
+    terminal.expect(r"2\d \(1\d cached\) prompt \+ 12 new tokens")
     terminal.type("x" * 3000 + "\n")
-    terminal.expect(r"This message alone fills the context of 1024 tokens\. What helps:\n", 20)
-    terminal.expect("  ask with a shorter message")
+    terminal.expect(r"This message alone fills the context of 1024 tokens\. Options:\n", 20)
+    terminal.expect("  send a shorter message")
     terminal.prompted()
     terminal.type("\x04")
     assert terminal.ended() == 0
@@ -224,9 +224,9 @@ def test_a_full_context_says_what_helps_and_the_chat_goes_on(terminals: list[Ter
         terminal.type(f"{message}\n")
         terminal.expect("\n> ")
     terminal.type("The end\n")
-    terminal.expect("This message and the 3 turns before it do not fit the context of 64 tokens")
-    terminal.expect("/drop +forget the (oldest turn|. oldest turns) of 3, then answer")
-    terminal.expect(r"-c 128 +/save FILE, /bye, and edgeinfer run demo -c 128, which fits in")
+    terminal.expect("This message and the 3 turns before it leave no room for an answer")
+    terminal.expect("/drop +forget the (oldest turn|. oldest turns) of 3 and answer")
+    terminal.expect(r"-c 128 +/save FILE and /bye, then edgeinfer run demo -c 128 \(takes")
     terminal.type("/drop\n")
     terminal.expect("Forgot the .*oldest turns?; . left.\n.+\n")
     terminal.type("/show\n")
@@ -245,12 +245,13 @@ def test_a_chat_is_changed_saved_and_gone_on_with(
          ("/set temp hot", r"temperature is 'hot'; it must be a number, 0 or more\."),
          ("/set tmep 1", r"There is no setting tmep; did you mean temp\?"),
          ("/system be brief", "The system message is set"),
-         ('"""\nhello', r"\.\.\. "), ('there"""', "\n> "), (f"/save {file}", "1 turn written to"),
-         (f"/save {other}", "exists and is not a saved conversation"), ("/save", "Give a file: /save FILE"),
+         ('"""\nhello', r"\.\.\. "), ('there"""', "\n> "), (f"/save {file}", "Saved 1 turn;"),
+         (f"/save {other}", "exists and is not a saved conversation"), ("/save", "/save needs a file name: /save FILE"),
          ("/set temp default", "temp is 0.7")],
         [(f"/load {other}", "is not a conversation that /save has written"), ("/load gone", "There is no file gone"),
-         (f"/load {file}", "1 turn read from"), ("/show", r"system +be brief\n"),
-         ("/drop \u00b2", "Give a number of turns: /drop, or /drop 2."), ("/drop 0", "Give a number of turns"),
+         (f"/load {file}", "Loaded 1 turn"), ("/show", r"system +be brief\n"),
+         ("/drop \u00b2", "/drop takes a number of turns, as in /drop 2, or nothing."),
+         ("/drop 0", "/drop takes a number of turns"),
          ("/drop 5", "Forgot the oldest turn; 0 left"),
          ("/drop", "There is no turn to drop"), ("/set temp default", "temp is 0.7")],
     ):
@@ -277,7 +278,7 @@ def test_what_is_pasted_is_one_message(terminals: list[Terminal], tmp_path: Path
         terminal.type(typed)
         terminal.expect(r"\x1b\[\?2004l[^\x1b]*\n")
         terminal.expect(r"\x1b\[\?2004h")
-    for typed, shown in (("/stats", "memory peak"), (f"/save {file}", "3 turns written")):
+    for typed, shown in (("/stats", "memory peak"), (f"/save {file}", "Saved 3 turns")):
         terminal.type(f"{typed}\r")
         terminal.expect(shown)
         terminal.expect(r"\x1b\[\?2004h")  # between two prompts the terminal itself would take Ctrl-D
@@ -293,7 +294,7 @@ def test_a_budget_without_room_for_the_editor_reads_lines(terminals: list[Termin
     planned = edgeinfer("plan", "demo", "-t", 1, "--json").json["total_bytes"]
     terminal = Terminal("run", "demo", "-t", 1, "--budget", f"{planned // 10**6 + 5}MB", TERM="xterm")
     terminals.append(terminal)
-    terminal.expect("the editor of messages takes 14 MB, which the budget of .* does not leave")
+    terminal.expect("the message editor takes 14 MB, more than the budget of .* leaves")
     terminal.expect("> ")
     terminal.type("/bye\n")
     assert terminal.ended() == 0
@@ -302,7 +303,7 @@ def test_a_budget_without_room_for_the_editor_reads_lines(terminals: list[Termin
 def test_a_system_message_needs_a_template(terminals: list[Terminal]) -> None:
     terminal = Terminal("run", "demo", "--system", "be kind")
     terminals.append(terminal)
-    terminal.expect("--system cannot be used without a chat template; say it in your first message.")
+    terminal.expect("A system message needs a chat template, and this model has none; put it in your first")
     assert terminal.ended() == 2
 
 

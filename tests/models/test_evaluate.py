@@ -182,8 +182,8 @@ def test_a_text_file_gives_the_tokens_of_its_text(
     want = token_stream(tokenizer, text, separator)
     monkeypatch.setattr("edgeinfer.text.cuts.PART", 37)
     monkeypatch.setattr("edgeinfer.text.fast.PART", 37)
-    for ends, changed in (("\n", ""), ("\r\n", "line ends CR LF were read as LF"),
-                          ("\r", "line ends CR were read as LF")):
+    for ends, changed in (("\n", ""), ("\r\n", "CR LF line endings were read as LF"),
+                          ("\r", "CR line endings were read as LF")):
         (tmp_path / "text.txt").write_bytes(text.replace("\n", ends).encode())
         for size in (1, 7, 1 << 16):
             monkeypatch.setattr("edgeinfer.quality.corpus.READ_BYTES", size)
@@ -222,7 +222,7 @@ def test_eval_says_that_it_changed_line_ends(tmp_path: Path) -> None:
     unix, windows = (edgeinfer("eval", "demo", "--text", tmp_path / name, "--json") for name in ("lf.txt", "crlf.txt"))
     assert unix.json["perplexity"] == windows.json["perplexity"]
     assert unix.json["text_changed"] is None and "CR LF" in windows.json["text_changed"]
-    assert "crlf.txt: line ends CR LF were read as LF." in windows.err and "LF" not in unix.err
+    assert "crlf.txt: CR LF line endings were read as LF." in windows.err and "LF" not in unix.err
     assert windows.json["peak_rss_bytes"] > 0
 
 

@@ -219,12 +219,12 @@ def test_types_of_which_none_has_the_levels_are_quantised_anew_and_it_is_said(tm
     source = make_checkpoint(tmp_path / "hf", "llama", **OF_256)
     path = tmp_path / "m.gguf"
     tensors = write_gguf(path, source, {"ffn_down": kind, "attn_v": "Q4_0", "attn_": kind, "": "Q8_0"})
-    assert f"but for {kind}, which has levels of no type here: requantised to q4" in describe(path).file_note
+    assert f"except {kind}, which no type of edgeinfer's holds exactly: requantised to q4" in describe(path).file_note
     own, both = ERROR_ANEW[kind]
     assert f"{kind} itself {own:.1e}, as q4 {both:.1e}, +" in describe(path).file_note
     assert ERROR_ANEW.keys() == set(INEXACT)
     done = edgeinfer("convert", path, tmp_path / "out")
-    assert f"were requantised, since no type here has the levels of {kind}: " in " ".join(done.err.split())
+    assert f"were requantised, because no type of edgeinfer's holds {kind} exactly. " in " ".join(done.err.split())
     with Bundle.open(tmp_path / "out") as bundle:
         types = {name: str(stored) for name, stored in bundle.types.items()}
         assert describe(path).weight_bytes == bundle.weights_bytes

@@ -93,7 +93,7 @@ def test_codes_are_kept(tmp_path: Path, form: str) -> None:
 def test_eight_bits_without_a_type_of_ours_are_rounded_to_f16(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert "are f16 now" in report.nearly and report.anew == ""
+    assert "are stored as f16" in report.nearly and report.anew == ""
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
         assert (np.abs(found[name] - want) <= np.maximum(4.9e-4 * np.abs(want), 3e-8)).all(), name
@@ -113,7 +113,7 @@ def test_zero_points_become_minima_rounded_to_fp16(tmp_path: Path, form: str) ->
         assert np.abs(found[name] - want).max() <= 2**-11 * 16 * 0.02, name
         assert np.square(found[name] - want).sum() <= 1.2e-7 * np.square(want).sum(), name
     report = convert(tmp_path / "hf", tmp_path / "anew", weights="q4")
-    assert "were requantised: what the file's own types lose" in report.anew
+    assert "were requantised. The file's types typically lose" in report.anew
     assert "6.4e-03" in report.anew
     found = weights_of(tmp_path / "anew")
     for name, want in expected(tensors, tmp_path / "anew").items():

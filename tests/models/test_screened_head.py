@@ -210,7 +210,7 @@ def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[st
     assert by_itself["kld_mean"] == measured["kld_mean"]
     said = edgeinfer(*asked).err
     assert "Approximate, kv=int8 passes=head:mode=screened: KLD" in said
-    assert "; used by itself, for it is within --max-kld 0.02.\n" in said
+    assert "; enabled because it is within --max-kld 0.02.\n" in said
     for exact in (("--max-kld", 0), ("--max-kld", measured["kld_mean"] / 2), ("--head", "exact"), ("--kv", "f16"),
                   ("--recipe", "none")):
         assert edgeinfer(*asked, *exact, "--json").json["quality"] is None, exact

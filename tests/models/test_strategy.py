@@ -73,7 +73,7 @@ def test_a_measurement_of_a_few_tokens_enables_nothing(bundle: Bundle) -> None:
     measure(bundle, text="other.txt")  # nor does a better one of another text
     found = choose(bundle, LOOSE)
     assert found.strategy.name == "resident"
-    assert "Not taken: --sparse predict (KLD 0.5000 over 100 tokens is above --max-kld 0.02)" in found.sentence()
+    assert "Rejected: --sparse predict (KLD 0.5000 over 100 tokens is above --max-kld 0.02)" in found.sentence()
     said = of_run(bundle, PREDICT)
     assert said and said["kld_mean"] == 0.5
     measure(bundle)  # the same text again
@@ -97,7 +97,7 @@ def test_by_budget(bundle: Bundle) -> None:
     found = choose(bundle, tight)
     assert found.strategy.name == "sparse from flash" and [strategy.name for strategy in found.others] == ["streamed"]
     assert 0 < found.strategy.read_bytes < found.others[0].read_bytes
-    assert "Runs sparse from flash (about" in found.sentence() and "; next best: streamed (about" in found.sentence()
+    assert "Running sparse from flash (about" in found.sentence() and "; next best: streamed (about" in found.sentence()
     assert "by assumed speeds (20 GB/s of memory" in found.sentence()
     assert choose(bundle, tight, 0.0).strategy.name == "streamed"
     with pytest.raises(BudgetError):
@@ -113,7 +113,7 @@ def test_what_was_slower_is_switched_off(bundle: Bundle) -> None:
     assert learn(bundle, probed, found.others[0].tok_per_s * 1.1, 16) is None
     assert choose(bundle, LOOSE).strategy.name == "sparse"
     said = learn(bundle, probed, slow, 16)
-    assert said and said.endswith("it is not used by itself from now on.") and "predicted for resident" in said
+    assert said and said.endswith(" predicted for resident; it is no longer used automatically.")
     again = choose(bundle, LOOSE)
     assert again.strategy.name == "resident" and "--sparse predict uses it again" in again.sentence()
     assert choose(bundle, PREDICT).strategy.name == "sparse"
@@ -146,10 +146,10 @@ def test_llm_and_run_say_it(bundle: Bundle, path: Path) -> None:
     asked = ("run", path, "abc", "-c", 256, "-t", 1, "-n", 4, "--prefill-chunk", 48, "--budget", f"{budget}B")
     report = edgeinfer(*asked, "--json").json["decision"]
     assert report["name"] == "sparse from flash" and report["others"][0]["name"] == "streamed"
-    assert "edgeinfer: Runs sparse from flash (about" in edgeinfer(*asked).err
+    assert "edgeinfer: Running sparse from flash (about" in edgeinfer(*asked).err
     planned = ("plan", path, "-c", 256, "-t", 1, "--prefill-chunk", 48, "--budget", f"{budget}B")
     assert edgeinfer(*planned, "--json").json["decision"]["name"] == "sparse from flash"
-    assert "Runs sparse from flash (about" in " ".join(edgeinfer(*planned).out.split())
+    assert "Running sparse from flash (about" in " ".join(edgeinfer(*planned).out.split())
     assert edgeinfer(*planned, "--machine", "rpi5", "--json").json["decision"] is None
 
 
@@ -201,7 +201,7 @@ def test_bench_measures_what_run_would_do(
     found = edgeinfer(*asked)
     assert str(PREDICT.recipe) in started and "--budget" not in started
     assert found.json["decision"]["name"] == "sparse" and found.json["quality"]["by_itself"]
-    assert "edgeinfer: Runs sparse (about" in found.err and "Approximate, kv=int8 passes=sparse" in found.err
+    assert "edgeinfer: Running sparse (about" in found.err and "Approximate, kv=int8 passes=sparse" in found.err
     budget = needed(bundle, replace(PREDICT, ctx=found.json["ctx"], prefill_chunk=256)) - 400_000
     tight = edgeinfer(*asked, "--budget", f"{budget}B").json
     assert tight["decision"]["name"] == "sparse from flash" and tight["cold_bytes"] > 0 == tight["streamed_bytes"]
@@ -218,7 +218,7 @@ def test_estimate_is_of_what_run_would_do(bundle: Bundle, path: Path, monkeypatc
     monkeypatch.setattr("edgeinfer.devices.load_profile", lambda name: here)
     own = edgeinfer("estimate", path, "--json").json
     assert own["decision"]["name"] == "sparse" and own["neurons"]["mode"] == "predict"
-    assert "run: Runs sparse (about" in " ".join(edgeinfer("estimate", path).out.split())
+    assert "run: Running sparse (about" in " ".join(edgeinfer("estimate", path).out.split())
     exact = edgeinfer("estimate", path, "--max-kld", 0, "--json").json
     assert exact["neurons"]["mode"] == "exact" and exact["decode_tok_per_s"] < own["decode_tok_per_s"]
     assert edgeinfer("estimate", path, "--machine", "rpi5", "--json").json["decision"] is None

@@ -194,8 +194,8 @@ def test_plan_and_estimate_tell_files_of_one_model_apart(tmp_path: Path) -> None
         speed = edgeinfer("estimate", path, "--machine", "rpi5", "--ctx", 64, "--json").json
         assert plan["file_types"] == speed["file_types"] == wanted
         note = next(note for note in plan["notes"] if note.startswith("The file holds"))
-        assert "taken as it is, codes and scales kept" in note and speed["file_note"] == note
-        assert ("but for Q3_K, which has levels of no type" in note) == (not wanted.keys() <= EXACT.keys())
+        assert "codes and scales are kept" in note and speed["file_note"] == note
+        assert ("except Q3_K, which no type of edgeinfer's" in note) == (not wanted.keys() <= EXACT.keys())
         totals.add(sum(wanted.values()))
         figures.add((plan["total_bytes"], speed["weight_bytes"]))
         for command in (["plan", path], ["estimate", path, "--machine", "rpi5"]):

@@ -214,7 +214,7 @@ def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, cap
     with LLM(path, weights="int8", group_size=64) as llm:
         assert str(llm.session.bundle.types["layers.0.down"]) == "int8g64"
     resolve(path)
-    assert "requantised, since no type here has the levels of Q3_K: " in " ".join(capfd.readouterr().err.split())
+    assert "because no type of edgeinfer's holds Q3_K exactly. " in " ".join(capfd.readouterr().err.split())
     bundle = resolve(path, storage=Storage("int8", 64))
     assert bundle != resolve(path, storage=Storage("q4")) == resolve(path, storage=Storage("q4", 32))
     with pytest.raises(UsageError, match="is taken as it is, type by type; for --group-size"):
@@ -245,7 +245,7 @@ def test_what_a_conversion_costs_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert size, said
     on_disk = sum(file.stat().st_size for file in bundle.iterdir())
     assert on_disk <= 1000 * int(size[1]) <= 1.5 * on_disk
-    assert "levels of Q3_K: what the file's own types lose is typically (Q3_K 2.3e-02, Q8_0 3.0e-05)" in said
+    assert "holds Q3_K exactly. The file's types typically lose (Q3_K 2.3e-02, Q8_0 3.0e-05)" in said
     with Bundle.open(bundle) as opened:
         assert opened.header.source == f"Tiny, from {path}"
     assert f"Tiny, from {path}" in edgeinfer("cache", "list").out

@@ -63,7 +63,8 @@ class Conversation:
     def set_system(self, text: str) -> None:
         """Change the system message; an empty one removes it."""
         if not self.template:
-            raise UsageError("--system cannot be used without a chat template; say it in your first message.")
+            raise UsageError("A system message needs a chat template, and this model has none; put it in your first "
+                             "message.")
         self.system = text or None
 
     def set(self, name: str, text: str) -> str:
@@ -89,7 +90,7 @@ class Conversation:
         value = self.options.get(SETTINGS[name])
         value = DEFAULTS[SETTINGS[name]] if value is None else value
         if name == "seed" and value is None:
-            return "drawn for each answer"
+            return "random"
         return ", ".join(map(repr, value)) or "none" if isinstance(value, tuple) else value
 
     def clear(self) -> None:
@@ -177,7 +178,7 @@ class Conversation:
         try:
             report = _read(path)
         except FileNotFoundError:
-            raise UsageError(f"There is no file {path}; /save makes one.") from None
+            raise UsageError(f"There is no file {path}.") from None
         config = GenerationConfig(**{field: report["options"].get(field) for field in SETTINGS.values()})
         if report["system"] is not None:
             self.set_system(report["system"])
@@ -213,6 +214,6 @@ def _read(path: str) -> dict[str, Any]:
         and isinstance(turns, list) and all(
             isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn) for turn in turns)
     if not good:
-        raise UsageError(f"{path} is not a conversation that /save has written; give one that is.")
+        raise UsageError(f"{path} is not a conversation that /save has written.")
     assert isinstance(report, dict)
     return report

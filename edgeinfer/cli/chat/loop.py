@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 HELP = (
     ("/set NAME VALUE", "change a setting; /show lists them"),
-    ("/set system TEXT", "change the system message; so does /system TEXT"),
-    ("/show", "show model, settings and how full the context is"),
-    ("/stats", "show figures of the last answer, and memory"),
-    ("/clear", "forget the conversation"),
-    ("/drop [N]", "forget the N oldest turns, or as many as make room"),
-    ("/save FILE", "write the conversation to a file"),
-    ("/load FILE", "go on with the conversation in a file"),
-    ("/help", "list these commands, as /? does"),
-    ("/bye", "leave, as /exit and Ctrl-D do"),
+    ("/system TEXT", "change the system message"),
+    ("/show", "show the model, its settings and how full the context is"),
+    ("/stats", "show speed and memory of the last answer"),
+    ("/clear", "start a new conversation"),
+    ("/drop [N]", "forget the N oldest turns, or as many as necessary"),
+    ("/save FILE", "save the conversation"),
+    ("/load FILE", "continue a saved conversation"),
+    ("/help, /?", "list these commands"),
+    ("/bye, Ctrl-D", "leave"),
     ('"""', "begins and ends a message of several lines"),
-    ("Alt-Enter", "begins a line, where the terminal has an editor"),
+    ("Alt-Enter", "starts a new line"),
     ("Ctrl-C", "stops the answer"),
 )
 LEAVING = ("/bye", "/exit", "/quit")
@@ -43,7 +43,7 @@ OLLAMAS = "parameter "
 def chat(llm: LLM, system: str | None, raw: bool, options: dict[str, Any]) -> int:
     """Talk until the user leaves; returns the exit code."""
     conversation = Conversation(llm, system, raw, options)
-    kind = "" if conversation.template else " continues your text (no chat template)"
+    kind = "" if conversation.template else " has no chat template and continues your text"
     print(f"{llm.name}{kind}; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
     session, read = Chat(llm, conversation), reader(llm)
     while True:
@@ -72,8 +72,8 @@ def reader(llm: LLM) -> Callable[[], str]:
         return plain_reader()
     plan, budget = llm.runner.plan, getattr(llm.runner, "budget_bytes", None)
     if budget is not None and plan.total_bytes + EDITOR_BYTES > budget:
-        say(f"the editor of messages takes {format_size(EDITOR_BYTES)}, which the budget of {format_size(budget)} does "
-            "not leave; lines are read one by one.")
+        say(f"the message editor takes {format_size(EDITOR_BYTES)}, more than the budget of {format_size(budget)} "
+            "leaves, so each line is a message.")
         return plain_reader()
     region = replace(plan.region("python"), name="editor", nbytes=EDITOR_BYTES, reason="editor of the chat's messages")
     llm.runner.plan = replace(plan, regions=(*plan.regions, region))
@@ -127,32 +127,32 @@ class Chat:
             self._offer(text)
             return
         except EdgeInferError as error:
-            say(f"{error} /clear forgets the conversation.")
+            say(f"{error} /clear starts a new conversation.")
             return
         conversation.keep(text, done := stream.completion)
         if done.finish_reason == "cancelled":
             _tell("(stopped)")
         elif done.finish_reason == "length" and done.prompt_tokens + done.completion_tokens >= conversation.ctx:
-            _tell(f"(The context of {conversation.ctx} tokens is full, so the answer ends here; /drop forgets the "
-                  "oldest turns, /clear all.)")
+            _tell(f"(The context of {conversation.ctx} tokens is full, so the answer ends here. /drop forgets the "
+                  "oldest turns, /clear all of them.)")
 
     def _offer(self, text: str) -> None:
         """Say what can be done where a conversation and a message do not fit the context."""
         conversation = self._conversation
         skipped = conversation.too_many(text)
-        alone = "" if skipped is None else f" and the {_turns(len(conversation.turns))} before it"
-        _tell(f"This message{alone} do not fit the context of {conversation.ctx} tokens with an answer. What helps:"
-              if alone else f"This message alone fills the context of {conversation.ctx} tokens. What helps:")
+        before = "" if skipped is None else f" and the {_turns(len(conversation.turns))} before it"
+        _tell(f"This message{before} leave no room for an answer in the context of {conversation.ctx} tokens. Options:"
+              if before else f"This message alone fills the context of {conversation.ctx} tokens. Options:")
         if skipped:
             self._waiting = text
-            _tell(f"  /drop      forget the {_oldest(skipped)} of {len(conversation.turns)}, then answer")
-            _tell("  /clear     forget the conversation, then ask again")
+            _tell(f"  /drop      forget the {_oldest(skipped)} of {len(conversation.turns)} and answer")
+            _tell("  /clear     start a new conversation and ask again")
         else:
-            _tell("  ask with a shorter message")
+            _tell("  send a shorter message")
         if larger := self._larger():
             ctx, nbytes = larger
-            _tell(f"  -c {ctx:<7} /save FILE, /bye, and edgeinfer run {self._llm.name} -c {ctx}, which fits in "
-                  f"{format_size(nbytes)}; then /load FILE")
+            _tell(f"  -c {ctx:<7} /save FILE and /bye, then edgeinfer run {self._llm.name} -c {ctx} (takes "
+                  f"{format_size(nbytes)}) and /load FILE")
         elif conversation.ctx >= self._llm.runner.model.max_position_embeddings:
             _tell("A larger context is not possible with this model.")
         else:
@@ -211,12 +211,12 @@ class Chat:
     def _clear(self, rest: str) -> None:
         self._conversation.clear()
         self._waiting = ""
-        _tell("A new conversation starts.")
+        _tell("Started a new conversation.")
 
     def _drop(self, rest: str) -> None:
         conversation, waiting = self._conversation, self._waiting
         if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 7 and int(rest)):
-            _tell("Give a number of turns: /drop, or /drop 2.")
+            _tell("/drop takes a number of turns, as in /drop 2, or nothing.")
             return
         wanted = int(rest) if rest else (conversation.too_many(waiting) if waiting else None) or 1
         n = min(wanted, len(conversation.turns))
@@ -227,18 +227,18 @@ class Chat:
 
     def _save(self, rest: str) -> None:
         if not rest:
-            _tell("Give a file: /save FILE.")
+            _tell("/save needs a file name: /save FILE.")
             return
         self._conversation.save(rest)
-        _tell(f"{_turns(len(self._conversation.turns))} written to {rest}; /load {rest} goes on with them.")
+        _tell(f"Saved {_turns(len(self._conversation.turns))}; /load {rest} continues the conversation.")
 
     def _load(self, rest: str) -> None:
         if not rest:
-            _tell("Give a file: /load FILE.")
+            _tell("/load needs a file name: /load FILE.")
             return
         model = self._conversation.load(rest)
-        other = "" if model == self._llm.name else f", which were with {model}"
-        _tell(f"{_turns(len(self._conversation.turns))} read from {rest}{other}.")
+        other = "" if model == self._llm.name else f" of a conversation with {model}"
+        _tell(f"Loaded {_turns(len(self._conversation.turns))}{other}.")
 
     def _help(self, rest: str) -> None:
         for name, meaning in HELP:

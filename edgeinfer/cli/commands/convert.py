@@ -124,6 +124,6 @@ def _summary(report: ConversionReport) -> str:
     sizes = f"{format_size(report.source_bytes)} to {format_size(report.bundle_bytes)} in {report.seconds:.1f} s"
     worst = report.worst
     if worst is None:
-        return f"{report.destination}: {sizes}; nothing was rounded."
+        return f"{report.destination}: {sizes}; no weight was rounded."
     errors = f"error {report.mean_relative_error:.2e} mean, {worst.relative_error:.2e} worst ({worst.name})"
-    return f"{report.destination}: {sizes}; {errors}; {report.gain:.1%} less than with scales by the largest weight."
+    return f"{report.destination}: {sizes}; {errors}; {report.gain:.1%} lower than with absmax scales."

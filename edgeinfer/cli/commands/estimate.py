@@ -61,7 +61,7 @@ JSON_FIELDS = {
         "figures mean",
         "fits": "as in `plan`: whether a run fits the device's memory, `memory_bytes`, of which the system keeps a "
         "part, "
-        "on cards `device_bytes`, with weights read from storage where `run` does so by itself, as `mode` says; "
+        "on cards `device_bytes`, with weights read from storage where `run` does so automatically, as `mode` says; "
         "`total_bytes` is all that it takes (`unstreamed_bytes` with all weights in memory), of the "
         "process beside a card, and `run_kv` its type of the KV cache",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",

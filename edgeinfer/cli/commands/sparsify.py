@@ -42,7 +42,7 @@ JSON_FIELDS = {
         "max_kld": "the bound",
         "held_out": "per text of --held-out its name, `kld_mean`, `kld_p99`, `perplexity`, `tokens`",
         "warning": "what is not known of the predictor without --held-out, else null",
-        "enabled": "whether `run` may use the predictor by itself",
+        "enabled": "whether `run` may use the predictor automatically",
         "reason": "why, or by how much the bound was missed",
         "relative_time": "predicted time of a decoded token's FFNs in memory over that of the model in tiles, dense",
         "dense_layers": "numbers of the layers that stay in tiles, because there dense is faster",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...models.describe import ModelDescription
     from ...runner import Runner
 
-FIELD = ("of bundles with a predictor or a screen: `name` of what run does by itself on this machine (resident, "
+FIELD = ("of bundles with a predictor or a screen: `name` of what run chooses on this machine (resident, "
          "sparse, sparse from flash, experts from flash, streamed, or refused), `tok_per_s` and `read_bytes` from "
          "storage per token as predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, "
          "`said`; else null")
@@ -64,5 +64,5 @@ def announce(session: Runner, choice: Choice | None, cost: dict[str, Any] | None
     if why := streaming.notice(session):
         say(why)
     if cost and not quiet:
-        why = f"; used by itself, for it is within --max-kld {max_kld:g}" if cost["by_itself"] else ""
+        why = f"; enabled because it is within --max-kld {max_kld:g}" if cost["by_itself"] else ""
         say(f"Approximate, {cost['said']}{why}.")

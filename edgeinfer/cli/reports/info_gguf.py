@@ -82,8 +82,8 @@ def _rows(path: Path, header: dict[str, Any]) -> list[tuple[str, str]]:
     parts = f" in {header['parts']} files" if header["parts"] > 1 else ""
     rows = [("path", str(path)), ("format", f"GGUF {header['version']}, {format_size(header['bytes'])}{parts}"),
             ("name", header["name"]), ("model", f"{header['architecture']}, {header['parameters']:,} parameters")]
-    rows += [("types" if not i else "", f"{one['type']}: {one['tensors']} tensors, {format_size(one['bytes'])}")
-             for i, one in enumerate(header["types"])]
+    rows += [("types" if not i else "", f"{one['type']}: {one['tensors']} tensor{'s' * (one['tensors'] != 1)}, "
+              f"{format_size(one['bytes'])}") for i, one in enumerate(header["types"])]
     rows += [("sizes" if not i else "", f"{name} {value}") for i, (name, value) in enumerate(header["fields"].items())]
     said = ", ".join(str(value) for value in (tokenizer["model"], tokenizer["pre"]) if value)
     rows.append(("tokenizer", f"{said or 'none'}, {tokenizer['tokens'] or 0:,} tokens"
@@ -94,5 +94,6 @@ def _rows(path: Path, header: dict[str, Any]) -> list[tuple[str, str]]:
 def _verdict(header: dict[str, Any]) -> str:
     if not header["runs"]:
         return f"no: {header['reason']}"
-    fits = "which fits" if header["fits"] else "which does not fit in what is free now"
-    return f"yes, in {format_size(header['planned_bytes'])} of memory, {fits}; it was not converted yet, run does that"
+    fits = "which fits" if header["fits"] else "more than is free now"
+    return (f"yes, in {format_size(header['planned_bytes'])} of memory, {fits}; not converted yet, which its first run "
+            "does")

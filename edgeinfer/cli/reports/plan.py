@@ -55,8 +55,8 @@ JSON_FIELDS = {
         "a device ctx or "
         "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
         "order in which to try them, each checked to fit. The last may be "
-        "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
-        "each token and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with "
+        "`cold_neurons` and `streamed_layers`, which `run` does automatically, with `streamed_bytes` read from storage "
+        "for each token and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with "
         "`experts` in all and `routing`: what is expected where choices are `alike` and `skewed`, each `busier_half` "
         "(the share that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
@@ -166,7 +166,7 @@ _READ = {"streamed_layers": "with {} layers read from storage", "kept_experts": 
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} G" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def _storage(report: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...models.describe import ModelDescription
 
 MOST_THREADS = 256
-DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "what this system can give now"
+DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "free on this machine now"
 
 
 def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None,
@@ -223,7 +223,7 @@ class PlanReport:
                          f"{self.config.threads}.")
         if self.budget_source.startswith(DEVICE_MEMORY) and self.device:
             notes.append(self._which_version(self.device))
-        if not self.config.mlock:
+        if any(region.kind == "mapped" for region in self.fitted.plan.regions):
             notes.append("Weights are mapped from their file, so the system may evict them when memory is short and "
                          "read them again; --mlock prevents that.")
         return notes

@@ -20,14 +20,14 @@ def notice(runner: Runner) -> str | None:
         line = one.notice(plan)
     else:
         line = (f"{len(plan.parts)} of {runner.model.num_hidden_layers} layers are streamed from storage, "
-                f"{format_size(reader.bytes_per_pass)} for each token or chunk of the prompt")
-    line += (f": with all weights in memory the run needs {format_size(plan.unstreamed_bytes)}; the budget is "
+                f"{format_size(reader.bytes_per_pass)} for each token or prompt chunk")
+    line += (f", because all weights in memory would take {format_size(plan.unstreamed_bytes)} and the budget is "
              f"{format_size(runner.budget_bytes)}.")
     if runner.instead is not None:
-        line += f" Fits without: {runner.instead}."
+        line += f" They would fit with {runner.instead}."
     if not reader.direct:
-        line += (" The file system refuses direct I/O, so pages go through the system's cache and are dropped behind "
-                 "each read.")
+        line += (" The file system refuses direct I/O, so reads go through the page cache, which is asked to drop "
+                 "them.")
     return line
 
 
