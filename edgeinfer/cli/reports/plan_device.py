@@ -64,7 +64,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
                       host, _source(config, card)),
         "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
         "device_budget_source": f"{DEVICE_MEMORY} {card.title}" if card else None if unknown
-        else f"{share(config)}what is free of it",
+        else f"{share(config) or 'what is '}free of it",
         **_largest(planner, config, alone, fits, unknown), "max_ctx_from_storage": None, "filed_bytes": 0,
         "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,

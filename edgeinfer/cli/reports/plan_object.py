@@ -46,7 +46,7 @@ def share(config: RuntimeConfig) -> str:
     """Return how much of memory without a given limit a run may take; empty for all."""
     from edgeinfer.memory_planner import fills
 
-    return "nine tenths of " if fills(config) else ""
+    return "nine tenths of what is " if fills(config) else ""
 
 
 class PlanReport:
