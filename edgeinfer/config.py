@@ -77,7 +77,7 @@ class GenerationConfig:
     logit_bias: dict[int, float] = field(default_factory=dict, metadata={"rule": BIASES})
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: int | None = option(None, integer(0, 2**63 - 1, "from 0 to 2^63 - 1"))
-    """Seed of the random choices; None samples one and reports it. Same seed, same text, on one machine."""
+    """Seed of the random choices; None picks one at random and reports it. Same seed, same text, on one machine."""
     stop: tuple[str, ...] = option((), TEXTS)
     """Generation ends before the first of these strings; they are not part of the text."""
     logprobs: int | None = option(None, integer(0, 100, "from 0 to 100"))
