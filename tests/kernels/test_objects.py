@@ -271,7 +271,7 @@ def test_a_process_that_cannot_be_started_leaves_none_of_those_before_it(
 
 
 @pytest.mark.parametrize("line", ["quantize many", "\\xff 1", "quantize"])
-def test_an_answer_that_nobody_can_read_ends_the_build(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_an_unreadable_answer_ends_the_build(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
         script = f"import sys, time; sys.stdout.buffer.write(b'{line}\\n'); sys.stdout.flush(); time.sleep(600)"
         pipe = subprocess.PIPE

@@ -107,7 +107,7 @@ def test_a_cancel_while_a_piece_is_read_ends_the_stream() -> None:
         assert llm.generate(PROMPTS[1], max_tokens=2)
 
 
-def test_cancelling_a_request_without_a_turn_waits_for_nobody() -> None:
+def test_cancelling_a_waiting_request_waits_for_no_other() -> None:
     with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
         never = llm.stream(PROMPTS[0])
         with llm._queue.step:  # as a long prompt of another request holds it
@@ -115,7 +115,7 @@ def test_cancelling_a_request_without_a_turn_waits_for_nobody() -> None:
         assert list(never) == [] and never.completion.finish_reason == "cancelled"
 
 
-def test_a_stream_that_nobody_reads_blocks_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_stream_blocks_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "UNREAD_SECONDS", 0.01)
     with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
         stream = llm.stream(PROMPTS[0], max_tokens=40, ignore_eos=True)
@@ -191,7 +191,7 @@ def test_cancel_from_inside_the_loop(slow: LLM) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to oneself are POSIX")
-def test_ctrl_c_in_somebodys_program_leaves_the_model_usable(slow: LLM) -> None:
+def test_ctrl_c_in_a_users_program_leaves_the_model_usable(slow: LLM) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for request in (
