@@ -1,7 +1,6 @@
 """Read a GGUF file without trusting it: every count and size is compared with the file before anything is made of it.
 
-Format: ggml's docs/reference/gguf.md, versions 2 and 3, little-endian: a header (fields, then a table of tensors),
-padding, the
+Format: ggml's docs/gguf.md, versions 2 and 3, little-endian: a header (fields, then a table of tensors), padding, the
 tensors' bytes. A model may be split over several files, of which the first has the fields.
 """
 
