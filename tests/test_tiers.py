@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.kernels import choose
 from edgeinfer.kernels.toolchain import objects
 from tests import kernel_selection, tiers
-from tests.helpers import pace
+from tests.helpers import machine_speed
 from tests.helpers.command_line import ROOT, environment
 
 
@@ -52,11 +52,11 @@ def test_a_unit_test_that_takes_long_is_named_with_all_alone(monkeypatch: pytest
     def said(seconds: float, *marks: str, all_tests: bool = True) -> str:
         return tiers.too_long(SimpleNamespace(**vars(item("a", *marks)), config=config(all_tests=all_tests)), seconds)
 
-    monkeypatch.setattr(pace, "ROUNDS", 1000)
-    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e3)  # this machine is fast
+    monkeypatch.setattr(machine_speed, "ROUNDS", 1000)
+    monkeypatch.setattr(machine_speed, "QUIET_SECONDS", 1e3)  # this machine is fast
     assert said(1.1) == "a unit test took 1.1 s of at most 1.0: mark it slow" and not said(0.9)
     assert not any(said(1.1, mark) for mark in ("slow", "timing", "reference")) and not said(1.1, all_tests=False)
-    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e-12)  # and now it is slow or busy
+    monkeypatch.setattr(machine_speed, "QUIET_SECONDS", 1e-12)  # and now it is slow or busy
     assert not said(1.1)
 
 

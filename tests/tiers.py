@@ -20,7 +20,7 @@ import pytest
 
 from edgeinfer.errors import EdgeInferError
 from tests import kernel_selection
-from tests.helpers import pace
+from tests.helpers import machine_speed
 
 LEFT_OUT = ("slow", "timing")
 """Marks of the tests that README's command leaves out."""
@@ -28,7 +28,7 @@ OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
 UNIT_SECONDS = 1.0
-"""Processor time of a unit test, where a fixed loop takes as long as on the machine that pace.py names."""
+"""Processor time of a unit test, where a fixed loop takes as long as on the machine that machine_speed.py names."""
 TELL_SECONDS = 10.0
 """Between two lines of progress off a terminal."""
 
@@ -80,7 +80,7 @@ def too_long(item: pytest.Item, seconds: float) -> str:
     marked = any(item.get_closest_marker(mark) for mark in (*LEFT_OUT, "reference"))
     if marked or not item.config.getoption("all_tests") or seconds <= UNIT_SECONDS:
         return ""
-    most = UNIT_SECONDS * pace.slowness()
+    most = UNIT_SECONDS * machine_speed.slowness()
     return f"a unit test took {seconds:.1f} s of at most {most:.1f}: mark it slow" if seconds > most else ""
 
 
