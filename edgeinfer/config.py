@@ -139,12 +139,6 @@ def generation_config(options: dict[str, Any]) -> GenerationConfig:
     return replace(checked("config", config, instance(GenerationConfig, "a GenerationConfig")), **given)
 
 
-def from_options(kind: type, options: dict[str, Any]) -> Any:
-    """Build a frozen request type from keyword options, refusing unknown names with the nearest known one."""
-    check_names(kind, options)
-    return kind(**options)
-
-
 def check_names(kind: type, options: Iterable[str]) -> None:
     """Raise `UsageError` for an option that is not a field of a request type, with the nearest one that is."""
     check_known([f.name for f in fields(kind)], options)
