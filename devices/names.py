@@ -2,7 +2,7 @@
 
 A name is cut into words and numbers; makers, cases and other words that do not distinguish devices are left out, and so
 is an amount of memory. The rest must match exactly: another number, or one more word ("4090 laptop"), is another
-device, and nothing is drafted.
+device, and nothing is guessed.
 """
 
 from __future__ import annotations

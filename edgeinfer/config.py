@@ -77,7 +77,7 @@ class GenerationConfig:
     logit_bias: dict[int, float] = field(default_factory=dict, metadata={"rule": BIASES})
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: int | None = option(None, integer(0, 2**63 - 1, "from 0 to 2^63 - 1"))
-    """Seed of the random choices; None samples one and reports it. Same seed, same text, on one machine."""
+    """Seed of the random choices; None picks one at random and reports it. Same seed, same text, on one machine."""
     stop: tuple[str, ...] = option((), TEXTS)
     """Generation ends before the first of these strings; they are not part of the text."""
     response_format: TextForm | None = option(None, Rule("a JSON schema, a pydantic model, or OpenAI's object",
@@ -144,12 +144,6 @@ def generation_config(options: dict[str, Any]) -> GenerationConfig:
     if (config := options.get("config")) is None:
         return GenerationConfig(**given)
     return replace(checked("config", config, instance(GenerationConfig, "a GenerationConfig")), **given)
-
-
-def from_options(kind: type, options: dict[str, Any]) -> Any:
-    """Build a frozen request type from keyword options, refusing unknown names with the nearest known one."""
-    check_names(kind, options)
-    return kind(**options)
 
 
 def check_names(kind: type, options: Iterable[str]) -> None:

@@ -159,7 +159,7 @@ def _default(parameter: Any) -> str:
 
 def device_table() -> str:
     """Return all devices as a Markdown table, with where the bandwidth figures are from."""
-    lines = ["| name | device | class | memory, GiB | GB/s | source | sampled by decoding, GB/s | source |",
+    lines = ["| name | device | class | memory, GiB | GB/s | source | reached by decoding, GB/s | source |",
              "|---|---|---|---|---|---|---|---|"]
     for profile in profiles().values():
         sampled = "" if profile.effective_gbs is None else f"{profile.effective_gbs:g}"

@@ -29,7 +29,7 @@ from tests.helpers.command_line import environment
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.make_documents import PAGE, demo_program
 from tests.make_manual import commands, renewed
-from tests.test_layers import FLOORS
+from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "README.md").is_file():
@@ -256,14 +256,14 @@ def test_the_demos_plan_and_program_are_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == demo_program(), "run: python -m tests.make_documents"
 
 
-def test_the_table_of_floors_is_the_one_that_is_enforced() -> None:
+def test_the_table_of_layers_is_the_enforced_one() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (-?\d\w?) \| (.*?) \|", text, re.MULTILINE)
-    said = {name.strip("/").rpartition("/")[2].removesuffix(".py"): floor
-            for floor, rooms in rows for name in re.findall(r"`([\w./]+)`", rooms)}
-    there = {room for room in FLOORS if any((ROOT / base / room).with_suffix(end).exists()
+    said = {name.strip("/").rpartition("/")[2].removesuffix(".py"): layer
+            for layer, parts in rows for name in re.findall(r"`([\w./]+)`", parts)}
+    there = {part for part in LAYERS if any((ROOT / base / part).with_suffix(end).exists()
                                             for base in ("", "edgeinfer") for end in ("", ".py"))}
-    assert said == {room: FLOORS[room] for room in there - {"__main__"}}
+    assert said == {part: LAYERS[part] for part in there - {"__main__"}}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
-FLOORS = {  # compared as strings
+LAYERS = {  # compared as strings
     **dict.fromkeys(["errors", "base", "demo"], "0"),
     **dict.fromkeys(["quant"], "0b"),
     **dict.fromkeys(["config"], "0c"),
@@ -44,7 +44,7 @@ PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "c
 
 
 def sources(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every module of the packages with its installed name in parts: ("edgeinfer", room, ...)."""
+    """Every module of the packages with its installed name in parts: ("edgeinfer", package, ...)."""
     for folder in ("edgeinfer", *FOLDERS):
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
@@ -71,18 +71,18 @@ def imports_of(tree: ast.AST, module: list[str]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
 
 
-def hidden(root: Path, room: str, name: str) -> bool:
-    """Whether `name` is a module of the room that its face does not offer in __all__."""
-    home = root / room if room in FOLDERS else root / "edgeinfer" / room
+def hidden(root: Path, part: str, name: str) -> bool:
+    """Whether `name` is a module of the package that its public API does not list in __all__."""
+    home = root / part if part in FOLDERS else root / "edgeinfer" / part
     if not (home / name).is_dir() and not (home / f"{name}.py").is_file():
         return False
-    face = home / "__init__.py"
-    return not (face.is_file() and name in public_names(face))
+    init = home / "__init__.py"
+    return not (init.is_file() and name in public_names(init))
 
 
-def public_names(face: Path) -> set[str]:
-    """The strings of a face's __all__; none if it is computed, for no reader and no type checker sees those."""
-    for node in ast.parse(face.read_text(encoding="utf-8")).body:
+def public_names(init: Path) -> set[str]:
+    """The strings of a package's __all__; none if it is computed, which readers and type checkers cannot see."""
+    for node in ast.parse(init.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             value = getattr(node, "value", None)
@@ -91,47 +91,47 @@ def public_names(face: Path) -> set[str]:
     return set()
 
 
-def violation(root: Path, room: str, name: str) -> str | None:
-    """Say what is wrong with a module of `room` importing `name`, or None."""
+def violation(root: Path, part: str, name: str) -> str | None:
+    """Say what is wrong with a module of `part` importing `name`, or None."""
     top, *rest = name.split(".")
     if name == "(escape)":
         return "a relative import leaves the folder: write from edgeinfer... import"
     if top in FOLDERS:
         return f"imports {top} from the root: write edgeinfer.{top}"
-    if top in ("numba", "llvmlite") and room != "kernels":
+    if top in ("numba", "llvmlite") and part != "kernels":
         return f"imports {top}: only kernels/ may"
     if top != "edgeinfer" or not rest:
         return None
     target = PUBLIC_NAMES.get(rest[0], rest[0])
-    if target == room or target == "__version__":
+    if target == part or target == "__version__":
         return None
-    if target not in {*FLOORS, "converters"}:
-        return f"imports {name}: this room has no floor"
+    if target not in {*LAYERS, "converters"}:
+        return f"imports {name}: this package has no layer"
     name_opened = any((".".join(rest) + ".").startswith(module + ".") for module in OPEN)
     if not name_opened and (len(rest) > 2 or (len(rest) == 2 and hidden(root, target, rest[1]))):
-        return f"imports {name}: import through the face, edgeinfer.{target}"
+        return f"imports {name}: import through the package, edgeinfer.{target}"
     if target == "converters":
-        allowed = room in MAY_IMPORT_CONVERTERS
-    elif room == "converters":
+        allowed = part in MAY_IMPORT_CONVERTERS
+    elif part == "converters":
         allowed = target in CONVERTERS_MAY_IMPORT
     else:
-        allowed = target == "errors" or FLOORS[target] < FLOORS[room]
-    return None if allowed else f"imports {name}: {target} is not below {room}"
+        allowed = target == "errors" or LAYERS[target] < LAYERS[part]
+    return None if allowed else f"imports {name}: {target} is not below {part}"
 
 
 def violations(root: Path) -> list[str]:
     """Every import against the rules, as path:line: sentence."""
     found = []
     for path, module in sources(root):
-        room = module[1]
+        part = module[1]
         where = path.relative_to(root).as_posix()
-        if room != "__init__" and room not in {*FLOORS, "converters"}:
-            found.append(f"{where}:1: {room} has no floor")
+        if part != "__init__" and part not in {*LAYERS, "converters"}:
+            found.append(f"{where}:1: {part} has no layer")
             continue
-        if room == "__init__":  # edgeinfer/__init__.py names the public classes lazily and imports nothing of ours
+        if part == "__init__":  # edgeinfer/__init__.py names the public classes lazily and imports nothing of ours
             continue
         for line, name in imported(path, module):
-            if message := violation(root, room, name):
+            if message := violation(root, part, name):
                 found.append(f"{where}:{line}: {message}")
     return found
 
@@ -140,10 +140,10 @@ def test_every_import_goes_down_the_floors() -> None:
     assert not (found := violations(ROOT)), "\n" + "\n".join(found)
 
 
-def test_every_face_lists_its_names() -> None:
-    faces = [ROOT / room / "__init__.py" for room in FOLDERS if FLOORS.get(room, "side") not in ("2b", "5a")]
-    faces += [ROOT / "edgeinfer" / room / "__init__.py" for room in ("bundle", "graph", "runtime")]
-    assert not [str(face) for face in faces if not public_names(face)], "a face without a literal __all__"
+def test_every_package_lists_its_public_names() -> None:
+    inits = [ROOT / part / "__init__.py" for part in FOLDERS if LAYERS.get(part, "side") not in ("2b", "5a")]
+    inits += [ROOT / "edgeinfer" / part / "__init__.py" for part in ("bundle", "graph", "runtime")]
+    assert not [str(init) for init in inits if not public_names(init)], "a package without a literal __all__"
 
 
 def test_a_computed_list_hides_everything(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_computed_list_hides_everything(tmp_path: Path) -> None:
     (tmp_path / "kernels" / "__init__.py").write_text("__all__ = sorted({'pack': ''})\n")
     (tmp_path / "kernels" / "pack.py").write_text("")
     (tmp_path / "memory_planner" / "arena.py").write_text("from edgeinfer.kernels import pack\n")
-    assert [found for found in violations(tmp_path) if "import through the face" in found]
+    assert [found for found in violations(tmp_path) if "import through the package" in found]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_computed_list_hides_everything(tmp_path: Path) -> None:
         ("edgeinfer/bundle/reader.py", "from edgeinfer.devices import Profile", "devices is not below bundle"),
         ("kernels/shapes.py", "def f():\n    import edgeinfer.graph", "graph is not below kernels"),
         ("edgeinfer/quant/types.py", "from ..config import WEIGHT_TYPES", "config is not below quant"),
-        ("memory_planner/plan.py", "from edgeinfer.kernels.linear import gemv", "import through the face"),
-        ("memory_planner/plan.py", "from edgeinfer.kernels import linear", "import through the face"),
-        ("memory_planner/plan.py", "from edgeinfer.kernels.pack import rows", "import through the face"),
+        ("memory_planner/plan.py", "from edgeinfer.kernels.linear import gemv", "import through the package"),
+        ("memory_planner/plan.py", "from edgeinfer.kernels import linear", "import through the package"),
+        ("memory_planner/plan.py", "from edgeinfer.kernels.pack import rows", "import through the package"),
         ("memory_planner/plan.py", "from edgeinfer import LLM", "llm is not below memory_planner"),
         ("edgeinfer/runtime/session.py", "import numba.core", "imports numba: only kernels/ may"),
         ("edgeinfer/cli/commands/run.py", "from llvmlite import binding", "imports llvmlite: only kernels/ may"),
@@ -173,7 +173,7 @@ def test_a_computed_list_hides_everything(tmp_path: Path) -> None:
         ("converters/hf.py", "from edgeinfer.runtime import Session", "runtime is not below converters"),
         ("kernels/isa.py", "from ..errors import KernelError", "a relative import leaves the folder"),
         ("edgeinfer/llm/api.py", "import kernels", "imports kernels from the root"),
-        ("edgeinfer/stray.py", "", "stray has no floor"),
+        ("edgeinfer/stray.py", "", "stray has no layer"),
     ],
 )
 def test_a_planted_violation_is_caught(tmp_path: Path, where: str, text: str, sentence: str) -> None:
@@ -208,7 +208,7 @@ def module_imports(path: Path, module: list[str]) -> Iterator[str]:
     yield from (name for _, name in imports_of(run, module))
 
 
-def room_edges(root: Path) -> dict[str, set[str]]:
+def part_edges(root: Path) -> dict[str, set[str]]:
     """Return the imports of each module within its own package, leaving out its `__init__.py`, which only others
     import.
     """
@@ -240,9 +240,9 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(edges) if (found := visit(name, []))), [])
 
 
-def test_no_circle_inside_a_room() -> None:
-    edges = room_edges(ROOT)
-    assert sum(map(len, edges.values())) > 100, "the imports inside rooms were not found"
+def test_no_import_cycle_inside_a_package() -> None:
+    edges = part_edges(ROOT)
+    assert sum(map(len, edges.values())) > 100, "the imports inside packages were not found"
     assert not circle(edges), "a circle of imports"
 
 
@@ -261,11 +261,11 @@ def test_no_circle_inside_a_room() -> None:
 )
 def test_a_planted_circle_is_caught(tmp_path: Path, text: str, found: bool) -> None:
     """plan -> blocks -> sizes -> plan, closed by `text` in the last."""
-    room = tmp_path / "memory_planner"
-    room.mkdir()
-    (room / "__init__.py").write_text("from .plan import Plan\n")
-    (room / "plan.py").write_text("from .blocks import Pool\n")
-    (room / "blocks.py").write_text("from . import sizes\n" if "blocks" not in text else "")
-    (room / "sizes.py").write_text(text + "\n")
+    part = tmp_path / "memory_planner"
+    part.mkdir()
+    (part / "__init__.py").write_text("from .plan import Plan\n")
+    (part / "plan.py").write_text("from .blocks import Pool\n")
+    (part / "blocks.py").write_text("from . import sizes\n" if "blocks" not in text else "")
+    (part / "sizes.py").write_text(text + "\n")
     names = [f"edgeinfer.memory_planner.{name}" for name in ("blocks", "sizes", "plan", "blocks")]
-    assert circle(room_edges(tmp_path)) == (names if found else [])
+    assert circle(part_edges(tmp_path)) == (names if found else [])

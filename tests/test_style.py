@@ -1,4 +1,4 @@
-"""House rules that a reader relies on: documented fields, short files, no paths of one machine, exact faces."""
+"""Rules that readers rely on: documented fields, short files, no paths of one machine, exact public names."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_face_offers_what_it_says(part: str) -> None:
-    face = importlib.import_module(f"edgeinfer.{part}")
-    names = list(face.__all__)
+def test_a_package_offers_its_public_names(part: str) -> None:
+    api = importlib.import_module(f"edgeinfer.{part}")
+    names = list(api.__all__)
     assert len(names) == len(set(names)), f"edgeinfer.{part}.__all__ names something twice"
-    assert not [name for name in names if name.startswith("_")], "a private name in a face"
-    assert not [name for name in names if not hasattr(face, name)], "a face names what it does not have"
+    assert not [name for name in names if name.startswith("_")], "a private name in __all__"
+    assert not [name for name in names if not hasattr(api, name)], "__all__ names what does not exist"
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -13,8 +13,8 @@ import pytest
 
 from edgeinfer.kernels import choose
 from edgeinfer.kernels.toolchain import objects
-from tests import tested, tiers
-from tests.helpers import pace
+from tests import kernel_selection, tiers
+from tests.helpers import machine_speed
 from tests.helpers.command_line import ROOT, environment
 
 
@@ -41,7 +41,7 @@ def test_slow_tests_and_times_are_left_out_and_some_cases_stay() -> None:
 
 
 @pytest.mark.parametrize("options", [{"all_tests": True}, {"markexpr": "slow"}])
-def test_whoever_asks_for_more_gets_it(options: dict[str, Any]) -> None:
+def test_a_larger_request_is_honoured(options: dict[str, Any]) -> None:
     items = [item("plain"), item("slow", slow={}), item("times", timing={})]
     tiers.leave_out(config(**options), items)
     assert [one.nodeid for one in items] == ["plain", "slow", "times"]
@@ -52,11 +52,11 @@ def test_a_unit_test_that_takes_long_is_named_with_all_alone(monkeypatch: pytest
     def said(seconds: float, *marks: str, all_tests: bool = True) -> str:
         return tiers.too_long(SimpleNamespace(**vars(item("a", *marks)), config=config(all_tests=all_tests)), seconds)
 
-    monkeypatch.setattr(pace, "ROUNDS", 1000)
-    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e3)  # this machine is fast
+    monkeypatch.setattr(machine_speed, "ROUNDS", 1000)
+    monkeypatch.setattr(machine_speed, "QUIET_SECONDS", 1e3)  # this machine is fast
     assert said(1.1) == "a unit test took 1.1 s of at most 1.0: mark it slow" and not said(0.9)
     assert not any(said(1.1, mark) for mark in ("slow", "timing", "reference")) and not said(1.1, all_tests=False)
-    monkeypatch.setattr(pace, "QUIET_SECONDS", 1e-12)  # and now it is slow or busy
+    monkeypatch.setattr(machine_speed, "QUIET_SECONDS", 1e-12)  # and now it is slow or busy
     assert not said(1.1)
 
 
@@ -71,13 +71,14 @@ def test_the_end_of_a_run_says_what_was_left_out() -> None:
 
 def test_the_record_of_kernels_knows_files_of_tests() -> None:
     known = set(objects.KernelSet(choose()).names)
-    assert {"norm_f32", "norm_q8"} <= set(tested.wanted({"kernels/test_norms.py"})) <= known
-    assert tested.wanted({"unit/base/test_units.py"}) == [] and len(tested.wanted(None)) > 60
-    record = json.loads(tested.RECORD.read_text(encoding="utf-8"))
-    here = tested.RECORD.parents[1]
+    assert {"norm_f32", "norm_q8"} <= set(kernel_selection.wanted({"kernels/test_norms.py"})) <= known
+    assert kernel_selection.wanted({"unit/base/test_units.py"}) == [] and len(kernel_selection.wanted(None)) > 60
+    record = json.loads(kernel_selection.RECORD.read_text(encoding="utf-8"))
+    here = kernel_selection.RECORD.parents[1]
     assert [file for file in record if not (here / file).exists()] == []
 
 
 def test_no_test_of_the_tier_wants_a_kernel_that_the_tier_leaves_out() -> None:
-    assert [name for name in tested.wanted(None) if not tested.in_tier(name)] == []
-    assert not tested.in_tier("linear_iq4_g32") and tested.in_tier("linear_q4_g32") and tested.in_tier("quantize")
+    assert [name for name in kernel_selection.wanted(None) if not kernel_selection.in_tier(name)] == []
+    assert not kernel_selection.in_tier("linear_iq4_g32")
+    assert kernel_selection.in_tier("linear_q4_g32") and kernel_selection.in_tier("quantize")

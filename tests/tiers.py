@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import EdgeInferError
-from tests import tested
-from tests.helpers import pace
+from tests import kernel_selection
+from tests.helpers import machine_speed
 
 LEFT_OUT = ("slow", "timing")
 """Marks of the tests that README's command leaves out."""
@@ -28,7 +28,7 @@ OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
 UNIT_SECONDS = 1.0
-"""Processor time of a unit test, where a fixed loop takes as long as on the machine that pace.py names."""
+"""Processor time of a unit test, where a fixed loop takes as long as on the machine that machine_speed.py names."""
 TELL_SECONDS = 10.0
 """Between two lines of progress off a terminal."""
 
@@ -80,14 +80,14 @@ def too_long(item: pytest.Item, seconds: float) -> str:
     marked = any(item.get_closest_marker(mark) for mark in (*LEFT_OUT, "reference"))
     if marked or not item.config.getoption("all_tests") or seconds <= UNIT_SECONDS:
         return ""
-    most = UNIT_SECONDS * pace.slowness()
+    most = UNIT_SECONDS * machine_speed.slowness()
     return f"a unit test took {seconds:.1f} s of at most {most:.1f}: mark it slow" if seconds > most else ""
 
 
 def choose_levels(config: pytest.Config) -> None:
     """Have README's command test the best level of the machine; workers and the programs of tests get it from here."""
     if not is_whole(config) and "EDGEINFER_ISA" not in os.environ:
-        os.environ.setdefault("EDGEINFER_TEST_ISAS", tested.levels()[0])
+        os.environ.setdefault("EDGEINFER_TEST_ISAS", kernel_selection.levels()[0])
 
 
 def name_of(path: Path) -> str:
@@ -136,7 +136,7 @@ class OnProgress:
 
 
 class Wanted:
-    """Kernels that the tests of each file use, recorded by `python -m tests.tested --record`."""
+    """Kernels that the tests of each file use, recorded by `python -m tests.kernel_selection --record`."""
 
     def __init__(self) -> None:
         self.by_file: dict[str, set[str]] = {}
@@ -198,15 +198,15 @@ class Tier:
         if of_another or self._config.option.collectonly or self._config.getoption("record_kernels"):
             return
         files = modules(self._config)
-        names = tested.wanted(files, all_kernels=is_whole(self._config) and files is None)
-        for isa in tested.isas():
+        names = kernel_selection.wanted(files, all_kernels=is_whole(self._config) and files is None)
+        for isa in kernel_selection.isas():
             progress = OnProgress(isa.name, self._config)
             try:
-                tested.compile_named(isa, names, progress.tell)
+                kernel_selection.compile_named(isa, names, progress.tell)
             except EdgeInferError as error:
                 pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
             progress.end()
-        self._before = tested.compiled()
+        self._before = kernel_selection.compiled()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -254,10 +254,10 @@ class Tier:
 
     def _on_marks(self) -> list[str]:
         if not is_whole(self._config):
-            others = ", ".join(tested.other_levels())
+            others = ", ".join(kernel_selection.other_levels())
             told = {"slow": "slow tests", "timing": "tests of times"}
             parts = [f"{self._left[mark]} {told[mark]}" for mark in LEFT_OUT if self._left[mark]]
-            parts += [f"instruction sets other than {tested.levels()[0]} ({others})"] if others else []
+            parts += [f"instruction sets other than {kernel_selection.levels()[0]} ({others})"] if others else []
             return [f"left out: {', '.join(parts) or 'nothing'}; `python -m pytest --all` runs everything"]
         plain = {name: seconds for name, seconds in self._seconds.items() if name not in self._outside}
         over = sorted(((seconds, name) for name, seconds in plain.items() if seconds > SLOW_SECONDS), reverse=True)
@@ -266,6 +266,6 @@ class Tier:
         return [share, *(f"takes {seconds:.1f} s and is not marked slow: {name}" for seconds, name in over)]
 
     def _on_kernels(self) -> list[str]:
-        late = sorted(tested.compiled() - self._before) if self._before is not None else []
-        note = "`python -m tests.tested --record` notes which tests want them"
+        late = sorted(kernel_selection.compiled() - self._before) if self._before is not None else []
+        note = "`python -m tests.kernel_selection --record` notes which tests want them"
         return [f"compiled within tests: {', '.join(late)}; {note}"] if late else []

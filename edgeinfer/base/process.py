@@ -21,7 +21,7 @@ reports_json = False
 """Whether the command's answer, and so its failure, is an object on standard output."""
 
 above: Callable[[str], bool] | None = None
-"""Prints a line above the progress bar, while one is sampled; returns whether it did."""
+"""Prints a line above the progress bar, while one is shown; returns whether it did."""
 
 
 def say(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The signature of the callbacks that long work reports to; the command line samples it (edgeinfer/cli/progress.py)."""
+"""The signature of the callbacks that long work reports to; the command line draws it (edgeinfer/cli/progress.py)."""
 
 from __future__ import annotations
 

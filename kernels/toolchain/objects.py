@@ -86,11 +86,6 @@ def cache_directory() -> Path:
     return cache_root() / "kernels"
 
 
-def set_directory(root: Path, isa: Isa, released: bool = False, extension: Extension | None = None) -> Path:
-    """Directory of one instruction set: named by sources, and in the cache by the compiler's versions as well."""
-    return KernelSet(isa, extension).directory(root, released)
-
-
 @dataclass(frozen=True)
 class KernelSet:
     """The kernels of one instruction set, as their sources are now, or of an extension."""

@@ -79,7 +79,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _fault(status: os.stat_result) -> str:
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to another user ({status.st_uid})"
-    # A sticky folder, as /tmp: users cannot move each other's files there.
+    # Users cannot move each other's files in a sticky directory such as /tmp.
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     if stat.S_ISLNK(status.st_mode) or sticky:
         return ""

@@ -29,7 +29,7 @@ from edgeinfer.quant import TYPES, WeightType
 from edgeinfer.runtime import plan_run
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import TINY
-from tests.tested import everything
+from tests.kernel_selection import everything
 
 KINDS = [name for name, row in TYPES.items() if "tile16" in row.layouts]
 CARDS = [name for name, profile in profiles().items() if served(profile)]

@@ -108,7 +108,7 @@ def test_without_a_budget_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch, no
     monkeypatch.setattr("edgeinfer.memory_planner.budget.available_bytes", lambda: 300_000_000)
     whole, served = planned("plan", "demo"), planned("plan", "demo", "--serve", "--max-sequences", 64)
     assert served["budget_bytes"] == pytest.approx(0.9 * whole["budget_bytes"], rel=0.02)
-    assert served["budget_source"] == "nine tenths of what this system can give now"
+    assert served["budget_source"] == "nine tenths of what is free on this machine now"
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -16,22 +16,22 @@ import pytest
 
 from edgeinfer.kernels import Isa, Kernels, abi, available, reference_of
 from edgeinfer.kernels.reference import Expected, InstructionView, compare, write_q8
-from tests import tested
+from tests import kernel_selection
 
-ISAS = tested.levels()
-"""Instruction sets under test, the best first: see tests/tested.py."""
+ISAS = kernel_selection.levels()
+"""Instruction sets under test, the best first: see tests/kernel_selection.py."""
 SLACK_BYTES = 256
 
 
 def isas(name: str) -> list[str]:
     """Instruction sets that a kernel is tested on; the best is always among them."""
-    return [isa for isa in ISAS if tested.takes(isa, name)]
+    return [isa for isa in ISAS if kernel_selection.takes(isa, name)]
 
 
 def weight_types(cases: Sequence[tuple[Any, ...]], *loops: str) -> list[Any]:
     """Give cases that begin with a type and its group, those marked `slow` of which README's tier wants no kernel."""
     ends = [f"{dtype}_g{group}" if group else dtype for dtype, group, *_ in cases]
-    kept = [all(tested.in_tier(f"{loop}_{end}") for loop in loops) for end in ends]
+    kept = [all(kernel_selection.in_tier(f"{loop}_{end}") for loop in loops) for end in ends]
     return [case if keep else pytest.param(*case, marks=pytest.mark.slow)
             for case, keep in zip(cases, kept, strict=True)]
 

@@ -100,7 +100,7 @@ def test_its_set_is_named_by_its_sources_and_by_those_of_the_package(
     extension = catalogue.extension_of("scale_rows")
 
     def name() -> str:
-        return objects.set_directory(tmp_path, available()[0], extension=extension).name
+        return objects.KernelSet(available()[0], extension).directory(tmp_path, False).name
 
     names = [name()]
     assert names[0].rpartition("-")[0].endswith(f"{available()[0].name}+scaling.kernels")

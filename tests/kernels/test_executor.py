@@ -270,7 +270,7 @@ def test_closing_twice_and_using_what_is_closed(make: Make, models: Path) -> Non
                 use()
 
 
-def test_closing_gives_the_memory_back_to_whoever_keeps_the_session(models: Path) -> None:
+def test_closing_gives_the_memory_back_while_the_session_is_referenced(models: Path) -> None:
     import psutil
 
     process = psutil.Process()

@@ -100,7 +100,7 @@ def test_spinning_in_vain_is_no_trap(make: Make, futex: CountedFutex) -> None:
     executor.run()
 
 
-def test_a_pass_of_one_thread_wakes_nobody(make: Make, futex: CountedFutex) -> None:
+def test_a_pass_of_one_thread_wakes_no_other(make: Make, futex: CountedFutex) -> None:
     ran: list[int] = []
     executor = make(["work"] * 3, 4, work=lambda instruction, tid: ran.append(tid))
     executor.tuner = one = AnyMode(4)  # type: ignore[assignment]
@@ -143,7 +143,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 6])
-def test_any_order_of_ways_runs_every_instruction_once(make: Make, threads: int) -> None:
+def test_any_order_of_modes_runs_every_instruction_once(make: Make, threads: int) -> None:
     """Threads dawdle; a forward pass of one thread is thread 0's, and the next one of all begins with all of them."""
     log: list[tuple[str, int, int]] = []
     pauses = random.Random(threads)
@@ -167,7 +167,7 @@ def test_any_order_of_ways_runs_every_instruction_once(make: Make, threads: int)
                 assert sorted(x for x in part if x[0] == what) == [(what, instruction, tid) for tid in range(active)]
 
 
-def test_the_way_changes_no_bit(models: Path) -> None:
+def test_the_mode_changes_no_bit(models: Path) -> None:
     path, ids = write_model(models), tokens(60)
     with session(path, threads=1) as opened:
         expected = logits_of(opened, ids, n_decoded=30).tobytes()
@@ -226,7 +226,7 @@ def run_pass(tuner: ThreadTuner, alone: Callable[[int], float], together: Callab
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_the_faster_way_is_found_and_kept(small: bool) -> None:
+def test_the_faster_mode_is_found_and_kept(small: bool) -> None:
     noise = random.Random(1)
     for alone, together in ((100, 150), (345, 190), (120, 900)):
         tuner = ThreadTuner(2, choose=True, small=small)
@@ -238,7 +238,7 @@ def test_the_faster_way_is_found_and_kept(small: bool) -> None:
         assert chosen[2 * TRIAL :].count(best) > 0.99 * (len(chosen) - 2 * TRIAL)
 
 
-def test_the_way_follows_the_machine() -> None:
+def test_the_mode_follows_the_machine() -> None:
     """Another program takes a core away and gives it back."""
     tuner = ThreadTuner(2, choose=True)
     chosen = run_pass(tuner, lambda i: 300, lambda i: 900 if 3000 <= i < 6000 else 200, 12_000)
@@ -282,7 +282,7 @@ def test_kinds_of_passes_are_told_apart() -> None:
     assert tuner.plan(1, 0, 5) == (2, False), "other instructions"
 
 
-def test_sessions_choose_unless_they_are_told() -> None:
+def test_sessions_choose_threads_unless_fixed() -> None:
     for threads in (None, 2):
         with session(demo_path(), ctx=64, threads=threads) as opened:
             guest = Session(Bundle.open(demo_path()), RuntimeConfig(ctx=64), host=opened)

@@ -289,7 +289,7 @@ def test_matmuls_of_experts_agree_with_their_references(
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("dtype", "group", "isa"), weight_types(CASES, "experts_gated"))
-def test_a_token_has_the_same_bits_whoever_shares_its_pass(dtype: str, group: int, isa: str) -> None:
+def test_a_token_has_the_same_bits_in_any_pass(dtype: str, group: int, isa: str) -> None:
     """Alone, with some or with all; on one thread or three; in chunks of any size."""
     rng = np.random.default_rng(5)
     layer = Layer(rng, dtype, group, moe(rng, 33, 6, 3, 0.5), 65, 38, bias=True)

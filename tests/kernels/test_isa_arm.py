@@ -124,7 +124,7 @@ def test_objects_are_elf_everywhere_and_windows_has_its_own(monkeypatch: pytest.
     names = {}
     for platform in ("linux", "darwin", "win32"):
         monkeypatch.setattr(sys, "platform", platform)
-        names[platform] = isa.triple("aarch64"), objects.set_directory(Path("x"), level).name
+        names[platform] = isa.triple("aarch64"), objects.KernelSet(level).directory(Path("x"), False).name
     assert names["linux"] == names["darwin"]
     assert names["linux"][0] == "aarch64-unknown-linux-gnu" and names["linux"][1].startswith("aarch64-neon-")
     assert names["win32"][0] == "aarch64-pc-windows-msvc" and names["win32"][1].startswith("windows-aarch64-neon-")

@@ -80,7 +80,7 @@ def builds(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> B
 
 
 def cached(tmp_path: Path) -> Path:
-    return objects.set_directory(tmp_path / "cache" / "kernels", ISA)
+    return objects.KernelSet(ISA).directory(tmp_path / "cache" / "kernels", False)
 
 
 def files(directory: Path) -> set[str]:
@@ -157,15 +157,15 @@ def test_a_release_may_take_what_the_cache_has(builds: Builds, tmp_path: Path) -
 
 
 def test_changed_sources_name_another_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = objects.set_directory(Path("cache"), ISA)
+    before = objects.KernelSet(ISA).directory(Path("cache"), False)
     monkeypatch.setattr(objects, "source_hash", lambda: "other")
-    assert objects.set_directory(Path("cache"), ISA) != before
+    assert objects.KernelSet(ISA).directory(Path("cache"), False) != before
 
 
 def test_another_compiler_names_another_set_but_not_a_released_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [objects.set_directory(Path("cache"), ISA, released) for released in (False, True)]
+    before = [objects.KernelSet(ISA).directory(Path("cache"), released) for released in (False, True)]
     monkeypatch.setattr(objects, "compiler_versions", lambda: {"numba": "0"})
-    after = [objects.set_directory(Path("cache"), ISA, released) for released in (False, True)]
+    after = [objects.KernelSet(ISA).directory(Path("cache"), released) for released in (False, True)]
     assert after[0] != before[0] and after[1] == before[1]
 
 
@@ -191,7 +191,7 @@ def test_every_source_that_kernels_import_is_hashed() -> None:
 
 
 def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:
-    released = objects.set_directory(tmp_path / "package", ISA, released=True)
+    released = objects.KernelSet(ISA).directory(tmp_path / "package", True)
     shutil.copytree(builds.source, released)
     released.chmod(0o777)  # whoever may write there may write edgeinfer's Python as well
     assert find_set(ISA) == released and builds.started == 0
@@ -271,7 +271,7 @@ def test_a_process_that_cannot_be_started_leaves_none_of_those_before_it(
 
 
 @pytest.mark.parametrize("line", ["quantize many", "\\xff 1", "quantize"])
-def test_an_answer_that_nobody_can_read_ends_the_build(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_an_unreadable_answer_ends_the_build(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
         script = f"import sys, time; sys.stdout.buffer.write(b'{line}\\n'); sys.stdout.flush(); time.sleep(600)"
         pipe = subprocess.PIPE

@@ -43,7 +43,7 @@ def package(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(objects, "package_directory", lambda: root)
     monkeypatch.setattr(provide, "_unkept", {})
     monkeypatch.setattr(build, "_start", start)
-    released = objects.set_directory(root, ISA, released=True)
+    released = objects.KernelSet(ISA).directory(root, released=True)
     shutil.copytree(real_set, released)
     return released
 
@@ -123,7 +123,7 @@ def test_a_packages_bad_set_is_named_once_and_replaced_in_the_cache(
 def test_a_bad_set_in_the_cache_is_named_and_compiled_again(
     package: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], str]
 ) -> None:
-    shutil.copytree(package, (directory := objects.set_directory(objects.cache_directory(), ISA)))
+    shutil.copytree(package, (directory := objects.KernelSet(ISA).directory(objects.cache_directory())))
     shutil.rmtree(package.parent)  # a source checkout has none
     assert find_set(ISA) == directory and capsys.readouterr().err == ""
     why = spoil(directory)
@@ -212,7 +212,7 @@ def test_a_builder_that_does_not_move_is_not_waited_for_forever(
     shutil.rmtree(package.parent)
     monkeypatch.setattr(provide, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(provide, "PATIENCE_SECONDS", 0.1)
-    directory = objects.set_directory(objects.cache_directory(), ISA)
+    directory = objects.KernelSet(ISA).directory(objects.cache_directory())
     directory.mkdir(parents=True)
     (stopped := DestinationLock(directory)).acquire()
     assert find_set(ISA) == directory
@@ -231,7 +231,7 @@ def make_set(directory: Path, days: float) -> Path:
 
 def test_superseded_sets_go_a_week_after_their_last_use(package: Path) -> None:
     shutil.rmtree(package.parent)
-    new = objects.set_directory(objects.cache_directory(), ISA)
+    new = objects.KernelSet(ISA).directory(objects.cache_directory())
     kind, cache = new.name.rpartition("-")[0], new.parent
     old = make_set(cache / f"{kind}-0123456789abcdef", tidy.UNUSED_DAYS + 1)
     recent = make_set(cache / f"{kind}-1123456789abcdef", tidy.UNUSED_DAYS - 1)
@@ -254,7 +254,7 @@ def test_a_set_in_use_is_marked_once_a_day(package: Path) -> None:
 
 def test_remains_of_killed_processes_go_after_a_day(package: Path) -> None:
     shutil.rmtree(package.parent)
-    directory = objects.set_directory(objects.cache_directory(), ISA)
+    directory = objects.KernelSet(ISA).directory(objects.cache_directory())
     directory.mkdir(parents=True)
     for folder in (directory, directory.parent):
         for name, age in ((".quantize.abc", 2 * DAY), (".young", 0)):

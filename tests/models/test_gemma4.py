@@ -261,7 +261,7 @@ def test_sizes_of_layers_one_by_one_mean_the_same() -> None:
         read_config({**fields, "per_layer_config": {**listed, **padded}})
 
 
-def test_matrices_that_nobody_reads_are_left_out(tmp_path: Path) -> None:
+def test_unread_matrices_are_left_out(tmp_path: Path) -> None:
     """Published files have K and V of all layers."""
     case = golden_cases.load("gemma4")
     own = {name: value for name, value in case.tensors.items() if re.search(r"layers\.1\.self_attn\.(k|v)_", name)}

@@ -217,7 +217,7 @@ def overflow(running: Session, sequence: Sequence, row: int) -> None:
 
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
-def test_what_was_forgotten_reaches_nobody(path: Path, kv: str) -> None:
+def test_forgotten_tokens_reach_no_sequence(path: Path, kv: str) -> None:
     """Rows behind the last token may hold NaN, as after an overflow, and a weight of 0 times NaN is NaN."""
     with session(path, kv=kv, max_sequences=2) as running:
         ids = tokens(30)
@@ -232,7 +232,7 @@ def test_what_was_forgotten_reaches_nobody(path: Path, kv: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["reserved", "cancelled", "kept"])
-def test_what_was_never_taken_in_reaches_nobody(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_never_accepted_reach_no_sequence(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens of the model itself, passes that end early, and branches of a tree leave rows behind the last
     token.
     """

@@ -20,7 +20,7 @@ from edgeinfer.models import demo_path
 from edgeinfer.registry import recipe_with
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.kv.prompt_file import PromptFile
-from tests import tested
+from tests import kernel_selection
 from tests.helpers.sessions import TINY, session, tokens, write_model
 from tests.models.test_offload import made
 
@@ -72,7 +72,7 @@ def test_instruction_sets_share_a_cache_where_they_share_all_bits(
 ) -> None:
     bits: dict[str, set[bytes]] = {}
     path = write_model(tmp_path)
-    levels = [isa for isa in available() if isa.name in tested.levels()]
+    levels = [isa for isa in available() if isa.name in kernel_selection.levels()]
     for isa in levels:
         monkeypatch.setenv("EDGEINFER_ISA", isa.name)
         with session(path, ctx=100, kv=kv) as one:

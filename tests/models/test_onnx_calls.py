@@ -230,7 +230,7 @@ def test_a_handler_that_closes_the_model_behind_a_call(n: int, opened: OnnxRunne
         assert "The model was closed" in str(error)
 
 
-def test_the_thread_ends_with_a_runner_that_nobody_closed(path: Path) -> None:
+def test_the_thread_ends_with_a_runner_that_was_not_closed(path: Path) -> None:
     with running(path, "onnx-cpu", ctx=64) as runner:
         assert isinstance(runner, OnnxRunner)
         runner.prefill(runner.new_sequence(), BEFORE)

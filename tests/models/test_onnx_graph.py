@@ -44,7 +44,7 @@ def exported(bundle: Path, dtype: str = "f32", **options: Any) -> tuple[Bundle, 
     return opened, Slots(bundle / f"{dtype}.onnx", flavour, 4)
 
 
-def test_every_way_to_store_is_tried() -> None:
+def test_every_storage_form_is_tried() -> None:
     assert {case[1:] for case in CASES} == set(STORED)
 
 

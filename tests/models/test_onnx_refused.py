@@ -172,7 +172,7 @@ def test_damage_is_named(model: Path) -> None:
     refused("there is no m.onnx.")
 
 
-def test_places_and_metadata_that_somebody_sealed_again(model: Path) -> None:
+def test_altered_offsets_and_metadata_with_a_new_checksum(model: Path) -> None:
     def change(sentence: str, **where: str) -> None:
         proto = onnx.load(str(model), load_external_data=False)
         for entry in next(t for t in proto.graph.initializer if t.name == "layers.1.o.codes").external_data:
@@ -262,7 +262,7 @@ def test_without_the_package_onnx(bundle: Bundle, tmp_path: Path) -> None:
         export(bundle, tmp_path / "m.onnx")
 
 
-def test_nobody_else_imports_them() -> None:
+def test_no_other_package_imports_them() -> None:
     code = ("import sys, edgeinfer; from edgeinfer import LLM; import edgeinfer.cli.app, edgeinfer.backends\n"
             "edgeinfer.cli.app.make_app(); from edgeinfer.backends import Flavour\n"
             f"m = LLM({str(demo_path())!r}); m.generate('Once', max_tokens=1); m.close()\n"

@@ -161,7 +161,7 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
 
 
 @pytest.mark.parametrize("name", list(CASES)[::7])
-def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
+def test_every_tensor_and_weight_has_an_allocation_in_its_region(name: str) -> None:
     graph = graph_of(name)
     nbytes = weights_file_bytes(graph)
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)

@@ -44,7 +44,7 @@ def test_a_cancelled_prompt_leaves_the_sequence_as_it_was(model: Path, number: i
         assert next(calls) == number + 1 + 14
 
 
-def test_a_wish_to_end_is_heard_while_it_is_chosen_who_goes_on(model: Path) -> None:
+def test_a_cancellation_is_seen_while_tokens_are_ranked(model: Path) -> None:
     with session(model, ctx=256, lazy=HALF) as opened:
         sequence, wish, keys, calls = opened.new_sequence(), Cancellation(), opened.kv.keys, itertools.count()
 
@@ -59,7 +59,7 @@ def test_a_wish_to_end_is_heard_while_it_is_chosen_who_goes_on(model: Path) -> N
         assert next(calls) == 1 and not len(sequence)  # of two heads
 
 
-def test_a_model_that_is_closed_while_it_is_chosen_who_goes_on_says_so(model: Path) -> None:
+def test_a_model_closed_while_tokens_are_ranked_says_so(model: Path) -> None:
     with session(model, ctx=256, lazy=HALF) as opened:
         closer, choose = threading.Thread(target=opened.close), opened.prefill_strategy.choose
 

@@ -82,7 +82,7 @@ def test_keys_are_read_as_they_are_stored(model: Path) -> None:
             assert np.abs(mine - exact).max() <= share * np.abs(exact).max() and exact.std() > 0
 
 
-def test_ties_go_to_the_earlier_place() -> None:
+def test_ties_go_to_the_earlier_position() -> None:
     rows = np.array([3, 5, 8, 9, 12])
     weight = np.array([1, 2, 1, np.inf, 1], np.float32)
     assert most_important(weight, rows, 3).tolist() == [3, 5, 9]

@@ -32,7 +32,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
 from tests.helpers.command_line import edgeinfer
 
-NARROW_PASS = "tests.helpers.narrow.narrow:window=6"
+NARROW_PASS = "tests.helpers.narrow_attention.narrow:window=6"
 NARROW = f"fuse_input+{NARROW_PASS}"
 TEXT = "Once upon a time there was a king who had three daughters, and the youngest of them was the wisest. " * 3
 
@@ -144,10 +144,10 @@ def test_recipes_know_what_approximates() -> None:
     recipe = Recipe.parse(NARROW)
     assert [approximates(step) for step in recipe.steps] == [False, True]
     assert without_approximations(recipe) == Recipe() and str(without_approximations(recipe)) == "fuse_input"
-    off = Recipe.parse("tests.helpers.narrow.narrow:window=0")
+    off = Recipe.parse("tests.helpers.narrow_attention.narrow:window=0")
     assert without_approximations(off) == off
     assert Setting.of_run(RuntimeConfig(kv="f16", recipe=recipe)) == Setting.of(
-        kv="f16", passes="tests.helpers.narrow.narrow:window=6")
+        kv="f16", passes="tests.helpers.narrow_attention.narrow:window=6")
     with pytest.raises(UsageError, match="which does not exist"):
         without_approximations(Recipe.parse("nothing"))
 
@@ -201,7 +201,7 @@ def test_eval_compares_an_approximation_with_the_model_itself(made: Measurement,
     assert plain["protocol"] == "windows of 32, prompts of 8, the others one by one"
     found = edgeinfer(*asked, "--decode", 8, "--recipe", NARROW).json
     assert found["kld_mean"] > 0.001 and found["reference_perplexity"] == plain["perplexity"]
-    assert found["setting"]["passes"] == "tests.helpers.narrow.narrow:window=6" and found["tokens"] == plain["tokens"]
+    assert found["setting"]["passes"] == NARROW_PASS and found["tokens"] == plain["tokens"]
     with Bundle.open(demo_path()) as bundle:
         (kept,) = read_quality(bundle)
         assert kept.kld_mean == found["kld_mean"] and dict(kept.setting.values) == found["setting"]
@@ -220,7 +220,8 @@ def test_run_says_what_an_approximation_was_measured_to_cost(made: Measurement) 
     assert f"edgeinfer: {said}" in approximate.err
     assert "Approximate" not in edgeinfer(*asked, "--recipe", "none").err
     with Bundle.open(demo_path()) as bundle:
-        remember(bundle, replace(made, setting=Setting.of(kv="int8", passes="tests.helpers.narrow.narrow:window=6")))
+        remember(bundle, replace(made, setting=Setting.of(kv="int8",
+                                                          passes="tests.helpers.narrow_attention.narrow:window=6")))
     assert "window=6: KLD 0.01000 mean, 0.1000 for the worst 1 %, over 100" in edgeinfer(*asked, "--recipe", NARROW).err
     report = edgeinfer(*asked, "--recipe", NARROW, "--json").json["quality"]
     assert report["kld_mean"] == 0.01 and report["setting"] == {"kv": "int8", "passes": NARROW_PASS}

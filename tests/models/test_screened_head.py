@@ -226,7 +226,7 @@ def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own
         config = RuntimeConfig()
         assert [one.recipe for one in judge(bundle, config).enabled] == [SCREENED]
         assert not judge(bundle, config, 0).enabled
-        narrow = replace(config, recipe=Recipe.parse("fuse_input+tests.helpers.narrow.narrow:window=6"))
+        narrow = replace(config, recipe=Recipe.parse("fuse_input+tests.helpers.narrow_attention.narrow:window=6"))
         assert not judge(bundle, narrow).enabled
         (known,) = read_quality(bundle)
         assert find([known], known.setting, bundle) == known and known.weights != ""

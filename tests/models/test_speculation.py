@@ -116,7 +116,7 @@ def same(found: Completion, want: Completion, runner: Runner) -> bool:
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_text_is_the_same_whoever_draft_tokens(opened: Runner, options: dict[str, Any], n: int) -> None:
+def test_the_text_is_the_same_with_any_drafter(opened: Runner, options: dict[str, Any], n: int) -> None:
     plain = complete(opened, n=n, **options)
     texts = [choice.token_ids for choice in plain.choices]
     for proposals in (1, 2, 3, 5, 7):
@@ -267,7 +267,7 @@ def naive(text: list[int]) -> tuple[int, list[int]]:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("vocabulary", [2, 5, 40])
-def test_lookup_finds_the_latest_place(vocabulary: int) -> None:
+def test_lookup_finds_the_latest_occurrence(vocabulary: int) -> None:
     rng = random.Random(vocabulary)
     text = [rng.randrange(vocabulary) for _ in range(3)]
     index = Index(text)

@@ -151,7 +151,7 @@ def test_no_more_steps_than_blocks_and_copies(opened: Session, passes: list[int]
         opened.release(sequence)
 
 
-def test_steps_are_those_of_this_pass_whatever_runs_next(
+def test_steps_are_those_of_their_own_pass(
     opened: Session, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program on the same threads makes ctx its own as soon as the forward pass is over."""

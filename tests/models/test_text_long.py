@@ -176,7 +176,7 @@ def test_standard_input_is_read_no_further_than_a_prompt_can_be(unit: bytes) -> 
     assert done.vm_hwm_bytes - short.vm_hwm_bytes < 12 * MB
 
 
-def test_a_text_that_was_left_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_an_abandoned_text_blocks_no_request(tmp_path: Path) -> None:
     """Ctrl-C leaves a long call in a thread of its own; the next prompt, read alike, does not wait for it."""
     from tokenizers import pre_tokenizers
 

@@ -246,7 +246,7 @@ WRONG: list[tuple[str, str, Callable[[tuple[Source, ...]], tuple[Source, ...]], 
 
 
 @pytest.mark.parametrize(("model_type", "weight", "change", "sentence"), WRONG, ids=range(len(WRONG)))
-def test_parts_that_nobody_uses_or_two_do(
+def test_parts_used_by_no_weight_or_by_two(
     tmp_path: Path, model_type: str, weight: str, change: Callable[[tuple[Source, ...]], tuple[Source, ...]],
     sentence: str,
 ) -> None:

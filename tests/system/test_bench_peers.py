@@ -273,7 +273,7 @@ def test_wrong_usage(option: list[str], sentence: str, capsys: pytest.CaptureFix
     assert sentence in capsys.readouterr().err
 
 
-def test_somebody_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         against_peers.parse(["--output", "y"])
     assert "there is nobody to compare with; name a peer by --llama-cpp-python or --openvino" in capsys.readouterr().err

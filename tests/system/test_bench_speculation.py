@@ -23,7 +23,7 @@ def runner(tmp_path: Path):
 
 
 @pytest.mark.parametrize("right", [1.0, 0.5, 0.0])
-def test_a_text_is_replayed_whoever_draft_tokens(runner: Session, right: float) -> None:
+def test_a_text_is_replayed_with_any_drafter(runner: Session, right: float) -> None:
     assert Replayed(runner, PROMPT, TEXT).run().token_ids == tuple(TEXT)
     drafter = StatedProposals((*PROMPT, *TEXT), right, TINY.vocab_size)
     found = Replayed(runner, PROMPT, TEXT, Speculation(drafter, Times(), 3, 16, fixed=True)).run()

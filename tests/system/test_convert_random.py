@@ -100,7 +100,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("m already exists; choose another name, or overwrite it (--overwrite).")
 
 
-def test_the_face_names_what_it_lacks() -> None:
+def test_the_error_names_the_missing_name() -> None:
     import edgeinfer.converters
 
     with pytest.raises(AttributeError, match=r"module 'edgeinfer\.converters' has no attribute 'magic'"):

@@ -11,7 +11,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.graph import ModelConfig
 from edgeinfer.runtime import Session
-from tests import tested
+from tests import kernel_selection
 from tests.helpers.sessions import SPLIT, TINY, WINDOWED, scored, session, tokens, write_model
 
 PROMPT = tokens(2 * SPLIT + 91)  # three attention splits, the last of them part of a block
@@ -68,7 +68,7 @@ def test_threads_and_chunks_with_windows(kv: str, models: Path) -> None:
     compare(write_model(models, WINDOWED), kv, ((1, 1), (1, 7), (2, 64), (3, 512)))
 
 
-@pytest.mark.parametrize("isa", tested.levels())
+@pytest.mark.parametrize("isa", kernel_selection.levels())
 def test_threads_and_chunks_on_every_instruction_set(isa: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_ISA", isa)
     for weights, kv in (("q4", "int8"), ("f16", "f32")):

@@ -45,7 +45,7 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path) -> No
     assert names(tmp_path) == ["cache"] and path.read_bytes() == b"new"
 
 
-def test_somebody_who_writes_at_the_same_time_keeps_his_file(tmp_path: Path) -> None:
+def test_a_concurrent_writer_keeps_its_file(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     with replacement(path) as first:
         first.write(b"first")

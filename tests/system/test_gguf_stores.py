@@ -253,7 +253,7 @@ def test_what_a_conversion_costs_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert entry["source"] == f"Tiny, from {path}"
 
 
-def test_choosing_among_names() -> None:
+def test_selecting_among_names() -> None:
     names = dict.fromkeys(["a/Q4_K_M/m-Q4_K_M-00001-of-00002.gguf", "a/Q4_K_M/m-Q4_K_M-00002-of-00002.gguf",
                            "m.Q8_0.gguf", "imatrix.gguf", "m-IQ4_XS.gguf", "README.md", "x-mmproj-f16.gguf"], 1)
     assert chosen(names, "o/r", "Q4_K_M") == list(names)[:2]

@@ -260,7 +260,7 @@ def test_cancel_from_inside_the_loop(slow: LLM) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to oneself are POSIX")
-def test_ctrl_c_in_somebodys_program_leaves_the_model_usable(slow: LLM) -> None:
+def test_ctrl_c_in_a_users_program_leaves_the_model_usable(slow: LLM) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for request in (

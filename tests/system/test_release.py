@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
     root = source / "kernels" / "objects"
-    shutil.copytree(find_set(choose()), objects.set_directory(root, choose(), released=True))
+    shutil.copytree(find_set(choose()), objects.KernelSet(choose()).directory(root, released=True))
     compile_foreign(root)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
     done = subprocess.run([*command, str(source)], capture_output=True, text=True)
@@ -67,7 +67,7 @@ class Installed:
     @property
     def package(self) -> Path:
         """The set of this machine in the package."""
-        return objects.set_directory(self.site / "edgeinfer" / "kernels" / "objects", choose(), released=True)
+        return objects.KernelSet(choose()).directory(self.site / "edgeinfer" / "kernels" / "objects", released=True)
 
     def run(self, *arguments: str, home: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the command line, or with ``-c`` this interpreter; the cache is where `variables` say, and else empty."""
@@ -93,7 +93,7 @@ def test_the_wheel_carries_the_objects(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = [name for name in archive.namelist() if name.startswith("edgeinfer/kernels/objects/")]
         for isa, least in ((choose(), 30), (FOREIGN, 2)):
-            directory = objects.set_directory(Path("edgeinfer/kernels/objects"), isa, released=True).as_posix()
+            directory = objects.KernelSet(isa).directory(Path("edgeinfer/kernels/objects"), released=True).as_posix()
             codes = [archive.read(name) for name in held if name.startswith(f"{directory}/") and name.endswith(".o")]
             assert len(codes) >= least
             assert {elf.machine(code) for code in codes} == {isa.machine}

@@ -51,8 +51,8 @@ def test_naming_the_public_classes_loads_no_numba() -> None:
 
 def has_command_line() -> bool:
     """Whether the command line stands; a folder without main is not a command line."""
-    face = ROOT / "edgeinfer" / "cli" / "__init__.py"
-    return face.is_file() and "main" in face.read_text(encoding="utf-8")
+    init = ROOT / "edgeinfer" / "cli" / "__init__.py"
+    return init.is_file() and "main" in init.read_text(encoding="utf-8")
 
 
 needs_command_line = pytest.mark.skipif(not has_command_line(), reason="edgeinfer.cli has no main yet")

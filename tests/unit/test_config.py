@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from edgeinfer.config import GenerationConfig, RuntimeConfig, from_options
+from edgeinfer.config import GenerationConfig, RuntimeConfig, check_names
 from edgeinfer.errors import BudgetError, EdgeInferError, UsageError
 
 
@@ -50,14 +50,14 @@ def test_a_runtime_setting_out_of_range(options: dict, sentence: str) -> None:
 
 def test_an_unknown_option_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"Unknown option 'temprature'; did you mean 'temperature'\?"):
-        from_options(GenerationConfig, {"temprature": 1})
+        check_names(GenerationConfig, {"temprature": 1})
     with pytest.raises(UsageError, match=r"Unknown option 'zzz'; known options: max_tokens, temperature"):
-        from_options(GenerationConfig, {"zzz": 1})
+        check_names(GenerationConfig, {"zzz": 1})
 
 
 @pytest.mark.parametrize(("given", "kept"), [("END", ("END",)), (["a", "b"], ("a", "b")), (None, ())])
 def test_stop_takes_a_string_or_several(given: object, kept: tuple[str, ...]) -> None:
-    assert from_options(GenerationConfig, {"stop": given}).stop == kept
+    assert GenerationConfig(stop=given).stop == kept
 
 
 def test_requests_are_frozen() -> None:

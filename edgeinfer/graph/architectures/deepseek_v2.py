@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, and an MoE model with shared experts."""
+"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, and a mixture of experts with shared ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common parts of mixtures of experts: their numbers in a config, and a block whose FFN is an MoE model."""
+"""Common parts of mixtures of experts: their numbers in a config, and a block whose FFN is a mixture of experts."""
 
 from __future__ import annotations
 

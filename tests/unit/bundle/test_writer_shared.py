@@ -82,7 +82,7 @@ ROOM = "pieces of .* which do not fit beside each other"
     (lambda up, down: up.update(pieces=3.0), r"tensors\[1\].pieces is not of type int"),
     (lambda up, down: up.pop("stride"), r"tensors\[1\] lacks the field 'stride'"),
 ])
-def test_places_that_do_not_fit_are_refused(tmp_path: Path, change: Callable[..., object], match: str) -> None:
+def test_offsets_that_do_not_fit_are_refused(tmp_path: Path, change: Callable[..., object], match: str) -> None:
     written(tmp_path / "m")
     alter_header(tmp_path / "m", lambda header: change(*header["tensors"][1:3]))
     with pytest.raises(BundleError, match=match):
@@ -160,7 +160,7 @@ def columns_first(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("change", [apart, in_turns, columns_first])
-def test_places_other_than_those_of_the_graph_are_refused(tmp_path: Path, change: Any) -> None:
+def test_offsets_other_than_those_of_the_graph_are_refused(tmp_path: Path, change: Any) -> None:
     """All are sound by themselves; kernels would read beside them, or behind the end of the file."""
     path = write_model(tmp_path, MOE)
     moved(path, change)

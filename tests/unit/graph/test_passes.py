@@ -129,7 +129,7 @@ def test_what_need_not_be_in_memory_whole_is_said_by_operations() -> None:
 
 
 @pytest.mark.parametrize("place", ["memory_planner", "offload", "edgeinfer/bench", "edgeinfer/backends/onnx/export.py"])
-def test_nobody_outside_asks_for_the_class_of_an_operation(place: str) -> None:
+def test_other_packages_do_not_ask_for_the_class_of_an_operation(place: str) -> None:
     root = Path(__file__).resolve().parents[3] / place
     files = [root] if root.is_file() else list(root.rglob("*.py"))
     assert files and not [str(file) for file in files if "isinstance(op" in file.read_text("utf-8")]

@@ -16,7 +16,7 @@ import pytest
 from edgeinfer.converters import read_gguf_tokenizer
 from edgeinfer.errors import TokenizerError
 from edgeinfer.text import ChatTemplate, Tokenizer
-from tests.helpers import pace
+from tests.helpers import machine_speed
 from tests.helpers.checkpoints import SENTENCES
 from tests.helpers.vocabularies import (
     TEXTS,
@@ -311,4 +311,4 @@ def test_a_large_vocabulary_takes_a_second_at_most() -> None:
             began = time.process_time()
             read(metadata)
             times.append(time.process_time() - began)
-        assert min(times) < pace.slowness()
+        assert min(times) < machine_speed.slowness()

@@ -1,4 +1,4 @@
-"""The pace of this process at this moment, so that limits in seconds hold on slow and busy machines too."""
+"""The speed of this process at this moment, so that limits in seconds hold on slow and busy machines too."""
 
 from __future__ import annotations
 

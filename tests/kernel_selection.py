@@ -1,7 +1,8 @@
-"""Selection of the kernels that are tested on each instruction set; `python -m tests.tested` compiles and lists them.
+"""Selection of the kernels that are tested on each instruction set.
 
-README's command tests the best instruction set of the machine with the kernels that its tests use; `--record` finds
-these by running the tests and writes them to RECORD. The rest of this text is about `python -m pytest --all`.
+`python -m tests.kernel_selection` compiles and lists them. README's command tests the best instruction set of the
+machine with the kernels that its tests use; `--record` finds these by running the tests and writes them to RECORD. The
+rest of this text is about `python -m pytest --all`.
 
 The best instruction set of the machine has all kernels. Of the others the lowest (`generic`) and the one above it are
 tested: the code that depends on an instruction set (products of integers, widening, rounding) meets every type of
@@ -141,7 +142,7 @@ def record() -> None:
 
 def main() -> None:
     """Compile for the ISA levels under test, the best first, as long as there is time; say what is left out."""
-    parser = argparse.ArgumentParser(prog="python -m tests.tested", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.kernel_selection", description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="leave an ISA level out that would end later")
     parser.add_argument("--taken", type=Path, default=Path(os.devnull), help="write the names of the ISA levels here")

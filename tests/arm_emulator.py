@@ -28,7 +28,7 @@ from edgeinfer.kernels.catalogue import FOREIGN
 from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
-from tests import tested
+from tests import kernel_selection
 from tests.helpers.offloaded import MIXED, OPTIONS, made, offloaded
 from tests.helpers.sessions import logits_of, session, tokens, write_model
 from tests.models.test_trees import chain_logits, path_to
@@ -91,7 +91,7 @@ def prepare(work: Path, cores: list[str]) -> None:
 
 def is_whole(core: str) -> bool:
     """Whether all is tried on a core."""
-    return core == WHOLE or tested.everything()
+    return core == WHOLE or kernel_selection.everything()
 
 
 def compile_level(level: Isa, names: list[str]) -> None:
