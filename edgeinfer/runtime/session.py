@@ -26,6 +26,7 @@ from edgeinfer.technique import ALWAYS, DECODED
 
 from .execution.forward import Logits, ModelRunner
 from .execution.thread_tuner import SMALL_BYTES, ThreadTuner
+from .kv.prompt_file import PromptFile
 from .kv.sequence import KVCache
 from .memory import Prefaulter, allocate
 from .planning import plan_run
@@ -131,11 +132,11 @@ class Session(ModelRunner):
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
-        self.kv.save(sequence, Path(path), self._identity(sequence.decoded is not None))
+        PromptFile(self.kv).save(sequence, Path(path), self._identity(sequence.decoded is not None))
 
     def load(self, path: str | Path) -> Sequence:
         """Return a sequence as it was saved, by the same model with the same KV type."""
-        return self.kv.load(Path(path), self._identity(False), self._identity(True))
+        return PromptFile(self.kv).load(Path(path), self._identity(False), self._identity(True))
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 

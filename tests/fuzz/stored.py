@@ -13,7 +13,7 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.devices import load_profile
 from edgeinfer.runtime import Session
-from edgeinfer.runtime.kv.sequence import _start_digest
+from edgeinfer.runtime.kv.cache_file import start_digest
 from tests.helpers.checkpoints import make_checkpoint
 
 from . import mutate
@@ -124,7 +124,7 @@ class PromptCache(_OfBundle):
             if isinstance(header, dict):
                 blocks = mutate.data(rng, self.blocks) if rng.random() < 0.3 else self.blocks
                 header.pop("sha256", None)
-                digest = _start_digest(header)
+                digest = start_digest(header)
                 digest.update(blocks)
                 header["sha256"] = digest.hexdigest()
             else:

@@ -19,6 +19,7 @@ from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
 from edgeinfer.registry import recipe_with
 from edgeinfer.runtime import Session
+from edgeinfer.runtime.kv.prompt_file import PromptFile
 from tests import tested
 from tests.helpers.sessions import TINY, session, tokens, write_model
 from tests.models.test_offload import made
@@ -77,7 +78,7 @@ def test_instruction_sets_share_a_cache_where_they_share_all_bits(
         with session(path, ctx=100, kv=kv) as one:
             found = save(one, tmp_path / isa.name)
             sequence = one.load(tmp_path / isa.name)
-            held = one.kv._pieces(sequence, {"tokens": sequence.tokens})
+            held = PromptFile(one.kv).pieces(sequence, {"tokens": sequence.tokens})
             found += b"".join(plane[blocks].tobytes() for plane, blocks in held)
             bits.setdefault(one.executor.kernels.arithmetic, set()).add(found)
             for other in levels:

@@ -17,6 +17,7 @@ from edgeinfer.config import Recipe
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
 from edgeinfer.runner import Sequence
 from edgeinfer.runtime import Session
+from edgeinfer.runtime.kv.prompt_file import PromptFile
 from tests.helpers.sessions import TINY, free_blocks, session, tokens, write_model
 
 PROMPT = tokens(53)
@@ -92,7 +93,7 @@ def test_pieces_may_be_small_and_blocks_scattered(
         opened.save(sequence, tmp_path / "cache")
         whole = (tmp_path / "cache").read_bytes()
         for size in (1, 3 * 64):
-            monkeypatch.setattr("edgeinfer.runtime.kv.sequence.PIECE_BYTES", size)
+            monkeypatch.setattr("edgeinfer.runtime.kv.cache_file.PIECE_BYTES", size)
             opened.save(sequence, tmp_path / "cache")
             assert (tmp_path / "cache").read_bytes() == whole
         expected = opened.decode([sequence], [3]).tobytes()
@@ -247,9 +248,9 @@ def test_a_destination_that_cannot_be_written_is_said(opened: Session, sequence:
 def test_a_write_that_fails_half_way_leaves_the_old_file(
     opened: Session, sequence: Sequence, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence, {"tokens": sequence.tokens}))
+    before, pieces = saved.read_bytes(), list(PromptFile(opened.kv).pieces(sequence, {"tokens": sequence.tokens}))
     passes = iter([iter(pieces), failing(pieces[:3], error)])  # the checksum's, then the file's
-    monkeypatch.setattr(opened.kv, "_pieces", lambda held, header: next(passes))
+    monkeypatch.setattr(PromptFile, "pieces", lambda file, held, header: next(passes))
     opened.decode([sequence], [1])
     kind, match = (DestinationError, "No space left on device") if isinstance(error, OSError) else (type(error), None)
     with pytest.raises(kind, match=match):
