@@ -5,7 +5,8 @@ The engine, `LLM` and evaluation know runners by this package alone. `Session` i
 Rules for what a runner keeps of a sequence, whichever it is:
 
 * **KV rows** belong to one token each and depend on the tokens before it only. So a fork shares them until one of the
-  two writes, `truncate` forgets the last ones exactly, and prompts that begin alike may share those of their beginning.
+  two writes, `truncate` forgets the last ones exactly, and prompts that begin alike share those of their beginning
+  (`cache_prefix`, `from_prefix`).
 * **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork copies it at
   once. `truncate` to anything but 0 is refused, unless the runner keeps snapshots: then it goes back to the last one at
   or before that length and computes the tokens between them again. A common beginning is shared only up to a snapshot.
@@ -14,7 +15,8 @@ Rules for what a runner keeps of a sequence, whichever it is:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
   hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a
   beginning can be kept, and `rollback` passes over again what cannot; a caller that shares common beginnings asks
-  before it cuts. A prompt cache holds what there was, with the same reach.
+  before it cuts. A prompt cache holds what there was, with the same reach; a cached beginning has what the next token
+  sees.
 * A sequence always holds as many rows as tokens, also after a pass that was cancelled or failed: such a pass changes
   nothing but what lies behind the last token.
 """
@@ -23,15 +25,15 @@ from ..base.lazy_import import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .interfaces import Cancellation, SparseNeurons, WeightReader
+    from .interfaces import Cancellation, DraftRunner, SparseNeurons, WeightReader
     from .prefill import PrefillStrategy
-    from .runner import DraftRunner, Runner
+    from .runner import Runner
     from .sequences import DECODE, GONE, PROMPT, Segment, Sequence, WindowTable, decoding, integers, plain_segments
 
 __all__ = ["DECODE", "GONE", "PROMPT", "Cancellation", "DraftRunner", "PrefillStrategy", "Runner", "Segment",
            "Sequence", "SparseNeurons", "WeightReader", "WindowTable", "decoding", "integers", "plain_segments"]
 __getattr__ = lazily(__name__, {
-    "interfaces": "Cancellation SparseNeurons WeightReader", "prefill": "PrefillStrategy",
-    "runner": "DraftRunner Runner",
+    "interfaces": "Cancellation DraftRunner SparseNeurons WeightReader", "prefill": "PrefillStrategy",
+    "runner": "Runner",
     "sequences": "DECODE GONE PROMPT WindowTable Segment Sequence decoding integers plain_segments",
 })

@@ -6,10 +6,9 @@ import abc
 import weakref
 from collections.abc import Sequence as Items
 
-from edgeinfer.memory_planner import BlockPool
-
 from ..base.validation import shown
 from ..errors import RequestError
+from .prefix_cache import PrefixCache, prefix_keys
 from .sequences import Sequence
 
 
@@ -52,12 +51,31 @@ class Sequences(abc.ABC):
         """Make room for n more tokens; raises `RequestError` if there is none."""
 
     @abc.abstractmethod
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Return whether `extend` finds room for n more tokens of each of several sequences."""
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether `extend` finds room for so many more tokens of each of several sequences."""
 
     @abc.abstractmethod
     def trim(self, sequence: Sequence) -> None:
         """Give back what is held behind the last token (after a cancelled forward pass, too)."""
+
+    # Nothing is cached unless a class overrides these; `origin` is that of `prefix_keys`.
+
+    @property
+    def n_cached(self) -> int:
+        """Number of cached blocks."""
+        return 0
+
+    def from_prefix(self, ids: Items[int], origin: bytes) -> Sequence:
+        """Return a sequence with the longest cached beginning of a text that leaves a token over."""
+        return self.new()
+
+    def cache_prefix(self, sequence: Sequence, n_tokens: int, origin: bytes) -> None:
+        """Cache the full blocks of the first n tokens; the sequence keeps them."""
+        self.check_own(sequence)
+
+    def drop_prefixes(self) -> None:
+        """Empty the cache."""
+        return
 
 
 class BlockTables(Sequences):
@@ -65,15 +83,15 @@ class BlockTables(Sequences):
 
     Parameters
     ----------
-    pool : BlockPool
+    n_blocks, block_tokens : of the pool
     """
 
-    def __init__(self, pool: BlockPool):
+    def __init__(self, n_blocks: int, block_tokens: int):
         super().__init__()
-        self.pool, self.block_tokens = pool, pool.block_tokens
+        self.pool, self.block_tokens = PrefixCache(n_blocks, block_tokens), block_tokens
 
     # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
-    # free while a block table names it; what was lost comes back when the pool is empty.
+    # free while a block table or the cache names it; what was lost comes back when the pool is empty.
 
     def extend(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for n more tokens: a shared last block is copied, new blocks are taken.
@@ -91,11 +109,14 @@ class BlockTables(Sequences):
         for _ in range(len(blocks), -(-(used + n_tokens) // self.block_tokens)):
             blocks.append(self.take())
 
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
-        needed = sum(-(-(len(sequence) + n_tokens) // self.block_tokens) - len(sequence.blocks)
-                     + bool(sequence.blocks and self.pool.is_shared(sequence.blocks[-1])) for sequence in sequences)
-        return needed <= self.pool.n_free
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether `extend` finds blocks for so many more tokens of each of several sequences."""
+        needed, size = 0, self.block_tokens
+        for sequence, n in wanted:
+            used, blocks = len(sequence), sequence.blocks
+            needed += max(0, -(-(used + n) // size) - len(blocks))
+            needed += used % size > 0 and self.pool.is_shared(blocks[used // size])  # which is copied
+        return needed <= self.pool.n_available
 
     def own(self, sequence: Sequence, number: int) -> None:
         """Copy a block of the sequence that others share."""
@@ -108,8 +129,8 @@ class BlockTables(Sequences):
             self.pool.drop(shared)
 
     def take(self) -> int:
-        """A block of one's own; if none is free, those that no living sequence names are."""
-        if not self.pool.n_free:
+        """A block of one's own; if none is free or evicted, those that no living sequence names are."""
+        if not self.pool.n_available:
             self.pool.recount(sequence.blocks for sequence in self._living)
         return self.pool.take()
 
@@ -131,8 +152,55 @@ class BlockTables(Sequences):
             sequence.listed = min(sequence.listed, keep)
             gone = sequence.blocks[keep:]
             del sequence.blocks[keep:]
-            for block in gone:
+            for block in reversed(gone):  # so that the cache evicts the last first
                 self.pool.drop(block)
+
+    # -- cached beginnings -------------------------------------------------------------------------------------------
+
+    @property
+    def n_cached(self) -> int:
+        """Number of cached blocks."""
+        return self.pool.n_cached
+
+    def from_prefix(self, ids: Items[int], origin: bytes) -> Sequence:
+        """Return a sequence that shares the cached blocks of the longest beginning of a text, without its last token.
+        """
+        sequence, found = self.new(), list[bytes]()
+        for key in prefix_keys(origin, ids, (len(ids) - 1) // self.block_tokens, self.block_tokens):
+            if self.pool.find(key) is None:
+                break
+            found.append(key)
+        found = found[: self.usable(found)]
+        self.share_cached(sequence, found)
+        sequence.tokens = list(ids[: len(found) * self.block_tokens])
+        return sequence
+
+    def cache_prefix(self, sequence: Sequence, n_tokens: int, origin: bytes) -> None:
+        """Cache the full blocks of the first n tokens; the sequence keeps them, or those that were cached before."""
+        self.check_own(sequence)
+        keys = prefix_keys(origin, sequence.tokens, n_tokens // self.block_tokens, self.block_tokens)
+        for number, key in enumerate(keys):
+            self.enter(sequence, number, key)
+
+    def drop_prefixes(self) -> None:
+        """Empty the cache."""
+        self.pool.clear()
+
+    def usable(self, keys: Items[bytes]) -> int:
+        """Return how many of the first cached blocks of a text a sequence can go on from."""
+        return len(keys)
+
+    def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
+        """Give an empty sequence the blocks that are cached under keys."""
+        for key in keys:
+            block = self.pool.find(key)
+            assert block is not None
+            self.pool.share(block)
+            sequence.blocks.append(block)
+
+    def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
+        """Cache a full block of a sequence under a key."""
+        self.pool.enter(key, sequence, number)
 
     @abc.abstractmethod
     def copy(self, source: int, target: int) -> None:

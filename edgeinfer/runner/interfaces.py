@@ -1,12 +1,15 @@
-"""Companions of a runner: the cancellation of a request, readers of weights in storage, and sparse FFNs."""
+"""Companions of a runner: the cancellation of a request, readers of weights, sparse FFNs, drafts by a part of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from .sequences import Sequence
 
     Logits = NDArray[np.float32]
 
@@ -66,3 +69,26 @@ class SparseNeurons(Protocol):
 
     def report(self) -> dict[str, Any]:
         """Return a JSON object."""
+
+
+class DraftRunner(Protocol):
+    """A cheaper part of a runner that continues the runner's own sequences, to draft its next tokens."""
+
+    def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
+              cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
+        """Run over one token of each sequence, and on with those that it samples; the sequences stay as they are.
+
+        Parameters
+        ----------
+        sequences, ids, sample_specs : one token and one sample (`Segment.sample_specs`) for each
+        offset : tokens behind the ends of the sequences that were run so before. The passes from offset 0 on that
+            belong together follow each other, with nothing in between; the first says how many follow in all
+        further : how many more tokens are wanted
+
+        Returns
+        -------
+        rows : float32 array of shape (len(sequences), vocab_size)
+            Logits after the last token of each, valid until the next forward pass.
+        chosen : list of list of int
+            Up to `further` tokens that each went on with by itself, as many for each.
+        """

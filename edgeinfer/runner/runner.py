@@ -1,17 +1,17 @@
-"""Base class of anything that runs a model, and of its drafts from a part of the model."""
+"""Base class of anything that runs a model."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from edgeinfer.config import CPU
-from edgeinfer.errors import BundleError, RequestError
+from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
 
+from .caching import Caching
 from .interfaces import Cancellation, SparseNeurons, WeightReader
 from .prefill import PrefillStrategy
 from .sequences import PROMPT, Segment, Sequence, decoding, integers
@@ -27,30 +27,7 @@ if TYPE_CHECKING:
     OnPromptProgress = Callable[[int, int], None]
 
 
-class DraftRunner(Protocol):
-    """A cheaper part of a runner that continues the runner's own sequences, to draft its next tokens."""
-
-    def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
-              cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
-        """Run over one token of each sequence, and on with those that it samples; the sequences stay as they are.
-
-        Parameters
-        ----------
-        sequences, ids, sample_specs : one token and one sample (`Segment.sample_specs`) for each
-        offset : tokens behind the ends of the sequences that were run so before. The passes from offset 0 on that
-            belong together follow each other, with nothing in between; the first says how many follow in all
-        further : how many more tokens are wanted
-
-        Returns
-        -------
-        rows : float32 array of shape (len(sequences), vocab_size)
-            Logits after the last token of each, valid until the next forward pass.
-        chosen : list of list of int
-            Up to `further` tokens that each went on with by itself, as many for each.
-        """
-
-
-class Runner(abc.ABC):
+class Runner(Caching, abc.ABC):
     """Runs one model. Not thread-safe, but for `close` and for the `Cancellation` that a forward pass is given."""
 
     model: ModelConfig
@@ -174,21 +151,49 @@ class Runner(abc.ABC):
         """Memory in use on a device beside this process; None if all memory belongs to the process."""
         return None
 
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether so many more tokens of each of several sequences find room, by one forward pass or several.
+
+        Counted are the context and the KV blocks of every pool that are free or can be evicted from the prefix cache.
+        Blocks that nobody holds any more without having released them are not: they come back when the pool is empty.
+
+        Parameters
+        ----------
+        wanted : of (sequence, number of tokens)
+        """
+        ctx = int(self.config.ctx or 0)
+        return all(len(sequence) + n <= ctx for sequence, n in wanted)
+
     def room(self, sequences: Items[Sequence], most: int) -> int:
         """Return how many tokens, `most` at most, each of several sequences can be given by one forward pass."""
-        return min(most, int(self.config.ctx or 0) - max(map(len, sequences)))
+        most = min(most, int(self.config.ctx or 0) - max(map(len, sequences)))
+        return next((n for n in range(most, 0, -1) if self.fits([(sequence, n) for sequence in sequences])), 0)
 
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's blocks; it is empty afterwards."""
         self.truncate(sequence, 0)
 
-    def save(self, sequence: Sequence, path: str | Path) -> None:
-        """Write a sequence to a file (prompt cache)."""
-        raise RequestError(f"This model cannot save prompts, so {path} was not written; leave the prompt cache out.")
+    def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
+        """Return a new sequence that holds the longest cached beginning of a prompt: whole blocks, which it shares.
 
-    def load(self, path: str | Path) -> Sequence:
-        """Return a sequence as it was saved by the same model."""
-        raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
+        The prompt goes on from there with the same bits as if all of it had been run. A token at least is left over,
+        for its logits are wanted. Layers with a window give the sequence what the next token sees: it cannot be
+        truncated to less than it begins with, but for 0 (`can_truncate`).
+
+        Parameters
+        ----------
+        ids : the whole prompt
+        salt : whoever gives another one finds nothing of it
+
+        Raises
+        ------
+        RequestError
+            The prompt is empty, does not fit the context, or has an id outside the vocabulary.
+        """
+        ids = integers("ids", ids)
+        sequence = self.new_sequence()
+        self.check(sequence, ids)
+        return sequence
 
     # -- common passes ------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from edgeinfer.memory_planner import BlockPool, Windowed
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import Windowed
 
 from ..errors import RequestError
+from .prefix_cache import PrefixCache
 from .sequences import GONE, Sequence, WindowTable
 
 
@@ -30,7 +32,8 @@ class WindowBlocks:
 
     A sequence keeps as many blocks as its limit (`Windowed.sequence_blocks`), so that it can be truncated by the tokens
     of a pass and more. When the pool is empty, all sequences give back the blocks that they do not need: they then keep
-    only `MARGIN_TOKENS` for truncation.
+    only `MARGIN_TOKENS` for truncation. The pool is a prefix cache, too, with the keys of the sequences' other blocks;
+    each of the two evicts by itself.
 
     Parameters
     ----------
@@ -41,7 +44,7 @@ class WindowBlocks:
     """
 
     def __init__(self, windowed: Windowed, memory: BlockMemory, living: Iterable[Sequence]):
-        self.windowed, self.pool = windowed, BlockPool(windowed.blocks)
+        self.windowed, self.pool = windowed, PrefixCache(windowed.blocks, abi.BLOCK_TOKENS)
         self._memory, self._living, self._block_tokens = memory, living, self.pool.block_tokens
 
     # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table names it. `gone` is
@@ -65,7 +68,7 @@ class WindowBlocks:
             if cut:
                 self._memory.clear(recent.blocks[-1], rows)
         for _ in range(len(recent.blocks), end):
-            recent.blocks.append(self._take())
+            recent.blocks.append(self.take())
 
     def place(self, sequence: Sequence, first: int, end: int) -> None:
         """Give an empty sequence the blocks `first` to end - 1, as if those before had been given back."""
@@ -73,27 +76,35 @@ class WindowBlocks:
         recent.gone = first
         recent.blocks += [GONE] * first
         for _ in range(first, end):
-            recent.blocks.append(self._take())
+            recent.blocks.append(self.take())
 
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
-        if n_tokens > self.windowed.pass_tokens:
-            return False
-        needed = 0
-        for sequence in sequences:
-            blocks = _of(sequence).blocks
-            needed += -(-(len(sequence) + n_tokens) // self._block_tokens) - len(blocks)
-            needed += bool(blocks and self.pool.is_shared(blocks[-1]))
-        if needed > self.pool.n_free:
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether `extend` finds blocks for so many more tokens of each of several sequences.
+
+        More of them than a forward pass has come in several, each of which gives back what it leaves behind.
+        """
+        needed = sum(self._needed(sequence, n) for sequence, n in wanted)
+        if needed > self.pool.n_available:
             self._shrink()
-        return needed <= self.pool.n_free
+            needed = sum(self._needed(sequence, n) for sequence, n in wanted)
+        return needed <= self.pool.n_available
+
+    def _needed(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many blocks a sequence takes for n more tokens, less those that it frees before."""
+        recent, used = _of(sequence), len(sequence)
+        end = -(-(used + n_tokens) // self._block_tokens)
+        first = max(recent.gone, end - self.windowed.sequence_blocks)
+        taken = end - max(first, len(recent.blocks))
+        if used % self._block_tokens:
+            taken += self.pool.is_shared(recent.blocks[used // self._block_tokens])
+        return max(0, taken - sum(self.pool.is_own(block) for block in recent.blocks[recent.gone : first]))
 
     def own(self, sequence: Sequence, number: int) -> None:
         """Copy a block of the sequence that others share."""
         recent = _of(sequence)
         shared = recent.blocks[number]
         if self.pool.is_shared(shared):
-            copy = self._take()
+            copy = self.take()
             self._memory.copy(shared, copy)
             recent.listed = min(recent.listed, number)
             recent.blocks[number] = copy
@@ -119,12 +130,39 @@ class WindowBlocks:
         if not recent.blocks:
             recent.gone = 0
 
+    def usable(self, keys: Items[bytes]) -> int:
+        """Return how many of the first blocks of a text a sequence can go on from: all that it sees then is cached."""
+        most = run = 0
+        for n, key in enumerate(keys, 1):
+            run = 0 if self.pool.find(key) is None else run + 1
+            if run >= n - self._first_seen(n * self._block_tokens):
+                most = n
+        return most
+
+    def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
+        """Give an empty sequence the cached blocks that are seen behind all of these, as if it had given back others.
+        """
+        recent, first = _of(sequence), self._first_seen(len(keys) * self._block_tokens)
+        recent.gone = first
+        recent.blocks += [GONE] * first
+        for key in keys[first:]:
+            block = self.pool.find(key)
+            assert block is not None
+            self.pool.share(block)
+            recent.blocks.append(block)
+
+    def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
+        """Cache a full block of a sequence under a key, if it is still there."""
+        if number >= _of(sequence).gone:
+            self.pool.enter(key, _of(sequence), number)
+
+    def _first_seen(self, n_tokens: int) -> int:
+        """Return the first block that a token behind n others sees."""
+        return max(0, n_tokens - self.windowed.window + 1) // self._block_tokens
+
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
         """Return n where the sequence can be cut to n tokens, else 0."""
-        if n_tokens == len(sequence):
-            return n_tokens
-        lowest = max(0, n_tokens - self.windowed.window + 1)
-        return n_tokens if _of(sequence).gone * self._block_tokens <= lowest else 0
+        return n_tokens if n_tokens == len(sequence) or _of(sequence).gone <= self._first_seen(n_tokens) else 0
 
     def check(self, sequence: Sequence, n_tokens: int) -> None:
         """Raise `RequestError` if a sequence cannot be cut to n tokens."""
@@ -150,11 +188,12 @@ class WindowBlocks:
             if block != GONE:
                 self.pool.drop(block)
 
-    def _take(self) -> int:
-        """A block of one's own; if none is free, what others need not keep, then what no living sequence names."""
-        if not self.pool.n_free:
+    def take(self) -> int:
+        """A block of one's own; if none is free or evicted, what others need not keep, then what no living sequence
+        names."""
+        if not self.pool.n_available:
             self._shrink()
-        if not self.pool.n_free:
+        if not self.pool.n_available:
             self.pool.recount(self._named(_of(sequence)) for sequence in self._living)
         block = self.pool.take()
         self._memory.take(block)

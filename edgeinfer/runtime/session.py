@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +13,27 @@ from numpy.typing import NDArray
 from edgeinfer.base.progress import OnPromptProgress, OnStageProgress
 from edgeinfer.base.validation import shown
 from edgeinfer.bundle import Bundle, read_cold, watch
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Placer
 from edgeinfer.registry import each, in_use, technique
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
-from edgeinfer.technique import ALWAYS, DECODED
 
-from .execution.forward import Logits, ModelRunner
+from .execution.forward import Logits
 from .execution.thread_tuner import SMALL_BYTES, ThreadTuner
-from .kv.prompt_file import PromptFile
 from .kv.sequence import KVCache
 from .memory import Prefaulter, allocate
 from .planning import plan_run
 from .program.lowering.lower import Lowering
+from .sequences import SequenceOwner
 from .weights.loading import fill_constants, load
 from .weights.on_demand import read_layers
 from .weights.readers import Readers
 
 
-class Session(ModelRunner):
+class Session(SequenceOwner):
     """Plans a run, takes all its memory, links its kernels and starts its threads.
 
     Parameters
@@ -108,36 +105,6 @@ class Session(ModelRunner):
                 one.attach(self, settings)
             opened.pop_all()
 
-    # -- sequences ---------------------------------------------------------------------------------------------------
-
-    def new_sequence(self) -> Sequence:
-        """Return an empty sequence."""
-        return self.kv.new()
-
-    def fork(self, sequence: Sequence) -> Sequence:
-        """Return a copy that shares the KV blocks until one of the two writes."""
-        return self.kv.fork(sequence)
-
-    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n."""
-        self.kv.truncate(sequence, n_tokens)
-
-    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
-        """Return how many of the first n tokens can be kept; see `Runner.can_truncate`."""
-        return self.kv.can_truncate(sequence, n_tokens)
-
-    def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """Keep one path of a tree; see `Runner.accept`."""
-        self.kv.accept(sequence, n_before, integers("path", path))
-
-    def save(self, sequence: Sequence, path: str | Path) -> None:
-        """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
-        PromptFile(self.kv).save(sequence, Path(path), self._identity(sequence.decoded is not None))
-
-    def load(self, path: str | Path) -> Sequence:
-        """Return a sequence as it was saved, by the same model with the same KV type."""
-        return PromptFile(self.kv).load(Path(path), self._identity(False), self._identity(True))
-
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
@@ -157,10 +124,6 @@ class Session(ModelRunner):
         segments = decoding(sequences, ids, sample_specs)
         return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.forward(segments,
                                                                                                          cancel)
-
-    def room(self, sequences: Items[Sequence], most: int) -> int:
-        """Return how many tokens each can be given, by context and KV blocks; see `Runner.room`."""
-        return next((n for n in range(super().room(sequences, most), 0, -1) if self.kv.fits(sequences, n)), 0)
 
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for a prompt for `forward_range`; `append` takes its tokens in, `truncate` calls it off."""
@@ -260,24 +223,6 @@ class Session(ModelRunner):
             for segment in segments:
                 self.kv.trim(segment.sequence)
         return logits
-
-    def _stretched(self) -> tuple[int, ...]:
-        """The context of the run as far as rotations depend on it."""
-        rope, ctx = self.graph.config.rope, self.plan.request.ctx
-        if rope.kind not in ("dynamic", "longrope") or ctx <= rope.original_max_position_embeddings:
-            return ()
-        return (ctx if rope.kind == "dynamic" else rope.original_max_position_embeddings,)
-
-    def _identity(self, decoded: bool) -> str:
-        """Return a hash of all that the bits of K and V depend on: weights, the graph after its passes, kernels.
-
-        A technique says when it belongs to it: always, or only for the K and V of decoded tokens.
-        """
-        steps = tuple(step for step in self.recipe.steps if not (one := technique(step.name))
-                      or one.kv == ALWAYS or (one.kv == DECODED and decoded and not one.exact(dict(step.settings))))
-        others = (f"{one.name}={settings}" for one, settings in each(self.config.techniques) if one.kv == ALWAYS)
-        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic, *self._stretched(), *others)
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
 def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:

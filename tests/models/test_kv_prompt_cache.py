@@ -97,9 +97,9 @@ def test_pieces_may_be_small_and_blocks_scattered(
             opened.save(sequence, tmp_path / "cache")
             assert (tmp_path / "cache").read_bytes() == whole
         expected = opened.decode([sequence], [3]).tobytes()
-        opened.truncate(sequence, 40)
         opened.prefill(other, tokens(30))
         opened.truncate(sequence, 10)
+        opened.release(other)
         scattered = opened.load(tmp_path / "cache")
         assert scattered.blocks != sorted(scattered.blocks)
         assert opened.decode([scattered], [3]).tobytes() == expected

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.memory_planner import BlockPool
 from edgeinfer.runner import Segment
 from edgeinfer.runner.block_tables import BlockTables
 
@@ -32,7 +31,7 @@ class Pages(BlockTables):
     """
 
     def __init__(self, pages: int, positions: int, copy: Callable[[int, int], None]):
-        super().__init__(BlockPool(pages, positions))
+        super().__init__(pages, positions)
         self._copy = copy
 
     def copy(self, source: int, target: int) -> None:

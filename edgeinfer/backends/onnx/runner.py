@@ -15,7 +15,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import CancelledError, RequestError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
-from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segments
+from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, integers, plain_segments
 
 from ...base.progress import OnStageProgress
 from .calls import Calls
@@ -116,9 +116,39 @@ class OnnxRunner(Runner):
         """Forget all tokens but the first n."""
         self.kv.truncate(sequence, n_tokens)
 
-    def room(self, sequences: Items[Sequence], most: int) -> int:
-        """Return how many tokens each can be given, by context and free pages; see `Runner.room`."""
-        return next((n for n in range(super().room(sequences, most), 0, -1) if self.kv.fits(sequences, n)), 0)
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether context and pages have room for so many more tokens of each; see `Runner.fits`."""
+        return super().fits(wanted) and self.kv.fits(wanted)
+
+    @property
+    def n_blocks(self) -> int:
+        """Pages, or slots."""
+        return self.plan.kv_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Pages that are neither held nor cached, or free slots."""
+        return self.kv.pool.n_free
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Pages in the prefix cache; none in slots."""
+        return self.kv.n_cached
+
+    def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
+        """Return a sequence with the longest cached beginning of a prompt, or an empty one that will have a slot; see
+        `Runner.from_prefix`."""
+        ids = integers("ids", ids)
+        self.check(self.kv.new(), ids)
+        return self.kv.from_prefix(ids, salt)
+
+    def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:
+        """Cache the full pages of a sequence; see `Runner.cache_prefix`. Nothing happens to slots."""
+        self.kv.cache_prefix(sequence, len(sequence), salt)
+
+    def drop_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.kv.drop_prefixes()
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 

@@ -75,9 +75,9 @@ class Slots(Sequences):
         if not sequence.blocks:
             sequence.blocks.append(self.pool.take(sequence))
 
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Slots have room for a whole context."""
-        return True
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Slots have room for a whole context: return whether those that have none yet find one."""
+        return sum(not sequence.blocks for sequence, _ in wanted) <= self.pool.n_free
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with a slot of its own, which is copied at once."""

@@ -77,7 +77,7 @@ class ModelRunner(Runner):
         further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
-        return further if self.kv.fits([segment.sequence for segment in segments], offset + 1 + further) else 0
+        return further if self.kv.fits([(segment.sequence, offset + 1 + further) for segment in segments]) else 0
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
              cancel: Cancellation | None, further: int = 0, rows: NDArray[np.int64] | None = None) -> Logits:

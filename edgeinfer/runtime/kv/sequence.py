@@ -13,7 +13,7 @@ from edgeinfer.base.validation import shown
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import KvAccess
 from edgeinfer.kernels import abi
-from edgeinfer.memory_planner import BlockPool, MemoryPlan
+from edgeinfer.memory_planner import MemoryPlan
 from edgeinfer.registry import each
 from edgeinfer.runner import Sequence, WindowTable
 from edgeinfer.runner.block_tables import BlockTables
@@ -36,7 +36,7 @@ class KVCache(BlockTables):
     """
 
     def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
-        super().__init__(BlockPool(plan.kv_blocks))
+        super().__init__(plan.kv_blocks, abi.BLOCK_TOKENS)
         self.plan = plan
         of = {access.layer: access for access in stores}
         self.planes = planes_of(plan, region, [of[layer] for layer in plan.kv_layers])
@@ -83,9 +83,9 @@ class KVCache(BlockTables):
         if self.recent:
             self.recent.extend(sequence, n_tokens, cut)
 
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
-        return super().fits(sequences, n_tokens) and (not self.recent or self.recent.fits(sequences, n_tokens))
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether `extend` finds blocks for so many more tokens of each of several sequences."""
+        return super().fits(wanted) and (not self.recent or self.recent.fits(wanted))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
@@ -140,6 +140,30 @@ class KVCache(BlockTables):
             self._window_memory.move(np.array(sequence.recent.blocks), source, target)
         sequence.tokens += tokens
         return self.truncate(sequence, len(sequence.tokens))
+
+    # -- cached beginnings -------------------------------------------------------------------------------------------
+
+    def usable(self, keys: Items[bytes]) -> int:
+        """Return how many of the first cached blocks of a text a sequence can go on from, in all layers."""
+        return self.recent.usable(keys) if self.recent else len(keys)
+
+    def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
+        """Give an empty sequence the blocks that are cached under keys."""
+        super().share_cached(sequence, keys)
+        if self.recent:
+            self.recent.share_cached(sequence, keys)
+
+    def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
+        """Cache a full block of a sequence under a key, in all layers that still have it."""
+        super().enter(sequence, number, key)
+        if self.recent:
+            self.recent.enter(sequence, number, key)
+
+    def drop_prefixes(self) -> None:
+        """Empty the cache."""
+        super().drop_prefixes()
+        if self.recent:
+            self.recent.pool.clear()
 
     def close(self) -> None:
         """Let go of the memory."""

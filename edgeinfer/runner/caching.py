@@ -1,0 +1,74 @@
+"""Base class of runners: blocks, the prefix cache, and files of both prompts and prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgeinfer.errors import BundleError, RequestError
+
+from .sequences import Sequence
+
+
+class Caching:
+    """The part of `Runner` that keeps K and V for later requests; a runner that keeps none leaves it as it is."""
+
+    @property
+    def n_blocks(self) -> int:
+        """KV blocks that sequences share, or slots; 0 if the runner has neither."""
+        return 0
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of these that no sequence holds and the prefix cache does not have."""
+        return 0
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Blocks in the prefix cache, held by sequences or not."""
+        return 0
+
+    def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:
+        """Enter the full blocks of a sequence into the prefix cache, as far as their rows were computed exactly.
+
+        The sequence keeps them, or shares the blocks with the same tokens that were there before. So blocks of
+        sequences that were run beside each other become one. Decoded tokens are left out if they are approximated;
+        nothing is cached if prompts are pruned. Layers with a window cache the blocks that the sequence still has, so
+        a later prompt can begin with those of its tokens whose window is there: call this before a window has passed
+        a beginning that others share. Not to be called between a forward pass over a tree and `accept`.
+        """
+
+    def drop_prefixes(self) -> None:
+        """Empty the prefix cache; sequences keep what they hold."""
+
+    def save_prefixes(self, path: str | Path) -> int:
+        """Write the prefix cache to a file, and return how many blocks.
+
+        Raises
+        ------
+        DestinationError
+            The file cannot be written; an older one stays as it was.
+        RequestError
+            The runner has no prefix cache that it could write.
+        """
+        raise RequestError(f"This model cannot save its prefix cache, so {path} was not written; leave the prefix file "
+                           "out.")
+
+    def load_prefixes(self, path: str | Path) -> int:
+        """Take blocks of a file into the prefix cache, as far as blocks are free, and return how many.
+
+        Raises
+        ------
+        BundleError
+            The file cannot be read, is damaged, or was not saved by the same model with the same KV type.
+        RequestError
+            Nothing is cached in this run.
+        """
+        raise BundleError(f"This model cannot read the prefix file {path}; leave it out.")
+
+    def save(self, sequence: Sequence, path: str | Path) -> None:
+        """Write a sequence to a file (prompt cache)."""
+        raise RequestError(f"This model cannot save prompts, so {path} was not written; leave the prompt cache out.")
+
+    def load(self, path: str | Path) -> Sequence:
+        """Return a sequence as it was saved by the same model."""
+        raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
