@@ -81,23 +81,27 @@ class WindowBlocks:
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
         """Return whether `extend` finds blocks for so many more tokens of each of several sequences.
 
-        More of them than a forward pass has come in several, each of which gives back what it leaves behind.
+        More tokens than a forward pass has come in several, which leave a sequence what it must keep.
         """
-        needed = sum(self._needed(sequence, n) for sequence, n in wanted)
-        if needed > self.pool.n_available:
+        if (needed := self._needed(wanted)) > self.pool.n_available:
             self._shrink()
-            needed = sum(self._needed(sequence, n) for sequence, n in wanted)
+            needed = self._needed(wanted)
         return needed <= self.pool.n_available
 
-    def _needed(self, sequence: Sequence, n_tokens: int) -> int:
-        """Return how many blocks a sequence takes for n more tokens, less those that it frees before."""
-        recent, used = _of(sequence), len(sequence)
-        end = -(-(used + n_tokens) // self._block_tokens)
-        first = max(recent.gone, end - self.windowed.sequence_blocks)
-        taken = end - max(first, len(recent.blocks))
-        if used % self._block_tokens:
-            taken += self.pool.is_shared(recent.blocks[used // self._block_tokens])
-        return max(0, taken - sum(self.pool.is_own(block) for block in recent.blocks[recent.gone : first]))
+    def _needed(self, wanted: Items[tuple[Sequence, int]]) -> int:
+        """Return how many blocks are taken for more tokens of sequences, less those that each frees before."""
+        size, most = self._block_tokens, self.windowed.pass_tokens
+        needed = -(-most // size) if any(n > most for _, n in wanted) else 0  # of the passes, whichever it is
+        for sequence, n in wanted:
+            recent, used = _of(sequence), len(sequence)
+            blocks, end, first = recent.blocks, -(-(used + n) // size), recent.gone
+            if n > most:
+                first = max(first, self.windowed.first_needed(used + n) // size)
+            else:
+                first = max(first, end - self.windowed.sequence_blocks)
+            taken = end - max(first, len(blocks)) + (used % size > 0 and self.pool.is_shared(blocks[used // size]))
+            needed += max(0, taken - sum(map(self.pool.is_own, blocks[recent.gone : first])))
+        return needed
 
     def own(self, sequence: Sequence, number: int) -> None:
         """Copy a block of the sequence that others share."""

@@ -175,6 +175,9 @@ def test_any_order_of_operations_has_the_same_bits(path: Path, tmp_path: Path, s
     assert counts["gone"] > 100 and counts["refused"] and counts["full"] < 20, counts
 
 
+BOOKS = ("window_blocks.py", "block_tables.py", "prefix_cache.py", "blocks.py")
+
+
 # -- what is interrupted, kept on disk, or begins like something else -------------------------------------------------
 
 
@@ -184,7 +187,7 @@ def interrupted(line: int, run: Callable[[], object]) -> bool:
 
     def trace(frame: Any, event: str, arg: object) -> Any:
         nonlocal seen
-        if Path(frame.f_code.co_filename).name not in ("window_blocks.py", "block_tables.py", "blocks.py"):
+        if Path(frame.f_code.co_filename).name not in BOOKS:
             return None
         if event == "line":
             seen += 1
