@@ -25,7 +25,7 @@ def prefix_keys(origin: bytes, ids: Items[int], n_blocks: int, block_tokens: int
 
     Parameters
     ----------
-    origin : names all else that K and V depend on, and whoever may share them (salt)
+    origin : all else that K and V depend on, and a salt that keeps texts apart
     ids : at least n_blocks * block_tokens
     """
     key = sha256(origin).digest()
@@ -37,9 +37,9 @@ def prefix_keys(origin: bytes, ids: Items[int], n_blocks: int, block_tokens: int
 class PrefixCache(BlockPool):
     """A pool whose blocks are free, held by sequences, or cached; a cached block may be held, too.
 
-    The cache is one more holder of each of its blocks, so nobody writes to them (`is_shared`). `take` evicts a block
-    that the cache alone holds when none is free: the one that was released first. A sequence holds the cached blocks of
-    its whole beginning and releases the last one first, so leaves go before what they follow.
+    The cache is one more holder of each of its blocks, so they are copied on write (`is_shared`). When no block is
+    free, `take` evicts one that the cache alone holds: the one that was released first. A sequence holds the cached
+    blocks of its whole beginning and releases the last one first, so leaves go before what they follow.
     """
 
     def __init__(self, n_blocks: int, block_tokens: int):
@@ -49,7 +49,7 @@ class PrefixCache(BlockPool):
         self._keys: dict[int, bytes] = {}
         """Keys of the blocks that the cache holds; all blocks in `_cached` are among them."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Those that nobody else holds, least recently released first."""
+        """Those that no sequence holds, least recently released first."""
 
     # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table or a key names it:
     # `_keys` has a block before `_cached` does, and keeps it longer. What was lost comes back with `recount`.

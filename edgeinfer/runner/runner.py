@@ -159,7 +159,7 @@ class Runner(Caching, abc.ABC):
         """Return whether so many more tokens of each of several sequences find room, by one forward pass or several.
 
         Counted are the context and the KV blocks of every pool that are free or can be evicted from the prefix cache.
-        Blocks that nobody holds any more without having released them are not: they come back when the pool is empty.
+        Blocks of sequences that were deleted without being released are not: they come back when the pool is empty.
 
         Parameters
         ----------
@@ -187,7 +187,7 @@ class Runner(Caching, abc.ABC):
         Parameters
         ----------
         ids : the whole prompt
-        salt : whoever gives another one finds nothing of it
+        salt : keeps cached beginnings apart: a request finds only those that were cached with the same salt
 
         Raises
         ------

@@ -6,12 +6,14 @@ import json
 import random
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 from edgeinfer.bundle import HEADER_FILE, Bundle
 from edgeinfer.bundle.header import checksum
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.devices import load_profile
+from edgeinfer.runner import Sequence
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.kv.cache_file import start_digest
 from tests.helpers.checkpoints import make_checkpoint
@@ -103,12 +105,8 @@ class PromptCache(_OfBundle):
         super().__init__(directory)
         self.bundle = Bundle.open(self.path)
         self.session = Session(self.bundle, RuntimeConfig(ctx=64, threads=1, prefill_chunk=16))
-        sequence = self.session.new_sequence()
-        self.session.prefill(sequence, PROMPT)
         self.file = directory / "cache"
-        self.session.save(sequence, self.file)
-        self.next = int(self.session.decode([sequence], [9])[0].argmax())
-        self.session.release(sequence)
+        self.next = self.write()
         self.stored = self.file.read_bytes()
         size = struct.unpack("<Q", self.stored[8:16])[0]
         self.header, self.blocks = json.loads(self.stored[16 : 16 + size]), self.stored[16 + size :]
@@ -136,18 +134,53 @@ class PromptCache(_OfBundle):
         self.file.write_bytes(stored)
         self.input_bytes = len(stored)
         free = self.session.kv.pool.n_free
-        sequence = None
         try:
-            sequence = self.session.load(self.file)
-            found = int(self.session.decode([sequence], [9])[0].argmax())
+            found = self.read()
         finally:
-            if sequence:
-                self.session.release(sequence)
             if self.session.kv.pool.n_free != free:
                 raise AssertionError(f"{free} free blocks became {self.session.kv.pool.n_free}")
         if not signed and found != self.next and stored != self.stored:
-            raise WrongTokensError(f"a damaged prompt cache gave {found} instead of {self.next}")
+            raise WrongTokensError(f"a damaged {self.file.name} gave {found} instead of {self.next}")
         return True
+
+    def write(self) -> int:
+        """Write the file; returns the token behind the prompt and another one."""
+        sequence = self.session.new_sequence()
+        self.session.prefill(sequence, PROMPT)
+        self.session.save(sequence, self.file)
+        return self._next(sequence)
+
+    def read(self) -> int:
+        """Read the file; returns what follows."""
+        return self._next(self.session.load(self.file))
+
+    def _next(self, sequence: Sequence) -> int:
+        try:
+            return int(self.session.decode([sequence], [9])[0].argmax())
+        finally:
+            self.session.release(sequence)
+
+
+class PrefixCache(PromptCache):
+    """A saved prefix cache, with a prompt of one block."""
+
+    prompt: ClassVar = [*PROMPT, *PROMPT, 11, 12]
+
+    def write(self) -> int:
+        sequence = self.session.new_sequence()
+        self.session.prefill(sequence, self.prompt)
+        self.session.cache_prefix(sequence)
+        self.session.save_prefixes(self.file)
+        self.session.drop_prefixes()
+        return self._next(sequence)
+
+    def read(self) -> int:
+        self.session.load_prefixes(self.file)
+        sequence = self.session.from_prefix([*self.prompt, 9])
+        self.session.drop_prefixes()
+        if rest := self.prompt[len(sequence) :]:
+            self.session.prefill(sequence, rest)
+        return self._next(sequence)
 
 
 class DeviceFile(Target):

@@ -9,7 +9,7 @@ from .calls import Api, CommandLine
 from .checkpoints import Config, Conversion, Gguf, Safetensors, ShardIndex
 from .gguf import GgufFiles, Vocabulary
 from .packed import Packed
-from .stored import BundleHeader, DeviceFile, PromptCache, StoredBytes
+from .stored import BundleHeader, DeviceFile, PrefixCache, PromptCache, StoredBytes
 from .texts import Template, TokenizerFiles
 
 __all__ = ["LEFT_OUT", "TARGETS", "Target", "WrongTokensError"]
@@ -26,6 +26,7 @@ TARGETS: dict[str, type[Target]] = {
     "bundle": BundleHeader,
     "weights": StoredBytes,
     "prompt-cache": PromptCache,
+    "prefix-cache": PrefixCache,
     "profile": DeviceFile,
     "tokenizer": TokenizerFiles,
     "template": Template,

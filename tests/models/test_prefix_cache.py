@@ -26,7 +26,7 @@ from tests.models.test_offload import made
 from tests.models.test_windows import MODEL as WINDOWED
 from tests.models.test_windows import interrupted
 
-TEXTS = branching(40)
+TEXTS = branching(24)
 
 
 @pytest.fixture(scope="module")
@@ -290,11 +290,11 @@ def crowd(path: Path, requests: int, seed: int = 0, **options: Any) -> dict[str,
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_every_request_of_a_crowd_has_the_logits_of_its_text_alone(models: Path, kv: str) -> None:
-    crowd(write_model(models), 120, kv=kv)
+    crowd(write_model(models), 60, kv=kv)
 
 
 def test_crowds_of_models_with_windows(models: Path) -> None:
-    crowd(write_model(models, WINDOWED), 120)
+    crowd(write_model(models, WINDOWED), 60)
 
 
 @pytest.mark.slow
@@ -314,6 +314,7 @@ def is_shared(pool: PrefixCache, block: int) -> bool:
     return pool._holders[block] - (block in pool._keys) > 1
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("fault", [recount, is_shared])
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["tiny", "windows"])
 def test_a_crowd_notices_blocks_that_are_overwritten(models: Path, fault: Any, model: Any) -> None:
