@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,9 +22,10 @@ from ...base.progress import OnStageProgress
 from .calls import Calls
 from .devices import Provider
 from .driver import gpu_free_bytes
+from .fitting import fit_device
 from .flavour import Heads
 from .pages import PageCalls, Pages
-from .planning import device_planner, fit_device
+from .planning import device_planner
 from .sessions import Sessions
 from .slabs import Slabs
 from .slots import SlotCalls, Slots
@@ -73,6 +75,7 @@ class OnnxRunner(Runner):
         planner, config = device_planner(graph, config, provider, config.kv)
         self.config = resolve(config, self.model)
         self.plan = fit_device(planner, self.config, beside)
+        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than asked for
         self.block_tokens = planner.positions(self.plan.request)
         self._turn = threading.RLock()
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
