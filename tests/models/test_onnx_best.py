@@ -84,7 +84,7 @@ def test_what_looks_at_more_gets_the_whole_row(settings: dict[str, Any]) -> None
 
 
 def test_a_mask_gets_the_whole_row() -> None:
-    """What it allows may not be among the best logits."""
+    """The tokens that it allows may not be among the best."""
     logits = np.random.default_rng(4).normal(0, 5, VOCABULARY).astype(np.float32)
     sampler, words = sampler_of({"temperature": 0.0}, [1, 2]), np.zeros(-(-VOCABULARY // 32), np.uint32)
     words[np.argmin(logits) // 32] = 1 << np.argmin(logits) % 32

@@ -19,7 +19,7 @@ from ...parameters import ATTENTION
 from ...registry import kernel
 from ...vector.lanes import max_lanes, splat_f32, sum_lanes, vmax
 from ...vector.memory import load_f32x16, load_i64, store_f32, store_f32x16
-from ...vector.record import count, inline, operand, outlined, parameter, round_up_16
+from ...vector.record import claim, count, inline, operand, outlined, parameter, round_up_16
 from ...vector.scalars import div_i64
 from ...vector.targets import attention_tiles
 from ...vector.vecmath import exp_below
@@ -90,13 +90,14 @@ def _tile_step(kind, r, chains):
 
 def _register(kv, tiles):
     (large, *_), (small, *_), _one = tiles
-    scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles), first_scored)
+    scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles))
 
     @kernel(f"attention_scores_{kv}")
     def attention_scores(rec, ctx, tid, n_threads):
         group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
         tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
-        scored(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
+        padded, end = round_up_16(parameter(rec, ATTENTION.head_dim)), count(ctx, COUNT_TOKENS)
+        scored(rec, ctx, tile, group, padded, n_threads, first_scored(rec, ctx), end, claim(ctx), 0)
         return 0
 
 
