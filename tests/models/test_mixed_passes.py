@@ -25,7 +25,8 @@ FAMILIES: dict[str, tuple[ModelConfig, Recipe]] = {
     "plain": (TINY, Recipe()), "windows": (WINDOWED, Recipe()), "sinks": (MOE, Recipe()), "latent": (MODEL, Recipe()),
     "alibi": (replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0, alibi=AlibiConfig(bfloat16=True)),
               Recipe()),
-    "selected": (TINY, recipe_with(attention="top:100")), "selected windows": (WINDOWED, recipe_with(attention="eps:0")),
+    "selected": (TINY, recipe_with(attention="top:100")),
+    "selected windows": (WINDOWED, recipe_with(attention="eps:0")),
 }
 TREE = [-1, 0, 0, 1, 2]
 
