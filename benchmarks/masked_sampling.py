@@ -59,7 +59,7 @@ class Sampling:
     def __init__(self, session: Session, deviation: float):
         self._session, self._vocab_size = session, session.model.vocab_size
         kernels = [instruction.kernel for instruction in session.program.instructions]
-        self._first, self._stop = kernels.index("draw_edit"), kernels.index("draw_choose") + 1
+        self._first, self._stop = kernels.index("sample_edit"), kernels.index("sample_choose") + 1
         logits = np.random.default_rng(0).standard_normal(self._vocab_size) * deviation
         self._sequence = session.new_sequence()
         self._logits = session.forward([Segment(self._sequence, [1], (0,))])

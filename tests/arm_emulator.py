@@ -47,16 +47,17 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
          "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
-         "tests/kernels/test_latent.py", "tests/kernels/test_attention.py")
+         "tests/kernels/test_latent.py", "tests/kernels/test_attention.py", "tests/kernels/test_sample.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
 SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              f"(({_TAKEN}) and (exact or (agrees and 33))) or neuron_mask or "
-             "(kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
-             "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert or "
+             "(test_screen.py and not q4-64 and not int8-128) or (test_norms.py and (33 or cap)) or "
+             "(test_experts.py and (routing or chosen or numbers or sorted or shared_expert or "
              "(slots_give and not f32))) or "
-             "(kernels_latent and int8 and not size1 and not size2) or "
-             "(kernels_attention and distance and not f32)")
+             "(test_latent.py and int8 and not size1 and not size2) or "
+             "(test_attention.py and distance and not f32) or "
+             "(test_sample.py and (33 or 1023 or damage or share))")
 MATMULS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py")
 """Tests that run on cores other than `WHOLE`, by the same selection."""
 MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",

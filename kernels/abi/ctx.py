@@ -112,7 +112,8 @@ ABANDONED, EVENT_FAILED = -1, -2
 COUNT_TOKENS = 0
 COUNT_OUTPUTS = 1
 COUNT_MERGE = 2
-"""Tokens whose attention is computed in splits and merged by the next instruction; 0 = attention finishes by itself."""
+"""The last tokens, as many as this, whose attention is computed in splits and merged by the next instruction; of those
+before them attention finishes by itself."""
 COUNT_SEVERAL = 6
 """Tokens of the pass if they are more than one, else 0: one token is normalised and quantised by every thread alone,
 which costs less than a barrier."""

@@ -42,7 +42,7 @@ ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
 STRETCH_SPLITS = 4
 """Splits whose chosen blocks of V are summed together: 64 blocks, bits of a word."""
 ATTENTION_TOKENS = 16
-"""Most tokens of a forward pass whose attention is split along the context."""
+"""Most tokens of a forward pass whose attention is split along the context: its last ones."""
 ATTENTION_ROWS = 128
 """Most rows of a unit of work of such a pass: the queries that a thread keeps for the next split of their context."""
 MEAN_BLOCKS = SPLIT_BLOCKS

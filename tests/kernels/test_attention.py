@@ -140,11 +140,11 @@ class Layer:
         name = f"attention_{self.kv}"
         return self._run(isa, name, threads, tile)
 
-    def attend_in_splits(self, isa: str, threads: int = 1) -> np.ndarray:
-        """Attention in two instructions: splits, then their merge."""
-        self.bench.counts[abi.COUNT_MERGE] = len(self.positions)
-        self._run(isa, f"attention_{self.kv}", threads, keep=True)
-        return self._run(isa, "attention_merge", threads)
+    def attend_in_splits(self, isa: str, threads: int = 1, last: int | None = None) -> np.ndarray:
+        """Attention in two instructions: splits, then their merge; of the last tokens, if not of all."""
+        self.bench.counts[abi.COUNT_MERGE] = len(self.positions) if last is None else last
+        whole = self._run(isa, f"attention_{self.kv}", threads, keep=True)
+        return np.concatenate([whole, self._run(isa, "attention_merge", threads)])
 
     def _run(self, isa: str, name: str, threads: int, tile: int | None = None, keep: bool = False) -> np.ndarray | None:
         found = self.bench.run(isa, name, self.operands, self.parameters(tile), self.attention_flags, threads, keep)
@@ -303,6 +303,23 @@ def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
             np.testing.assert_array_equal(layer.attend(isa), whole)
         layer.only(len(layer.positions) - 2)
         np.testing.assert_array_equal(layer.attend_in_splits(ISAS[-1]), whole[-2:-1])
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("past", [0, 15, 255, 256, 1020])
+@pytest.mark.parametrize("kv", KV)
+def test_the_last_tokens_of_a_pass_are_split_beside_a_prompt(kv: str, past: int) -> None:
+    """With the bits of a pass that splits none: decoded tokens, draft tokens and a tree, behind a prompt's chunk."""
+    number = KV.index(kv) + past
+    heads, window = GROUPS[number % 4], (0, 5, 40, 300)[number // 4 % 4]
+    layer = Layer(kv, heads, [Sequence(past // 3, 21), Sequence(past, 1), Sequence(33, 1), Sequence(past + 300, 4),
+                              Sequence(past, 5, [-1, 0, 0, 2, -1])], window)
+    for isa in ISAS:
+        layer.store(isa)
+        whole = layer.attend(isa)
+        for last in (1, 5, 9, 11):
+            for threads in (1, 3):
+                np.testing.assert_array_equal(layer.attend_in_splits(isa, threads, last), whole)
 
 
 @pytest.mark.slow(keep=1)

@@ -119,7 +119,7 @@ def test_passes_without_samples_skip_their_instructions(opened: Session) -> None
 def test_every_instruction_agrees_with_its_reference_in_a_real_run(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from dataclasses import replace\n"
-        "from tests.models import test_draws as t\n"
+        "from tests.models import test_sampling_in_pass as t\n"
         "path = t.write_model(Path(sys.argv[1]), replace(t.TINY, vocab_size=t.VOCABULARY))\n"
         "with t.session(path, max_sequences=8) as s: print([t.texts(s, seed=3, n=2, **o) for o in t.SETTINGS[:6]])\n"
     )

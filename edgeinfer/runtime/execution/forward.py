@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -85,8 +84,8 @@ class ModelRunner(Runner):
         with self.executor.pool.turn:
             n, outputs, highest, sampled = self._tables.write(segments, offset, rows)
             decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
-            split = highest >= SPLIT_ROWS * self._splits_from(n)
-            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
+            split = self._split(segments, n, highest, offset)
+            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
                       (abi.COUNT_SAMPLES, outputs if sampled else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
             if counts != self._counts:  # from token to token they seldom change
@@ -98,12 +97,23 @@ class ModelRunner(Runner):
             self.executor.run(first, stop, cancel, further)
         return logits
 
-    def _splits_from(self, n: int) -> float:
+    def _split(self, segments: Items[Segment], n: int, highest: int, offset: int) -> int:
+        """Return how many of the last of n tokens have their attention split along the context: all if they are few,
+        else as many decoded ones, of whole segments, as there are partial results for.
+        """
+        if n > abi.ATTENTION_TOKENS:
+            n, highest = 0, 0
+            for segment in reversed([segment for segment in segments if segment.role == DECODE]):
+                if n + len(segment.ids) > abi.ATTENTION_TOKENS:
+                    break
+                n += len(segment.ids)
+                highest = max(highest, len(segment.sequence) + offset + len(segment.ids) - 1)
+        return n if highest >= SPLIT_ROWS * self._splits_from(n) else 0
+
+    def _splits_from(self, n: int) -> int:
         """From how many splits of context on attention of n tokens goes split by split: there are more units of work
         then, whose last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a
         tenth and a fifth is lost below 512 rows, nothing from 1024 on (docs/explanation/attention.md).
         """
-        if n > abi.ATTENTION_TOKENS:
-            return math.inf
         units = n * self.model.num_attention_heads // 32  # of forward passes that are not split
         return 1 if n <= 4 else 4 if units >= 4 * self.plan.request.threads else 2

@@ -2,10 +2,10 @@
 
 A context is cut into splits of SPLIT_BLOCKS blocks. Of each split come (m, l, acc): the largest score, the sum of
 exponentials (16 lanes) and the weighted sum of V (attention_split.py); splits are merged in index order
-(attention_rows.py). Whether splits run on different threads and are merged by the next instruction (few tokens, long
-context) or one after the other here, the operations on a row are the same in the same order, so the result has the same
-bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits and
-lanes go by its position in the path (attention_paths.py).
+(attention_rows.py). Whether splits run on different threads and are merged by the next instruction (few tokens, also
+the last ones of a pass over many) or one after the other here, the operations on a row are the same in the same order,
+so the result has the same bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run
+as a chain: splits and lanes go by its position in the path (attention_paths.py).
 
 Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_PRUNED which rows of
 the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss), 9
@@ -15,7 +15,7 @@ Parameters: parameters.ATTENTION. Reference: reference/attention/attention.py.
 
 from __future__ import annotations
 
-from ...abi import COUNT_MERGE, FLAG_ALIBI, TOKEN_ROW
+from ...abi import FLAG_ALIBI, TOKEN_ROW
 from ...parameters import ATTENTION
 from ...registry import kernel
 from ...vector.instruction import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
@@ -42,7 +42,7 @@ from .attention_rows import (
     value_dim,
 )
 from .attention_split import split_step
-from .attention_units import few_tokens, together
+from .attention_units import few_tokens, first_split, together
 
 
 @inline
@@ -115,7 +115,8 @@ def leave_partial(inst, ctx, tile, i, index, padded):
 
 @inline
 def _leave(inst, ctx, tile, i, bounds, t, head, split, padded):
-    index = (t * parameter(inst, ATTENTION.heads) + head) * parameter(inst, ATTENTION.splits) + split
+    row = (t - first_split(ctx)) * parameter(inst, ATTENTION.heads) + head
+    index = row * parameter(inst, ATTENTION.splits) + split
     leave_partial(inst, ctx, tile, i, index, padded)
 
 
@@ -166,11 +167,11 @@ def _prompt(large, small, many, some, one):
                 row += 1
 
     @inline
-    def prompt(inst, ctx, tile, group, padded):
-        kv_heads, tokens = parameter(inst, ATTENTION.kv_heads), count(ctx, parameter(inst, ATTENTION.rows))
-        step = parameter(inst, ATTENTION.tokens)
-        unit = claim(ctx)
-        while unit < div_i64(tokens + step - 1, step) * kv_heads:
+    def prompt(inst, ctx, tile, group, padded, tokens):
+        """The first tokens; returns the claimed unit that is none of theirs, and how many theirs are."""
+        kv_heads, step = parameter(inst, ATTENTION.kv_heads), parameter(inst, ATTENTION.tokens)
+        unit, units = claim(ctx), div_i64(tokens + step - 1, step) * kv_heads
+        while unit < units:
             token_tile = div_i64(unit, kv_heads)
             t, end = token_tile * step, min(token_tile * step + step, tokens)
             while t < end:
@@ -180,14 +181,9 @@ def _prompt(large, small, many, some, one):
                 attend(inst, ctx, tile, t, stop, unit - token_tile * kv_heads, group, padded)
                 t = stop
             unit = claim(ctx)
+        return unit, units
 
     return prompt
-
-
-@inline
-def _from_first(inst, ctx):
-    """Plain attention takes the tokens from the forward pass's first on."""
-    return 0
 
 
 def _register(kv, tiles):
@@ -195,7 +191,7 @@ def _register(kv, tiles):
     (large, *_), (small, *_), _one = tiles
     steps = [_tile_step(KINDS[kv], *tile) for tile in tiles]
     prompt = _prompt(large, small, *(whole for whole, _single in steps))
-    decode = few_tokens(large, small, *(single for _whole, single in steps), _from_first)
+    decode = few_tokens(large, small, *(single for _whole, single in steps))
 
     @kernel(f"attention_{kv}")
     def attention(inst, ctx, tid, n_threads):
@@ -203,10 +199,11 @@ def _register(kv, tiles):
         padded = round_up_16(value_dim(inst))
         tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
         store_i64(tile + T_TURNED, 0)
-        if count(ctx, COUNT_MERGE) > 0:
-            decode(inst, ctx, tile, group, padded, n_threads)
-        else:
-            prompt(inst, ctx, tile, group, padded)
+        tokens = count(ctx, parameter(inst, ATTENTION.rows))
+        whole = min(first_split(ctx), tokens)
+        unit, units = prompt(inst, ctx, tile, group, padded, whole)
+        if whole < tokens:
+            decode(inst, ctx, tile, group, padded, n_threads, whole, tokens, unit, units)
         return 0
 
 

@@ -29,6 +29,7 @@ from .attention_rows import (
 )
 from .attention_scores import first_scored, score_row
 from .attention_select import C_SUM, all_wanted, choice_at
+from .attention_units import first_split
 from .attention_values import mean_at
 
 
@@ -66,9 +67,10 @@ def attention_merge(inst, ctx, tid, n_threads):
     padded, splits = round_up_16(n), parameter(inst, ATTENTION.splits)
     tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
     chosen = flags(inst) & FLAG_LAST
-    first = first_scored(inst, ctx) if chosen else 0
-    unit = claim(ctx)
-    while unit < count(ctx, parameter(inst, ATTENTION.rows)) * heads:
+    rows = count(ctx, parameter(inst, ATTENTION.rows))
+    first = first_scored(inst, ctx) if chosen else first_split(ctx)
+    unit, units = claim(ctx), (rows if chosen else rows - first) * heads
+    while unit < units:
         t = first + div_i64(unit, heads)
         head = unit - (t - first) * heads
         position = position_of(ctx, t)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from ...abi import COUNT_TOKENS
 from ...parameters import ATTENTION
 from ...registry import kernel
-from ...vector.instruction import count, inline, operand, outlined, parameter, round_up_16
+from ...vector.instruction import claim, count, inline, operand, outlined, parameter, round_up_16
 from ...vector.lanes import max_lanes, splat_f32, sum_lanes, vmax
 from ...vector.memory import load_f32x16, load_i64, store_f32, store_f32x16
 from ...vector.scalars import div_i64
@@ -90,13 +90,14 @@ def _tile_step(kind, r, chains):
 
 def _register(kv, tiles):
     (large, *_), (small, *_), _one = tiles
-    scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles), first_scored)
+    scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles))
 
     @kernel(f"attention_scores_{kv}")
     def attention_scores(inst, ctx, tid, n_threads):
         group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
         tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
-        scored(inst, ctx, tile, group, round_up_16(parameter(inst, ATTENTION.head_dim)), n_threads)
+        padded, end = round_up_16(parameter(inst, ATTENTION.head_dim)), count(ctx, COUNT_TOKENS)
+        scored(inst, ctx, tile, group, padded, n_threads, first_scored(inst, ctx), end, claim(ctx), 0)
         return 0
 
 

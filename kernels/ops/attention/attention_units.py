@@ -1,5 +1,8 @@
 """Attention of few tokens: units of work are (run of tokens of one sequence, KV head, split of the context).
 
+They may be the last tokens of a forward pass over many: then their units, which are short, are claimed after those of
+the others, so that all threads end at once.
+
 All rows of a unit go through while its K and V are in this core's cache, so several draft tokens, or the branches of a
 tree, read a context once. Of a tree's tokens only what lies before the tree is read together; the splits behind it go
 token by token, each along its path.
@@ -7,7 +10,7 @@ token by token, each along its path.
 
 from __future__ import annotations
 
-from ...abi import ATTENTION_ROWS, ATTENTION_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
+from ...abi import ATTENTION_ROWS, ATTENTION_TOKENS, COUNT_MERGE, COUNT_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
 from ...parameters import ATTENTION
 from ...vector.instruction import claim, count, inline, parameter, token
 from ...vector.scalars import div_i64
@@ -16,6 +19,12 @@ from .attention_rows import SPLIT_SHIFT, first_visible
 
 UNITS = 4
 """Units of work that each thread should find: a sequence's tokens are parted where there are fewer."""
+
+
+@inline
+def first_split(ctx):
+    """The first of the tokens whose attention is computed in splits; behind the last token if there are none."""
+    return count(ctx, COUNT_TOKENS) - count(ctx, COUNT_MERGE)
 
 
 @inline
@@ -82,12 +91,10 @@ def _alone(ctx, t, split):
     return has_path(ctx, t) and (split + 1) << SPLIT_SHIFT > token(ctx, t, TOKEN_BASE)
 
 
-def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLIT_SHIFT):
+def few_tokens(large, small, many, some, one, runs=True, shift=SPLIT_SHIFT):
     """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
 
-    They are as many as the instruction's count says, from ``first_token(inst, ctx)`` on, and go through one by one
-    where
-    not `runs`. Splits have ``1 << shift`` positions.
+    Tokens go through one by one where not `runs`. Splits have ``1 << shift`` positions.
     """
 
     @inline
@@ -114,16 +121,15 @@ def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLI
             u = stop
 
     @inline
-    def decode(inst, ctx, tile, group, padded, n_threads):
-        begin = first_token(inst, ctx)
-        tokens = begin + count(ctx, parameter(inst, ATTENTION.rows))
+    def decode(inst, ctx, tile, group, padded, n_threads, begin, tokens, claimed, before):
+        """Tokens begin .. tokens, from the unit that was claimed on; `before` them there were others' units."""
         most = _most(inst, ctx, begin, tokens, group, large, n_threads, shift) if runs else 1
-        number = claim(ctx)
+        number = claimed - before
         end, first, splits = _run(inst, ctx, begin, tokens, most, shift)
         run = _seek(inst, ctx, number, (begin, end, first, splits, 0), tokens, most, shift)
         held_t, held_h = -1, -1
         while run[0] < tokens:
-            following = claim(ctx)
+            following = claim(ctx) - before
             after = _seek(inst, ctx, following, run, tokens, most, shift)
             unit = _unit(number, run)
             _t, end, h, split = _unit(following, after) if after[0] < tokens else unit

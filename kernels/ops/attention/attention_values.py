@@ -18,10 +18,19 @@ rows it covers. Parameters: parameters.ATTENTION. Reference: reference/attention
 
 from __future__ import annotations
 
-from ...abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS, STRETCH_SPLITS
+from ...abi import (
+    BLOCK_TOKENS,
+    COUNT_TOKENS,
+    CTX_VALUES,
+    INSTEAD_MEAN,
+    MASK_TOKENS,
+    MEAN_BLOCKS,
+    SPLIT_BLOCKS,
+    STRETCH_SPLITS,
+)
 from ...parameters import ATTENTION
 from ...registry import kernel
-from ...vector.instruction import inline, operand, outlined, parameter, round_up_16
+from ...vector.instruction import claim, count, inline, operand, outlined, parameter, round_up_16
 from ...vector.lanes import first_lane, splat_f32, sum_lanes
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16, store_i64
 from ...vector.scalars import count_ones, div_f32, div_i64, trailing_zeros
@@ -273,14 +282,15 @@ def _register(kv, tiles):
     (large, *_), (small, *_), (one, widths, _chains) = tiles
     of_tile, mean = _steps(kind), _mean_step(kind, value_step(kind, one, widths, _in_mean))
     steps = [of_tile(r, widths, mean) for r, widths, _chains in tiles]
-    by_token = few_tokens(large, small, *steps, first_scored, runs=False, shift=STRETCH_SHIFT)
+    by_token = few_tokens(large, small, *steps, runs=False, shift=STRETCH_SHIFT)
 
     @kernel(f"attention_values_{kv}")
     def attention_values(inst, ctx, tid, n_threads):
         group = div_i64(parameter(inst, ATTENTION.heads), parameter(inst, ATTENTION.kv_heads))
         tile = operand(inst, ctx, 3) + tid * parameter(inst, ATTENTION.scratch)
         store_i64(tile + T_UNIT, -1)
-        by_token(inst, ctx, tile, group, round_up_16(parameter(inst, ATTENTION.head_dim)), n_threads)
+        padded, end = round_up_16(parameter(inst, ATTENTION.head_dim)), count(ctx, COUNT_TOKENS)
+        by_token(inst, ctx, tile, group, padded, n_threads, first_scored(inst, ctx), end, claim(ctx), 0)
         return 0
 
 

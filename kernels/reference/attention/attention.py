@@ -138,18 +138,24 @@ def alibi_of(view: InstructionView, h: int, positions: NDArray[np.int64], positi
     return (keys - query) * float_of(p.scale)
 
 
+def first_split(view: InstructionView) -> int:
+    """The first token whose attention is computed in splits."""
+    return view.count(COUNT_TOKENS) - view.count(COUNT_MERGE)
+
+
 def attention_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
     """The reference of ``attention_<kv>``."""
 
     def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(ATTENTION)
-        merged, tokens = view.count(COUNT_MERGE), view.count(p.rows)
+        tokens = view.count(p.rows)
+        whole = min(first_split(view), tokens)
         queries = queries_of(view, kv, tokens)
         out: list[Expected] = []
         n = value_dim(p)
         y, slack = np.zeros((2, *queries.shape[:3], n))
         for (t, path, stored), h in itertools.product(seen_tokens(view, kv, 0, tokens), range(p.kv_heads)):
-            if merged:
+            if t >= whole:
                 out += _splits(view, t, h, queries[t, h], stored, path)
                 continue
             bias = alibi_of(view, h, path.positions[path.there], path.position)
@@ -158,9 +164,8 @@ def attention_reference(kv: str) -> Callable[[InstructionView], list[Expected]]:
             if (sinks := sinks_of(view)) is not None:
                 total += np.exp(sinks.reshape(p.kv_heads, -1)[h] - part.largest)[:, None]
             y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
-        if not merged:
-            where = view.array(1, np.float32, (tokens, p.heads * n), (p.out_stride, 4))
-            out.append(Expected("out", where, y.reshape(where.shape), False, slack.reshape(where.shape)))
+        where = view.array(1, np.float32, (whole, p.heads * n), (p.out_stride, 4))
+        out.append(Expected("out", where, y[:whole].reshape(where.shape), False, slack[:whole].reshape(where.shape)))
         return out
 
     return reference
@@ -209,13 +214,13 @@ def partials(view: InstructionView, row: int, split: int) -> tuple[NDArray[np.fl
 def _splits(view: InstructionView, t: int, h: int, q: Doubles, stored: Stored, path: Path) -> list[Expected]:
     """Partial results of token t, KV head h: largest score, weights summed by position modulo 16, weighted sum of V."""
     p = view.parameters(ATTENTION)
-    out, high = [], path.low + len(path.rows)
+    out, high, first = [], path.low + len(path.rows), (t - first_split(view)) * p.heads + h * len(q)
     for split in path.splits:
         start, end = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
         mine = slice(start - path.low, end - path.low)
         there = path.there[mine]
         if not there.any():  # of the rest only that it is finite
-            firsts = [partials(view, t * p.heads + h * len(q) + g, split) for g in range(len(q))]
+            firsts = [partials(view, first + g, split) for g in range(len(q))]
             out += [Expected(f"split {split} of token {t}, without a row", m, np.full(1, LOWEST)) for m, *_ in firsts]
             continue
         bias = alibi_of(view, h, path.positions[mine][there], path.position)
@@ -224,8 +229,7 @@ def _splits(view: InstructionView, t: int, h: int, q: Doubles, stored: Stored, p
         lanes[:, start % SPLIT_TOKENS + np.flatnonzero(there)] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)
         for g in range(len(q)):
-            row = t * p.heads + h * len(q) + g
-            m, total, acc, padding = partials(view, row, split)
+            m, total, acc, padding = partials(view, first + g, split)
             name = f"split {split} of token {t}, head {h * len(q) + g}: "
             out += [
                 Expected(name + "m", m, part.largest[g : g + 1], False, part.relative[g]),
@@ -240,9 +244,9 @@ def merge_reference(view: InstructionView) -> list[Expected]:
     """The reference of ``attention_merge``: sum of e^m acc over sum of e^m l, or, where something was left out, over
     that of all exponentials."""
     p = view.parameters(ATTENTION)
-    n, end = view.count(p.rows), view.count(COUNT_TOKENS)
-    first = end - n if view.flags & FLAG_LAST else 0
-    seen, group = paths(view, first + n, p.window)[first:], p.heads // p.kv_heads
+    end = view.count(COUNT_TOKENS) if view.flags & FLAG_LAST else view.count(p.rows)
+    first = end - view.count(p.rows) if view.flags & FLAG_LAST else min(first_split(view), end)
+    seen, group = paths(view, end, p.window)[first:], p.heads // p.kv_heads
     y, slack = np.zeros((2, len(seen) * p.heads, value_dim(p)))
     for row in range(len(y)):
         path = seen[row // p.heads]
