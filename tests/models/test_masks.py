@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.engine import BeamSearch, Completion, Generation, PromptLookup, Sampler, Speculation, Times
+from edgeinfer.engine import BeamSearch, Completion, Generation, PromptLookup, Sampler, Speculation, Times, run_alone
 from edgeinfer.engine.beams import log_probabilities
 from edgeinfer.engine.sampler import EMPTY
 from edgeinfer.kernels import abi
@@ -125,12 +125,8 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def complete(runner: Runner, speculation: Speculation | None = None, **options: Any) -> Completion:
-    request = Generation(runner, None, tokens(21), GenerationConfig(max_tokens=30, seed=2, **options), (), speculation)
-    request.start(runner.new_sequence())
-    while not request.finished:
-        request.step()
-    request.release()
-    return request.result()
+    config = GenerationConfig(max_tokens=30, seed=2, **options)
+    return run_alone(Generation(runner, None, tokens(21), config, (), speculation), runner)
 
 
 @pytest.mark.usefixtures("masked")
@@ -147,12 +143,7 @@ def test_draft_tokens_are_checked_under_masks(opened: Runner, options: dict[str,
 @pytest.mark.usefixtures("masked")
 def test_beams_keep_to_their_masks_and_to_the_models_own_probabilities(ours: Session) -> None:
     config = GenerationConfig(max_tokens=4, beams=3, n=3)
-    request = BeamSearch(ours, None, tokens(9), config)
-    request.start(ours.new_sequence())
-    while not request.finished:
-        request.step()
-    request.release()
-    for choice in request.result().choices:
+    for choice in run_alone(BeamSearch(ours, None, tokens(9), config), ours).choices:
         assert all(token % 2 for token in choice.token_ids) and len(choice.token_ids) == 4
         sequence = ours.new_sequence()
         rows = [ours.prefill(sequence, tokens(9)).copy()]
