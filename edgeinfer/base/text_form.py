@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .dataclass import dataclass
+from .validation import shown
 
 JSON_OBJECT, JSON_SCHEMA, REGEX, GRAMMAR = KINDS = ("json_object", "json_schema", "regex", "grammar")
 MOST_SOURCE_BYTES = 256 << 10
@@ -51,8 +52,8 @@ def text_form(value: Any) -> TextForm:
     if callable(schema_of := getattr(value, "model_json_schema", None)):  # a pydantic model
         return schema_form(schema_of())
     if not isinstance(value, dict):
-        raise UsageError(f"response_format is a {type(value).__name__}; give {{'type': 'json_object'}}, a JSON schema, "
-                         "or a pydantic model.")
+        raise UsageError(f"{shown(value)} is no form of a text; give {{'type': 'json_object'}}, a JSON schema, or a "
+                         "pydantic model.")
     kind = value.get("type")
     if kind == JSON_OBJECT:
         return TextForm(JSON_OBJECT)
@@ -63,7 +64,7 @@ def text_form(value: Any) -> TextForm:
         if kind == name:
             source = value.get(field)
             if not isinstance(source, str) or not source:
-                raise UsageError(f"response_format of the type {name} needs a text {field!r}.")
+                raise UsageError(f"A form of the type {name} needs a text {field!r}.")
             return TextForm(name, source)
     return schema_form(value)
 
@@ -75,7 +76,7 @@ def schema_form(schema: Any) -> TextForm:
     if (depth := _depth(schema)) > MOST_DEPTH:
         raise UsageError(f"The JSON schema is nested {depth} deep or more; at most {MOST_DEPTH} are taken.")
     try:
-        return TextForm(JSON_SCHEMA, json.dumps(schema, sort_keys=False))
+        return TextForm(JSON_SCHEMA, json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(f"The JSON schema cannot be written as JSON: {error}.") from None
 

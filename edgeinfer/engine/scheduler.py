@@ -130,6 +130,8 @@ class Scheduler:
             return False
         task.begin(sequence)
         task.join([one.task for one in self.running])
+        if not request.preemptions:
+            task.tell()
         return True
 
     @staticmethod

@@ -96,6 +96,7 @@ def test_mypy_takes_right_calls_and_refuses_wrong_ones(tmp_path: Path) -> None:
 def test_a_model_takes_the_options_of_the_table() -> None:
     own = set(inspect.signature(LLM.__init__).parameters) - {"self", "techniques"}
     table = {one.name for one in of_command("run")} - {field.name for field in fields(GenerationConfig)}
-    assert table - own == {"raw", "system", "no_mmap", "no_stats", "json", "prompt_cache"}, "the command line's alone"
+    assert table - own == {"raw", "system", "no_mmap", "no_stats", "json", "json_schema", "grammar", "prompt_cache"}, \
+        "the command line's alone"
     alone = {"model", "max_sequences", "own_tokens", "kv_tokens", "beams", "mmap", "progress"}
     assert own - table == alone, "Python's alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -71,6 +72,13 @@ def biases(value: Any) -> bool:
         type(plain(key)) is int and type(plain(bias)) in (int, float) and bias == bias for key, bias in value.items())
 
 
+def schemas(value: Any) -> bool:
+    try:
+        return isinstance(value, dict) and bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
+
+
 GENERATION: dict[str, Callable[[Any], bool]] = {
     "max_tokens": whole(0), "temperature": decimal(lambda t: t >= 0), "top_k": whole(0),
     "top_p": decimal(lambda p: 0 < p <= 1), "min_p": decimal(lambda p: 0 <= p <= 1),
@@ -80,7 +88,7 @@ GENERATION: dict[str, Callable[[Any], bool]] = {
     "length_penalty": decimal(lambda x: -10 <= x <= 10),
     "early_stopping": lambda value: type(value) is bool or (isinstance(value, str) and value == "never"),
     "ignore_eos": lambda value: type(value) is bool,
-    "speculate": lambda value: False, "draft_tokens": whole(1, 64),
+    "speculate": lambda value: False, "draft_tokens": whole(1, 64), "response_format": schemas,
 }
 RUNTIME: dict[str, Callable[[Any], bool]] = {
     "ctx": whole(1), "kv": lambda value: False, "threads": whole(1, 256), "budget": whole(1, 2**63 - 1),
@@ -119,7 +127,7 @@ def outcome(call: Callable[[], Any], name: str, value: Any, good: bool) -> None:
 def test_the_tables_are_complete() -> None:
     assert set(GENERATION) == {field.name for field in dataclasses.fields(GenerationConfig)}
     missing = {field.name for field in dataclasses.fields(RuntimeConfig)} - set(RUNTIME)
-    assert missing == {"budget_bytes", "outputs", "techniques", "kv_windows", "fill_budget"}
+    assert missing == {"budget_bytes", "outputs", "techniques", "kv_windows", "fill_budget", "verified_sequences"}
     assert len(VALUES) * (len(GENERATION) + len(RUNTIME)) > 1000
 
 
@@ -201,7 +209,7 @@ CONVERT = {
 SPARSIFY = {
     "source": lambda value: False, "destination": name_of, "stream": lambda value: False,
     "kind": one_of("sign", "lowrank", "threshold"), "max_kld": decimal(lambda x: x > 0), "rank": whole(1),
-    "epochs": whole(0, 100), "threads": whole(1, 256), "overwrite": flag, "told": callable, "in_tiles": callable,
+    "epochs": whole(0, 100), "threads": whole(1, 256), "overwrite": flag, "on_progress": callable, "in_tiles": callable,
     "held_out": lambda value: isinstance(value, list) and not value,
 }
 MODEL = {
@@ -210,7 +218,8 @@ MODEL = {
     "draft": name_of, "device": one_of("cpu"), "weights": TYPES, "group_size": one_of(32, 64, 128),
     "draft_tokens": whole(1, 64), "lazy_layers": lambda value: False,
 }
-REQUEST = {**GENERATION, "config": lambda value: False, "reuse": flag, "prompt_cache": name_of, "progress": callable}
+REQUEST = {**GENERATION, "config": lambda value: False, "reuse": flag, "prompt_cache": name_of, "progress": callable,
+           "generated": lambda value: isinstance(value, list) and not value}
 CHAT = {**REQUEST, "messages": lambda value: False, "tools": lambda value: isinstance(value, list) and not value,
         "template_options": lambda value: isinstance(value, dict)}
 

@@ -115,8 +115,8 @@ def deep(n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("form", "sentence"), [
-    (3, "response_format is a int; give"),
-    ({"type": "regex"}, "response_format of the type regex needs a text 'pattern'"),
+    (3, "^3 is no form of a text; give"),
+    ({"type": "regex"}, "^A form of the type regex needs a text 'pattern'"),
     ({"type": "json_schema", "json_schema": 3}, "A JSON schema is an object, and this is a int"),
     (deep(MOST_DEPTH + 5), "The JSON schema is nested 6. deep or more; at most 64 are taken"),
     ({"enum": ["x" * 300_000]}, "at most 262144 bytes are taken"), ({"enum": [{1, 2}]}, "cannot be written as JSON"),
