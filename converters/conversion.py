@@ -225,7 +225,7 @@ class _Reading(SourceReader):
         """
         gate, *up, down = weight.sources
         total, _, hidden = weight.shape
-        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, so many at a time
+        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, this many at a time
         for start in range(0, total, step):
             yield self.rows(gate, start, min(start + step, total))
         for start in range(0, total, step):

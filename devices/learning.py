@@ -31,7 +31,7 @@ LEAST_RUNS = 12
 MOST_RUNS = 64
 """Runs of each kind that are kept, the newest."""
 FAR_OFF = 1.5
-"""A run that took so many times longer or shorter than predicted was disturbed, or is of another kind."""
+"""A run that took this many times longer or shorter than predicted was disturbed, or is of another kind."""
 LEAST_BYTES = 32e6
 """Weights below this may stay in the caches, and say nothing of the memory."""
 LEAST_OPERATIONS = 5e9

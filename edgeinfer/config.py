@@ -167,7 +167,7 @@ class Step:
     """One pass over a model's graph."""
 
     name: str
-    """Of the pass (edgeinfer/graph/passes.py), behind the name of its module where that is not imported anyway."""
+    """Of the pass (edgeinfer/graph/passes.py), after the name of its module where that is not imported anyway."""
     settings: tuple[tuple[str, str | float], ...] = ()
     """Its settings by name."""
 
@@ -212,7 +212,7 @@ class Recipe:
         return cls(tuple(steps))
 
     def replacing(self, name: str, step: Step | None) -> Recipe:
-        """Return the recipe with a step behind the others, instead of those of this name; with None, without them."""
+        """Return the recipe with a step after the others, instead of those of this name; with None, without them."""
         others = (one for one in self.steps if one.name != name)
         return Recipe((*others, *([] if step is None else [step])))
 
@@ -266,7 +266,7 @@ class RuntimeConfig:
     max_sequences: int = option(1, integer(1, 64, "from 1 to 64"))
     """Sequences that may be alive at once (parallel samples, beams); sizes the KV pool and the token batch."""
     own_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
-    """Tokens that each of several sequences may have of its own behind the prompt that all share, of which the KV pool
+    """Tokens that each of several sequences may have of its own after the prompt that all share, of which the KV pool
     then has room for one; None is a whole context for each."""
     kv_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
     """Tokens that the KV pool holds of all sequences together; None is as many as these may have."""

@@ -50,7 +50,7 @@ class Option:
     commands: tuple[str, ...] = COMMANDS
     """Commands that have it."""
     of: str = ""
-    """Option without which it means nothing; where it stands in a variable, it then gives way."""
+    """Option without which it means nothing; where it is in a variable, it then gives way."""
     spelled: str = ""
     """The flag, where it is not the name."""
     short: str = ""

@@ -153,7 +153,7 @@ class Technique:
     search: Callable[[Any, Callable[[Any], float], float], Any] = lambda settings, divergence, target: settings
     """``search(settings, divergence, target)`` returns the boldest settings that diverge by the target at most."""
     measurable: Callable[[Any, int | None], None] = lambda settings, prompt: None
-    """``measurable(settings, prompt)`` raises `UsageError` if prompts of so many tokens, or none, show nothing."""
+    """``measurable(settings, prompt)`` raises `UsageError` if prompts of this many tokens, or none, show nothing."""
 
     def step(self, settings: Mapping[str, Any]) -> Step:
         """Return the step of a recipe with these settings."""

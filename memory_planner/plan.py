@@ -41,8 +41,8 @@ class Request:
     mlock: bool = False
     """Whether the weights are locked into memory."""
     residency: tuple[tuple[str, str], ...] = ()
-    """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
-    others but tables of which a token reads a row, which ``rows`` means."""
+    """Weights that are not in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all others
+    but tables of which a token reads a row, which ``rows`` means."""
     hot: tuple[int, ...] = ()
     """Resident neurons of each layer's FFN, if the others are read on demand; none: all."""
     slots: int = 0
@@ -50,7 +50,7 @@ class Request:
     expert_slots: int = 0
     """Experts kept in memory, if experts are read on demand; 0: they are placed like other weights."""
     own_tokens: int | None = None
-    """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
+    """Tokens that each sequence may have of its own after a prompt of all; None: each may have a whole context."""
     techniques: Settings = ()
     """Techniques that the run uses, with their settings."""
     kv_tokens: int | None = None
@@ -153,8 +153,8 @@ class MemoryPlan:
     rope_row_bytes: int
     """Constants: bytes of one position's cosines and sines."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """Names of streamed weights by part: what is read together, in the order of use. Part i lies in buffer
-    i % STREAM_BUFFERS."""
+    """Names of streamed weights by part: what is read together, in the order of use. Part i is in buffer i %
+    STREAM_BUFFERS."""
     cold: ColdPlan | None = None
     """Neurons that are read on demand, if there are any."""
     experts: ExpertsPlan | None = None

@@ -84,7 +84,7 @@ class Windowed:
         return max(0, min(together, (self.blocks - reading) // waiting + 1 if waiting else together))
 
     def first_needed(self, n_tokens: int) -> int:
-        """Return the first row that a token behind so many sees, or one behind fewer by the margin at most."""
+        """Return the first row that a token after this many sees, or one after fewer by the margin at most."""
         return max(0, n_tokens - self.window + 1 - MARGIN_TOKENS)
 
 

@@ -133,7 +133,7 @@ def check_rank(rank: int | None, kind: str, hidden: int) -> None:
 
 
 def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> int:
-    """Return the highest price whose divergence is within the target; the lowest where none is."""
+    """Return the highest price whose divergence is within the target; the lowest if none is."""
     low, high = 0, len(PRICES)  # from `high` on all are known to be within, below `low` none
     while low < high:
         middle = (low + high) // 2
@@ -225,7 +225,7 @@ def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Seq
 def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
     """Neurons a token, those that the predictor's bytes and the harm are worth included, at the usual price."""
     outer, inner = factors
-    step = max(1, len(outer) // COMPARED_NEURONS)  # they lie in order of heat: every n-th are like all
+    step = max(1, len(outer) // COMPARED_NEURONS)  # they are in order of heat: every n-th are like all
     gate = layer.weights.gate[::step]
     one = _one("lowrank", gate, (outer[::step, :rank], inner[:rank]))
     scores = scorer(one, 0, gate, layer.ffn.activation)(layer.x)

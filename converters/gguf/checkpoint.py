@@ -105,7 +105,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def travelling_files(self) -> dict[str, Path]:
-        """None lie beside the file that are its own."""
+        """None are beside the file that are its own."""
         return {}
 
     @property

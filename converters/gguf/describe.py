@@ -100,7 +100,7 @@ def gguf_structure(headers: list[GgufHeader]) -> Hashable:
 
 
 def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
-    """The factors of a rotation, which decide whether it is understood; so many as any head has."""
+    """The factors of a rotation, which decide whether it is understood; this many as any head has."""
     with open_plain(header.path) as file:
         file.seek(header.data + tensor.offset)
         return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))

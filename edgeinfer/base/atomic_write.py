@@ -113,7 +113,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def _commit(self) -> None:
-        """Complete what lies in `folder`, and put it into its place; a directory by `_replace`."""
+        """Complete what is in `folder`, and put it into its place; a directory by `_replace`."""
 
     def _begin(self) -> None:  # noqa: B027
         """Open what is needed in `folder`, which is there and empty."""

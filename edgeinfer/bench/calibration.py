@@ -83,7 +83,7 @@ class Runs:
 def calibrate(
     bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: OnStageProgress | None = None
 ) -> Runs:
-    """Run each model: decoding without context, prompts until the context is full, decoding behind it.
+    """Run each model: decoding without context, prompts until the context is full, decoding after it.
 
     Parameters
     ----------
@@ -214,5 +214,5 @@ class _Runner:
 
 
 def _attention_operations(model: ModelConfig, seen: float) -> float:
-    """Return the operations of attention for so many pairs of a token and a position that it sees."""
+    """Return the operations of attention for this many pairs of a token and a position that it sees."""
     return 4.0 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * seen

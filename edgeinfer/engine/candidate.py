@@ -84,8 +84,7 @@ class Sample:
             self._accept(Sampled(token_id), room)
 
     def verify(self, samplers: Items[Sampler], logits: Items[Any], proposal: list[int], room: int) -> tuple[str, int]:
-        """Sample the next token, and the one behind each draft token that is right; return their text and how many
-        are.
+        """Sample the next token, and the one after each draft token that is right; return their text and how many are.
         """
         text = ""
         for right, (sampler, row) in enumerate(zip(samplers, logits, strict=True)):

@@ -57,7 +57,7 @@ class Score:
     """The continuation; None if it was given as token ids."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural logarithm of each token's probability behind the prompt and the tokens before it, in the model's own
+    """Natural logarithm of each token's probability after the prompt and the tokens before it, in the model's own
     distribution (temperature 1, no filter)."""
     greedy: bool
     """Whether each token is the likeliest in its place, so that greedy decoding would write this continuation."""

@@ -255,7 +255,7 @@ class Generation(Task[Completion]):
     def _take_verified(self, run: Run, rows: Items[Any]) -> str:
         """Keep draft tokens as long as each is the token that would have been sampled in its place.
 
-        The first that is another is replaced by the one that was sampled; what was computed behind it is forgotten.
+        The first that is another is replaced by the one that was sampled; what was computed after it is forgotten.
         """
         sample, proposal, samplers = run.owner
         length = len(run.sequence) - len(run.ids)

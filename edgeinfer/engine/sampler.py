@@ -1,6 +1,6 @@
 """The sampler of one sequence: its settings, its history, and the choice of the next token.
 
-What is kept and how it is sampled from stands in `kernels/sampling.py`. A runner whose program has the sample kernels
+What is kept and how it is sampled from is in `kernels/sampling.py`. A runner whose program has the sample kernels
 chooses within its pass; otherwise, and where a row has nothing to choose from, the row of logits is looked at here.
 """
 
@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
 
 
 def softmax(logits: Floats, temperature: float = 1.0) -> Floats:
-    """Return probabilities (float64) of logits divided by a positive temperature; the largest may stand anywhere."""
+    """Return probabilities (float64) of logits divided by a positive temperature; the largest may be anywhere."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max()
     with np.errstate(over="ignore"):
@@ -186,7 +186,7 @@ class Sampler:
         return self._logprobs is not None
 
     def prompt(self, ids: Iterable[int]) -> None:
-        """Take note of the prompt: its tokens count for the repetition penalty only."""
+        """Record of the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
             self._note(token_id, 0)
 

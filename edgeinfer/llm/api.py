@@ -265,7 +265,7 @@ class LLM(Embeddings):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> str:
-        """Return the continuation of a text as it stands; for a model trained on conversations see `chat`.
+        """Return the continuation of a text as it is; for a model trained on conversations see `chat`.
 
         Parameters
         ----------

@@ -51,7 +51,7 @@ class Strategy(NamedTuple):
     read_bytes: float
     """From storage, for a token."""
     at_depth: Callable[[int], float]
-    """Tokens per second after so many positions."""
+    """Tokens per second after this many positions."""
     sparse: SparseFfn | None
     """Modes of its sparse FFNs."""
 
@@ -200,7 +200,7 @@ def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, bes
 
 
 def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str | None:
-    """Take note of how fast a choice was after so many positions; return a sentence where that switches it off.
+    """Record of how fast a choice was after this many positions; return a sentence where that switches it off.
 
     It does where it was an approximation, and slower than the best exact way is predicted to be there, on a probed
     machine.

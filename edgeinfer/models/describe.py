@@ -138,7 +138,7 @@ class ModelDescription:
         return sum(access.values for access in self._kv(stores=True))
 
     def pure_weight_bytes(self, bits: float = 4) -> float:
-        """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
+        """Bytes of all weights at this many bits each, without scales: what people compute in their heads."""
         return self.parameters * bits / 8
 
     def rebuild(self, type_of: TypeOf) -> Graph:

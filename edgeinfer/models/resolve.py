@@ -151,7 +151,7 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
         )
     path = path.resolve()
-    if not convert:  # what cannot be converted is said here, for there is nothing to find
+    if not convert:  # what cannot be converted is said here, because there is nothing to find
         from edgeinfer.converters import open_checkpoint
 
         open_checkpoint(path).close()
@@ -173,7 +173,7 @@ def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: boo
     asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
-    if not convert:  # what cannot be converted is said here, for there is nothing to find
+    if not convert:  # what cannot be converted is said here, because there is nothing to find
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",

@@ -1,7 +1,7 @@
 """One gate for all approximations: what may be enabled by itself, and what is said of what was asked for.
 
 Divergences of techniques do not add, so a setting is all of them together, and only a measurement of exactly this
-setting, of exactly these weights, counts. Measurements lie in the bundle (part ``quality``) or in the user's cache.
+setting, of exactly these weights, counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Sequences(abc.ABC):
 
     @abc.abstractmethod
     def trim(self, sequence: Sequence) -> None:
-        """Give back what is held behind the last token (after a cancelled forward pass, too)."""
+        """Give back what is held after the last token (after a cancelled forward pass, too)."""
 
     # Nothing is cached unless a class overrides these; `origin` is that of `prefix_keys`.
 

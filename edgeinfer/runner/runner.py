@@ -102,7 +102,7 @@ class Runner(Caching, abc.ABC):
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n.
 
-        Raises `RequestError` if layers with a window have given back what a token behind them sees (`reach`).
+        Raises `RequestError` if layers with a window have given back what a token after them sees (`reach`).
         """
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
@@ -110,7 +110,7 @@ class Runner(Caching, abc.ABC):
         return n_tokens
 
     def rollback(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
-        """Go back to the first n tokens: forget those behind them, and run over them again where they cannot be kept.
+        """Go back to the first n tokens: forget those after them, and run over them again where they cannot be kept.
         """
         ids, kept = sequence.tokens[:n_tokens], self.can_truncate(sequence, n_tokens)
         self.truncate(sequence, kept)
@@ -126,7 +126,7 @@ class Runner(Caching, abc.ABC):
         Parameters
         ----------
         n_before : tokens before the tree, all of which stay
-        path : which of the tokens behind them stay, counted from the tree's first: a root, a child of it, and so on
+        path : which of the tokens after them stay, counted from the tree's first: a root, a child of it, and so on
 
         Raises
         ------
@@ -234,7 +234,7 @@ class Runner(Caching, abc.ABC):
         sequences, ids : one token for each sequence
         cancel : ends the forward pass within 100 ms
         sample_specs : one for each sequence, see `Segment.sample_specs`; or none at all
-        further : after how many more tokens the caller wants to look at the latest. A runner may go on by itself that
+        further : after how many more tokens the caller needs to look at the latest. A runner may go on by itself that
             often, with the tokens that it samples, until a text ends; all sequences are as much longer afterwards, and
             the tokens are theirs
 

@@ -104,7 +104,7 @@ class PruningStages:
         self._stages = [self._stage(first, stop) for first, stop in itertools.pairwise(starts)]
 
     def _stage(self, first: int, stop: int) -> _PruningStage:
-        """The last attention over whole contexts chooses, for a window says nothing of what lies before it."""
+        """The last attention over whole contexts chooses, for a window says nothing of what is before it."""
         instructions = self._session.program.instructions
         found = [(not op.window, i, op) for i, instruction in enumerate(instructions[first:stop], first)
                  if isinstance(op := instruction.op, Attention) and not instruction.step]
@@ -199,7 +199,7 @@ class PruningStages:
 
     def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats,
                 most: int, cancel: Cancellation | None) -> Rows:
-        """Return which of a stage's tokens, so many at most, go on, and take note of the others."""
+        """Return which of a stage's tokens, this many at most, go on, and take note of the others."""
         before, ended = len(sequence), partial(self._session.executor.ended, cancel)
         seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n, ended)
         forced = (rows >= n - RECENT) | (rows + before == 0)
@@ -218,7 +218,7 @@ class PruningStages:
 
 
 def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
-    """Return the rows of the largest weights, so many at most; of equal ones those that come first."""
+    """Return the rows of the largest weights, this many at most; of equal ones those that come first."""
     return np.sort(rows[np.argsort(-weight, kind="stable")[:most]])
 
 

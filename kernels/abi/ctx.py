@@ -8,7 +8,7 @@ CTX_COUNTS = 128
 """16 dynamic counts, see COUNT_*."""
 CTX_EVENTS = 256
 """Address of the program's I/O events, a word each: 0 = pending, positive = the data is there, negative = it will not
-come. They lie outside of ctx, so that readers need not know which program is running.
+come. They are outside of ctx, so that readers need not know which program is running.
 """
 CTX_STREAM = 264
 """Address of the STREAM_* block of the readers of weights, or 0."""
@@ -23,7 +23,7 @@ CTX_OUTPUTS = 400
 CTX_PROGRAM = 408
 """Address of the first instruction."""
 CTX_END = 416
-"""Index behind the last instruction of a forward pass."""
+"""Index after the last instruction of a forward pass."""
 CTX_PROFILE = 424
 """Address of int64 nanoseconds per instruction, or 0."""
 CTX_BEGIN = 432
@@ -119,7 +119,7 @@ which costs less than a barrier."""
 COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a forward pass over a prompt."""
 COUNT_PROMPTED = 9
-"""Tokens of the other role; those of role ROLE_DECODE stand behind them."""
+"""Tokens of the other role; those of role ROLE_DECODE are after them."""
 COUNT_SAMPLES = 4
 """Rows of logits if a token is to be sampled from one of them, else 0."""
 

@@ -133,7 +133,7 @@ def await_buffer(ctx, stream, claim):
 
 @inline
 def await_release(ctx, stream, free):
-    """Wait until so many parts were released, or pieces posted, or the readers are to stop."""
+    """Wait until this many parts were released, or pieces posted, or the readers are to stop."""
     gate = stream + STREAM_GATE
     seen = atomic_load(gate)
     while atomic_load(stream + STREAM_RELEASED) < free and reads(stream):

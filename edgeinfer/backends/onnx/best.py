@@ -41,7 +41,7 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
     Returns
     -------
     bool
-        Whether the tokens stand in the samples now; else the whole rows are needed.
+        Whether the tokens are in the samples now; else the whole rows are needed.
     """
     if not all(sample_specs) or np.isnan(values).any():
         return False

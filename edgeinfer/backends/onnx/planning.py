@@ -222,7 +222,7 @@ class DevicePlanner:
 
 
 def written_out(matmul: Node, tokens: int) -> int:
-    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for so many tokens, else 0; see
+    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for this many tokens, else 0; see
     docs/explanation/onnx.md.
     """
     rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))

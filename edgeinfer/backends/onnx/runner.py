@@ -1,4 +1,4 @@
-"""A runner on onnxruntime: what is admitted, cancelled and closed, whichever way its KV cache lies."""
+"""A runner on onnxruntime: what is admitted, cancelled and closed, whichever way its KV cache is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgeinfer cache`: what lies in the user's cache, and getting rid of it."""
+"""`edgeinfer cache`: what is in the user's cache, and getting rid of it."""
 
 from __future__ import annotations
 

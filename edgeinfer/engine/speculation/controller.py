@@ -252,10 +252,10 @@ class Speculation:
                 shadow.level.learn(len(shadow.proposal), right)
                 del self._shadows[text.key]
 
-    # -- behind a pass -----------------------------------------------------------------------------------------------
+    # -- after a pass -----------------------------------------------------------------------------------------------
 
     def plain(self, n_tokens: int) -> None:
-        """Take note of a pass without drafts, which gave each text so many tokens."""
+        """Record of a pass without drafts, which gave each text this many tokens."""
         seconds = self._elapsed()
         if not self._measuring:
             self._passed(n_tokens, seconds, seconds)
@@ -288,7 +288,7 @@ class Speculation:
         self._passed(1 + sum(accepted) // texts, seconds, step * (1 + sum(accepted) / texts))
 
     def _passed(self, n_tokens: int, seconds: float, instead: float) -> None:
-        """Take note of the seconds of a pass, and of how many the same tokens take without speculation."""
+        """Record of the seconds of a pass, and of how many the same tokens take without speculation."""
         self._rest -= n_tokens
         for level in self._levels.values():
             level.left -= n_tokens

@@ -63,7 +63,7 @@ class Costs:
     # -- without speculation -----------------------------------------------------------------------------------------
 
     def plain(self, depth: int, tokens: int, seconds: float) -> bool:
-        """Take note of a pass that gave each text so many tokens; return whether it was a whole one."""
+        """Record of a pass that gave each text this many tokens; return whether it was a whole one."""
         if tokens > LONGER * self._most:
             self._most, self._shorter, self.plain_passes = tokens, 0, 0
             self._buckets.clear()
@@ -120,7 +120,7 @@ class Costs:
     # -- verifying and drafting --------------------------------------------------------------------------------------
 
     def took(self, what: str, n: int, ratio: float) -> None:
-        """Take note of what `what` over n tokens cost, in steps without speculation."""
+        """Record of what `what` over n tokens cost, in steps without speculation."""
         self._ratios.setdefault(what, {}).setdefault(n, deque(maxlen=KEPT)).append(ratio)
 
     def doubt(self, drafter: str, free: bool) -> float:

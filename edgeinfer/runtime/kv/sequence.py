@@ -112,7 +112,7 @@ class KVCache(BlockTables):
         return self.recent.can_truncate(sequence, n_tokens) if self.recent else n_tokens
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """Of the tokens behind the first n keep those of a path, and move their rows together; see `Runner.accept`."""
+        """Of the tokens after the first n keep those of a path, and move their rows together; see `Runner.accept`."""
         self.check_own(sequence)
         n = len(sequence.tokens) - n_before
         if n_before < 0 or n < 0 or any(not low < high < n for low, high in pairwise((-1, *path))):
@@ -180,7 +180,7 @@ class KVCache(BlockTables):
         return flags[:, :n_tokens] != 0
 
     def leave_out(self, sequence: Sequence, stage: int, rows: NDArray[np.int64]) -> None:
-        """Take note that a stage and those behind it lack rows of a sequence, whose blocks are its own."""
+        """Record that a stage and those after it lack rows of a sequence, whose blocks are its own."""
         blocks = np.array(sequence.blocks)[rows // abi.BLOCK_TOKENS]
         self.pruned_mask[stage - 1 :, blocks, rows % abi.BLOCK_TOKENS] = 1
 

@@ -1,7 +1,7 @@
 """Attention of few tokens: units of work are (run of tokens of one sequence, KV head, split of the context).
 
 All rows of a unit go through while its K and V are in this core's cache, so several draft tokens, or the branches of a
-tree, read a context once. Of a tree's tokens only what lies before the tree is read together; the splits behind it go
+tree, read a context once. Of a tree's tokens only what is before the tree is read together; the splits after it go
 token by token, each along its path.
 """
 
@@ -15,7 +15,7 @@ from .attention_paths import has_path, position_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 
 UNITS = 4
-"""Units of work that each thread should find: a sequence's tokens are parted where there are fewer."""
+"""Units of work that each thread should find: a sequence's tokens are parted if there are fewer."""
 
 
 @inline

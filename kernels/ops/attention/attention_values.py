@@ -70,7 +70,7 @@ AHEAD = 2
 
 @inline
 def _splits(inst, ctx, t, stretch):
-    """The splits of a stretch that token t sees: the first, and the one behind the last."""
+    """The splits of a stretch that token t sees: the first, and the one after the last."""
     high, first = position_of(ctx, t), stretch * STRETCH_SPLITS
     begin, end = first_visible(inst, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
     return max(first, begin), min(first + STRETCH_SPLITS, end)
@@ -78,7 +78,7 @@ def _splits(inst, ctx, t, stretch):
 
 @outlined
 def _wanted_blocks(inst, ctx, t, h, stretch, group):
-    """Bit b: some head of KV head h wants a row of block b of the stretch."""
+    """Bit b: some head of KV head h needs a row of block b of the stretch."""
     begin, end = _splits(inst, ctx, t, stretch)
     found = 0
     for head in range(h * group, (h + 1) * group):
@@ -111,7 +111,7 @@ def _first_blocks(chosen):
 
 @outlined
 def _some_want_all(inst, ctx, t, h, group):
-    """Whether a head of KV head h wants all that is there: then splits stay apart, though they may lack rows."""
+    """Whether a head of KV head h needs all that is there: then splits stay apart, though they may lack rows."""
     whole = False
     for head in range(h * group, (h + 1) * group):
         whole = whole or all_wanted(choice_at(inst, score_row(inst, ctx, t, head)))
@@ -144,7 +144,7 @@ def _ask(inst, ctx, tile, unit, group, coming, n, origin):
 
 @inline
 def mean_at(inst, ctx, t, h, padded):
-    """Address of the mean of V of a token and KV head, and behind it of how many rows it is."""
+    """Address of the mean of V of a token and KV head, and after it of how many rows it is."""
     row = (t - first_scored(inst, ctx)) * parameter(inst, ATTENTION.kv_heads) + h
     return operand(inst, ctx, 7) + row * (4 * padded + 64)
 

@@ -27,7 +27,7 @@ _MOST_GUMBEL = 37.0
 def tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, shift):
     """Count the tokens, and add up their weights, by the byte of their bits behind a prefix.
 
-    Left out are logits below `least` and what lies behind the limit, which is a cut.
+    Left out are logits below `least` and what is behind the limit, which is a cut.
     """
     for b in range(256):
         store_i64(bins + 16 * b, 0)

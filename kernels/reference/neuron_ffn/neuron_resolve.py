@@ -1,4 +1,4 @@
-"""Reference of the instruction that finds slots for the cold neurons of a forward pass: which cluster lies where after
+"""Reference of the instruction that finds slots for the cold neurons of a forward pass: which cluster is where after
 it.
 """
 
