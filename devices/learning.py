@@ -174,7 +174,7 @@ def _runs_path() -> Path:
 
 
 def _read(path: Path, profile: DeviceProfile) -> _Runs:
-    """The runs so far; none if they belong to an older probe, or the file is none of ours."""
+    """The runs so far; none if they belong to an older probe, or the file is not one of edgeinfer's."""
     fresh = _Runs(profile.measured, dict(profile.constants))
     try:
         with open_plain(path) as file:

@@ -34,7 +34,7 @@ KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
 as they grow and that they can share.
 """
 MAX_KLD = 0.02
-"""Mean divergence in nats up to which an approximation may be enabled by itself."""
+"""Mean divergence in nats up to which an approximation may be enabled automatically."""
 _INF = float("inf")
 BEAMS = integer(1, 16, "from 2 to 16, or 1 for no beam search")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -178,7 +178,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Passes over a model's graph, in their order, with their settings."""
+    """Passes over a model's graph, in order, with their settings."""
 
     steps: tuple[Step, ...] = (Step("fuse_input"),)
     """The passes; none gives the graph as its architecture writes it."""

@@ -27,7 +27,7 @@ from .rules import RULES
 COMMANDS = ("run", "plan", "estimate", "bench", "eval", "info")
 """Commands that take options of this table, and those of techniques."""
 GROUPS = MODEL, SAMPLING, MEMORY, SPEED, OUTPUT = "Model", "Sampling", "Memory", "Speed", "Output"
-"""Headings of the help, in their order."""
+"""Headings of the help, in order."""
 _RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL, _INFO = COMMANDS
 _REQUEST, _OPENED = (_RUN,), (_RUN, _BENCH, _EVAL, _INFO)
 

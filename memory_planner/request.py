@@ -36,7 +36,7 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
     Raises
     ------
     RequestError
-        If the context asked for is longer than the model's.
+        If the context requested is longer than the model's.
     """
     longest = model.max_position_embeddings
     if config.ctx is not None and config.ctx > longest:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MARGIN_TOKENS = abi.MASK_TOKENS + abi.MOST_STEPS
 """Tokens by which a sequence can be cut at any time without running any again: more than a drafter draft tokens, one by
-one or as a tree, before the text turns out to go on otherwise."""
+one or as a tree, before the text turns out to continue otherwise."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Fit a predictor to a model: factors, rank, thresholds for several prices, and the price that a divergence allows.
 
 One number, the price, trades quality for bytes: the harm that computing one neuron for one token is worth. Thresholds
-of all neurons of all layers follow from it, so that a search for the divergence asked for is a search on a line.
+of all neurons of all layers follow from it, so that a search for the divergence requested is a search on a line.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
              on_progress: OnProgress, along: Hooks) -> list[tuple[Floats, Floats]]:
-    """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
+    """Outer and inner matrix of each layer, of the rank requested, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank
     ranks = list(range(min(RANK_STEP, most), most + 1, RANK_STEP))

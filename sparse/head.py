@@ -123,7 +123,7 @@ def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[
                                                                                                         Floats]:
     """Mean x x' of the head's inputs, as its matmul sees them, and some of them from all over the text.
 
-    What is visited is the residual stream before the last norm, for a capture asks for no logits.
+    What is visited is the residual stream before the last norm, because a capture asks for no logits.
     """
     total, kept, every = np.zeros((head.cols, head.cols)), [], max(1, len(ids) // SAMPLE_TOKENS)
 

@@ -314,7 +314,7 @@ class _Maker:
 
 
 def _kind(kind: str | None, networks: list[Ffn]) -> str:
-    """The predictor that suits the activation, or the one asked for if it does."""
+    """The predictor that suits the activation, or the one requested if it does."""
     activation = networks[0].activation
     zeros = activation in RELUS
     if not zeros and kind in ("sign", "lowrank"):

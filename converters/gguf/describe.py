@@ -58,7 +58,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
     Raises
     ------
     CheckpointError
-        The file is not a GGUF file, is cut short, or its header contradicts itself.
+        The file is not a GGUF file, is truncated, or its header contradicts itself.
     UnsupportedModelError
         Not even the sizes of its architecture are known, or a key that changes the mathematics is not implemented.
     """

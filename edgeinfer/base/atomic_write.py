@@ -109,7 +109,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def _objection(self) -> str | None:
-        """Say why what is there is not replaced though that was asked for, in words that follow its name; or None."""
+        """Say why what is there is not replaced though that was requested, in words that follow its name; or None."""
 
     @abc.abstractmethod
     def _commit(self) -> None:

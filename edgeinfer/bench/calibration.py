@@ -198,7 +198,7 @@ class _Runner:
         return calm >= wanted or late or len(tried) >= MOST_TRIES * wanted
 
     def _calmest(self, tried: list[tuple[float, T]], wanted: int) -> list[T]:
-        chosen = sorted(tried, key=lambda one: -min(one[0], CALM_SHARE))[:wanted]  # equally calm ones in their order
+        chosen = sorted(tried, key=lambda one: -min(one[0], CALM_SHARE))[:wanted]  # equally calm ones in order
         self.shares += [min(share, 1.0) for share, _ in chosen]
         return [run for _, run in chosen]
 

@@ -135,7 +135,7 @@ class SpeculationBench(NamedTuple):
     acceptance.
     """
     stated: dict[str, float] | None
-    """At the acceptance that was asked for: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
+    """At the acceptance that was requested: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
     `predicted` (the gain by these times)."""
 
 

@@ -73,7 +73,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The storage that was asked for when the bundle was made; each tensor's own is in the table."""
+    """The storage that was requested when the bundle was made; each tensor's own is in the table."""
 
     weights: str = "q4"
     """Type of the layers' matrices."""

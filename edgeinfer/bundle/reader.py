@@ -110,7 +110,7 @@ class Bundle:
 
     @property
     def quantisation(self) -> Quantisation:
-        """The storage that was asked for when the bundle was made."""
+        """The storage that was requested when the bundle was made."""
         return self.header.quantisation
 
     @property

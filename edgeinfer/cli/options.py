@@ -160,7 +160,7 @@ class Given(SimpleNamespace):
             RuntimeConfig(**{**named, "budget_bytes": getattr(self, "budget", None), **more}), self.techniques)
 
     def kv_on(self, device: str) -> str | None:
-        """Return the type of the KV cache that was asked for; None for the own type of a device other than cpu: the
+        """Return the type of the KV cache that was requested; None for the own type of a device other than cpu: the
         default of cpu, also where it is in the variable, is none that others have.
         """
         return self.kv if device == CPU or self.kv != RuntimeConfig.kv or self.by_flag("kv") else None

@@ -57,7 +57,7 @@ def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Non
 
 
 def confirm(question: str) -> None:
-    """Ask on the terminal whether to go on; anything but yes ends the command."""
+    """Ask on the terminal whether to continue; anything but yes ends the command."""
     if not sys.stdin.isatty():
         raise UsageError(f"{question} Add --yes, because there is no terminal to confirm on.")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

@@ -119,7 +119,7 @@ class Completion:
     """Seed of the random choices; the same seed gives the same text."""
     logprobs: tuple[TokenLogprob, ...] | None
     choices: tuple[Choice, ...] = field(repr=False)
-    """All samples; of beams as many as were asked for, the best first."""
+    """All samples; of beams as many as were requested, the best first."""
     speculation: SpeculationReport | None = None
     """Statistics of speculation; None if it was off."""
     queued_ms: float = 0.0

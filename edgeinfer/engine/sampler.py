@@ -34,7 +34,7 @@ class Sampled(NamedTuple):
     token_id: int
     """EMPTY if there is none to choose: the mask forbids all tokens that the logits and `logit_bias` allow."""
     logprob: float | None = None
-    """Natural logarithm of the token's probability in the model's own distribution; None if not asked for."""
+    """Natural logarithm of the token's probability in the model's own distribution; None if not requested."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability) of the most likely tokens, best first, as many as asked for."""
 

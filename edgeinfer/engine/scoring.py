@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Scoring(Task[list[Score]]):
     """A request that measures continuations instead of making one.
 
-    The prompt is computed once, and each continuation goes on from it. Their tokens have the role of decoded ones, so
+    The prompt is computed once, and each continuation continues from it. Their tokens have the role of decoded ones, so
     that a score is the log-probability with which the model, as it was opened, would have written them.
 
     Parameters

@@ -62,7 +62,7 @@ def approximates(step: Step) -> bool:
 
 
 def apply(graph: Graph, recipe: Recipe) -> Graph:
-    """Apply the passes of a recipe in their order, each followed by the checker; without any, check the graph itself.
+    """Apply the passes of a recipe in order, each followed by the checker; without any, check the graph itself.
 
     Raises
     ------

@@ -134,7 +134,7 @@ class LLM(Embeddings):
     Attributes
     ----------
     name : str
-        The model as it was asked for.
+        The model as it was requested.
     path : Path
         Its bundle.
     runner : Runner
@@ -148,7 +148,7 @@ class LLM(Embeddings):
     choice : Choice or None
         How a bundle with predictor or screen runs, and what else could.
     approximated : bool
-        Whether approximations are used that were not asked for, see `max_kld`.
+        Whether approximations are used that were not requested, see `max_kld`.
 
     Raises
     ------
@@ -220,7 +220,7 @@ class LLM(Embeddings):
               bound: float | None, progress: OnProgress | None) -> None:
         """Open the bundle, its tokenizer and template, its executor and its drafter.
 
-        `on` has the device and the type of the KV cache as they were asked for, and between them who may run models
+        `on` has the device and the type of the KV cache as they were requested, and between them who may run models
         there.
         """
         from ..bundle import Bundle
@@ -370,7 +370,7 @@ class LLM(Embeddings):
         Parameters
         ----------
         request : a stream of this model, which alone is ended, whether it runs, waits for its turn or is not read;
-            others go on
+            others continue
 
         Raises
         ------

@@ -95,7 +95,7 @@ class Choice(NamedTuple):
 
 def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
            beside: Beside | None = None) -> Choice:
-    """Return the fastest way to run a bundle: as it was asked for, or with approximations within `max_kld`.
+    """Return the fastest way to run a bundle: as it was requested, or with approximations within `max_kld`.
 
     What runs `beside` it takes its part of the budget.
 
@@ -104,7 +104,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     Raises
     ------
     BudgetError
-        Nothing fits; of the run as it was asked for.
+        Nothing fits; of the run as it was requested.
     BundleError
         As `quality.read_quality`.
     """

@@ -49,12 +49,12 @@ class ModelDescription:
     """A model as far as plans and estimates need it. All sizes are exact, as converting would write them."""
 
     name: str
-    """As it was asked for."""
+    """As it was requested."""
     source: str
     """Origin of the description, for people."""
     config: ModelConfig
     quantisation: Quantisation
-    """Storage that was asked for, or that the bundle has."""
+    """Storage that was requested, or that the bundle has."""
     graph: Graph
     """Its forward pass."""
     weight_bytes: int

@@ -90,9 +90,9 @@ def gguf_path(name: str, progress: OnProgress | None = None, download: bool = Tr
               ) -> Path | None:
     """Return the GGUF file that a name in a store stands for; None if the name means something else.
 
-    A bare name that is none of ours is looked up in the stores of ollama and LM Studio, and which has it is said.
-    ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be;
-    without a type the best one that fits is taken, and said.
+    A bare name that is not one of edgeinfer's is looked up in the stores of ollama and LM Studio, and which has it is
+    said. ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may
+    be; without a type the best one that fits is taken, and said.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
 
 
 def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: bool, storage: Storage) -> Path:
-    """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is asked for."""
+    """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is requested."""
     from edgeinfer.converters import gguf_origin, gguf_parts, open_checkpoint
 
     path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")

@@ -65,7 +65,7 @@ class SparseNeurons(Protocol):
         """Return the mode and the density of each layer, as the estimator takes them."""
 
     def sentence(self) -> str:
-        """Return what runs otherwise than asked for, empty if nothing does."""
+        """Return what runs otherwise than requested, empty if nothing does."""
 
     def report(self) -> dict[str, Any]:
         """Return a JSON object."""

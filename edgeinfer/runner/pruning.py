@@ -17,7 +17,7 @@ FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 """Boundaries that are not given part the layers evenly up to LAST_SHARE of them, each stage FIRST_SHARE at most: three
 are those of the paper, after 30, 60 and 90 %."""
 RECENT = 16
-"""Last tokens of a prompt that always go on, as does the first of a text; their attention chooses the others."""
+"""Last tokens of a prompt that always continue, as does the first of a text; their attention chooses the others."""
 NEIGHBOURS = 2
 """To each side: a token counts as much as the one of these that is attended to most
 (docs/explanation/long-context.md)."""
@@ -30,7 +30,7 @@ _FORM = "write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Boundaries between layers, and the share of a prompt's tokens that goes on after each."""
+    """Boundaries between layers, and the share of a prompt's tokens that continues after each."""
 
     keep: tuple[float, ...]
     """Of the whole prompt, from above 0 to 1, none larger than the one before."""
@@ -137,7 +137,7 @@ class Schedule:
 def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float], target: float) -> Schedule:
     """Return the schedule with these boundaries that drops most of those that diverge by the target at most.
 
-    At each boundary the same share of what came there goes on. It is searched by halves, in steps of a hundredth.
+    At each boundary the same share of what came there continues. It is searched by halves, in steps of a hundredth.
 
     Raises
     ------

@@ -118,7 +118,7 @@ class Runner(Caching, abc.ABC):
             self.prefill(sequence, ids, cancel)
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """After a pass over a tree, go on from one of its nodes: forget all branches but the one that leads there.
+        """After a pass over a tree, continue from one of its nodes: forget all branches but the one that leads there.
 
         Afterwards the sequence is as if it had run these tokens as a chain, to the last bit. If the path is how
         the tree begins, as of every chain, nothing moves. Other sequences that share its blocks stay as they are.
@@ -131,8 +131,8 @@ class Runner(Caching, abc.ABC):
         Raises
         ------
         RequestError
-            These tokens are not there or not in their order, or a block that is shared cannot be copied because none is
-            free, or this runner cannot move what it keeps of a token. The sequence is as before.
+            These tokens are not there or not in order, or a block that is shared cannot be copied because none is free,
+            or this runner cannot move what it keeps of a token. The sequence is as before.
         """
         if list(path) != list(range(len(path))):
             raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; run its tokens as a chain.")
@@ -234,7 +234,7 @@ class Runner(Caching, abc.ABC):
         sequences, ids : one token for each sequence
         cancel : ends the forward pass within 100 ms
         sample_specs : one for each sequence, see `Segment.sample_specs`; or none at all
-        further : after how many more tokens the caller needs to look at the latest. A runner may go on by itself that
+        further : after how many more tokens the caller needs to look at the latest. A runner may continue automatically that
             often, with the tokens that it samples, until a text ends; all sequences are as much longer afterwards, and
             the tokens are theirs
 

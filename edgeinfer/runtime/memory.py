@@ -96,7 +96,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, f
 
 
 class Prefaulter:
-    """A thread that gives a region its pages in their order, ahead of the tokens that need them.
+    """A thread that gives a region its pages in order, ahead of the tokens that need them.
 
     A KV pool of 1 GB costs 0.05-0.1 s, and seconds where a virtual machine must first get the memory from its host; the
     first block is needed at once, the last after thousands of tokens. If the system cannot populate pages without

@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 class SelfDraftPlan(NamedTuple):
-    """Ways for a model to draft for itself, the best first, as far as they are known before a run is planned."""
+    """Strategies for a model to draft for itself, the best first, as far as they are known before a run is planned."""
 
     planners: tuple[Planner, ...]
 
@@ -107,7 +107,7 @@ class SelfDraftSession(Session):
     Parameters
     ----------
     host : Session
-        Whose sequences it goes on with; closed after this one.
+        Whose sequences it continues with; closed after this one.
     graph, plan : see `Planned`
     """
 

@@ -59,7 +59,7 @@ class Session(SequenceOwner):
     BundleError
         If weights are damaged.
     RequestError
-        If other threads are asked for than the host has.
+        If other threads are requested than the host has.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class Session(SequenceOwner):
             raise RequestError(f"{n_tokens} tokens cannot be reserved; the context has room for 1 to {room} more.")
         try:
             self.kv.extend(sequence, n_tokens)
-        except BaseException:  # what it took before the pool was empty is not to keep others from going on
+        except BaseException:  # what it took before the pool was empty is not to keep others from continuing
             self.kv.trim(sequence)
             raise
         sequence.reserved = n_tokens

@@ -37,8 +37,8 @@ CTX_SAMPLES = 456
 none.
 """
 CTX_STEPS = 464
-"""Steps that this pass may still go on by itself, each sequence with the token that was sampled from its row; only
-where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
+"""Steps that this pass may still continue automatically, each sequence with the token that was sampled from its row;
+only where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
 CTX_CHOSEN = 472
 """Address of the list (int64) of the tokens that it went on with: MOST_STEPS for each sequence, the first one last."""
 CTX_VALUES = 480
@@ -74,13 +74,13 @@ CTX_ERROR = 704
 """Set by a kernel that returns non-zero; ABANDONED after a cancellation within an instruction, EVENT_FAILED - its
 index for an instruction whose data will not come."""
 CTX_STOP = 768
-"""Non-zero: no forward pass begins or goes on; the threads return once their gates hold -1."""
+"""Non-zero: no forward pass begins or continues; the threads return once their gates hold -1."""
 CTX_WORK = 832
 """Next chunk of the running instruction; threads claim chunks by atomic addition."""
 CTX_EPOCH = 896
 """Number of the last forward pass that was begun."""
 CTX_ACTIVE = 904
-"""Threads of the forward pass that the helper was asked for."""
+"""Threads of the forward pass that the helper was requested."""
 CTX_ARRIVED = 960
 """Threads that have come to the barrier."""
 GATE_SLEEPERS = 64

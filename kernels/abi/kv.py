@@ -57,7 +57,7 @@ def score_row_bytes(splits: int) -> int:
     choice.
 
     A block has the largest of its scores; a split has the largest and the sum of exp(score - largest); the choice is
-    the least score that is wanted, the last position at which that score is, then of all splits the largest and the
+    the least score that is requested, the last position at which that score is, then of all splits the largest and the
     sum. The position is int32, all else float32.
     """
     return -(-(splits * (4 * SPLIT_BLOCKS * (BLOCK_TOKENS + 1) + 8) + 16) // 64) * 64

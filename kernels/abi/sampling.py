@@ -14,7 +14,7 @@ SAMPLE_EDITS, SAMPLE_N_EDITS = 48, 56
 """Address of EDIT_BYTES for each token whose logit has a bias or a penalty, and how many there are."""
 SAMPLE_REPETITION, SAMPLE_PRESENCE, SAMPLE_FREQUENCY = 64, 72, 80
 SAMPLE_ENDS, SAMPLE_N_ENDS = 88, 96
-"""Address of the tokens (int64) that end the text, after which no pass goes on by itself; and how many there are."""
+"""Address of the tokens (int64) that end the text, after which no pass continues by itself; and how many there are."""
 SAMPLE_SCREEN = 104
 """1 if estimates suffice for logits that cannot be the largest, else 0: only the sample reads the row."""
 SAMPLE_ALONE = 112

@@ -94,7 +94,7 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
     config : RuntimeConfig
     provider : Provider
     kv : str, optional
-        Type of the KV cache where one was asked for; by default the device's own.
+        Type of the KV cache where one was requested; by default the device's own.
 
     Raises
     ------

@@ -57,7 +57,7 @@ class OnnxRunner(Runner):
     BudgetError
         The plan exceeds the memory of this process or of the device.
     UsageError
-        The provider does not work, or cannot do what is asked for.
+        The provider does not work, or cannot do what is requested.
     BundleError, DestinationError, UnsupportedModelError
         The bundle is damaged, cannot be lowered, or the cache cannot be written.
     """
@@ -203,7 +203,7 @@ class OnnxRunner(Runner):
             return None
         try:
             return self._free - gpu_free_bytes()
-        except UsageError:  # what is asked for statistics ends nothing
+        except UsageError:  # what is requested statistics ends nothing
             return None
 
     # -- parts -------------------------------------------------------------------------------------------------------

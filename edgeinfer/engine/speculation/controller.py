@@ -97,7 +97,7 @@ class Speculation:
 
         Parameters
         ----------
-        texts : that go on
+        texts : that continue
         left : tokens that each may be given at most, besides one
         cancel : ends drafting
         room : returns how many of them the next pass can take

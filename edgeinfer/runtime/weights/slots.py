@@ -84,9 +84,9 @@ class Slots(Readers):
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
         """Wait for reads that a pass has left which was cancelled; after one that failed, forget all slots, but for a
-        forward pass that goes on within an FFN: it ends where it needs what did not come.
+        forward pass that continues within an FFN: it ends where it needs what did not come.
 
-        Raises `EdgeInferError` if the forward pass begins within an FFN whose weights it has not asked for.
+        Raises `EdgeInferError` if the forward pass begins within an FFN whose weights it has not requested.
         """
         self.passes += 1
         continues, inside = first == self._stopped, any(begin <= first < end for begin, end in self._ranges)

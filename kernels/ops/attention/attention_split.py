@@ -46,13 +46,13 @@ from .attention_paths import (
 from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCORES, T_WEIGHT, acc_at, bounds_at, key_width, slopes_at
 
 AHEAD = 4
-"""Blocks between the K in work and the K that is asked for, where the split before did not ask already."""
+"""Blocks between the K in work and the K that is requested, where the split before did not ask already."""
 
 
 def value_step(kind, r, widths, ahead_of):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are this many, then widths[1], at last 1.
 
-    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is asked for begins while block b is in work.
+    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is requested begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """

@@ -83,7 +83,7 @@ def _alone(ctx, t, split):
 
 
 def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLIT_SHIFT):
-    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
+    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be requested.
 
     They are as many as the instruction's count says, from ``first_token(inst, ctx)`` on, and go through one by one
     where

@@ -65,7 +65,7 @@ STRETCH_SHIFT = SPLIT_SHIFT + STRETCH_SPLITS.bit_length() - 1
 _SPLIT = (1 << SPLIT_BLOCKS) - 1
 """Bits of the blocks of a stretch's first split."""
 AHEAD = 2
-"""Blocks of a mean between the V in work and the V that is asked for."""
+"""Blocks of a mean between the V in work and the V that is requested."""
 
 
 @inline
@@ -120,7 +120,7 @@ def _some_want_all(inst, ctx, t, h, group):
 
 @outlined
 def _ask(inst, ctx, tile, unit, group, coming, n, origin):
-    """Say what V is asked for while n blocks are summed: one of the blocks that come next each; the others at once, and
+    """Say what V is requested while n blocks are summed: one of the blocks that come next each; the others at once, and
     all their scores.
     """
     t, h, stretch = unit
@@ -160,7 +160,7 @@ def mean_blocks(position):
 
 @inline
 def _in_mean(inst, tile, span, ahead, b):
-    """V that is asked for while a mean is formed."""
+    """V that is requested while a mean is formed."""
     _begin, end, _base, origin = span
     wanted = min(b + AHEAD, end - 1)
     return split_values(tile, origin, wanted), split_scales(tile, origin, wanted)

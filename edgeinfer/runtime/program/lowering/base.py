@@ -88,7 +88,7 @@ class Lowering:
         self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 
     def program(self) -> Program:
-        """Lower all operations, in their order; after the last that reads a streamed part its buffer is released."""
+        """Lower all operations, in order; after the last that reads a streamed part its buffer is released."""
         instructions: list[Instruction] = []
         last = {part: i for i, op in enumerate(self.graph.ops) if (part := self.part(op)) is not None}
         early = self._early()
