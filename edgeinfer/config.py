@@ -273,7 +273,8 @@ class RuntimeConfig:
     kv_memory: int | None = option(None, integer(1, _INF, "1 or more"))
     """Bytes of the KV pool, instead of its tokens."""
     kv_windows: int | None = option(None, integer(1, 64, "from 1 to 64"))
-    """Sequences whose windows a pool of so many tokens keeps in layers with a window; None follows from its tokens."""
+    """Sequences whose windows a pool of this many tokens keeps in layers with a window; None follows from its
+    tokens."""
     fill_budget: bool = option(False, FLAG)
     """Give a KV pool without a size what the budget leaves: from one context to one for each sequence."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))

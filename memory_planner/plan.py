@@ -76,7 +76,7 @@ class Request:
         return self.blocks_of(abi.BLOCK_TOKENS)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return how many blocks of so many tokens each the sequences may hold together."""
+        """Return how many blocks of this many tokens each the sequences may hold together."""
         if self.kv_tokens is not None:
             return -(-self.kv_tokens // tokens)
         if self.shares_prompt:
@@ -87,7 +87,7 @@ class Request:
         return self.sequences * (-(-self.ctx // tokens) + copies)
 
     def of_pool(self, blocks: int, windows: int, block_tokens: int = abi.BLOCK_TOKENS) -> Request:
-        """Return the request with a KV pool of so many blocks, and of windows of so many sequences."""
+        """Return the request with a KV pool of this many blocks, and of windows of this many sequences."""
         return replace(self, kv_tokens=blocks * block_tokens, kv_windows=windows, kv_memory=None)
 
     @property
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def own_each(self) -> int:
-        """Most tokens that a sequence may have of its own, behind a common prompt if one is planned."""
+        """Most tokens that a sequence may have of its own, after a common prompt if one is planned."""
         return self.ctx if self.kv_tokens is not None or self.own_tokens is None else min(self.own_tokens, self.ctx)
 
 
@@ -249,7 +249,7 @@ class MemoryPlan:
         return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
 
     def sequences_of(self, tokens: int, block_tokens: int = abi.BLOCK_TOKENS) -> int:
-        """Return how many sequences of so many tokens each the KV pools hold at once, at most those of a pass."""
+        """Return how many sequences of this many tokens each the KV pools hold at once, at most those of a pass."""
         most = min(self.request.sequences, self.kv_blocks // -(-tokens // block_tokens))
         return min(most, self.windowed.sequences_of(tokens, self.request.tokens)) if self.windowed else most
 

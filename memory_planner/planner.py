@@ -186,7 +186,7 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
 
 def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
                pruned: Placement | None) -> Region:
-    """The region of K and V, of so many bytes without pruned rows."""
+    """The region of K and V, of this many bytes without pruned rows."""
     held = held_words(request)
     strides = [layer.stride for layer in layers.values()]
     return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + _ALIGNED,

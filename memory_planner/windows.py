@@ -73,8 +73,8 @@ class Windowed:
                    self.sequence_blocks + sequences * added)
 
     def sequences_of(self, tokens: int, chunk: int) -> int:
-        """Return how many sequences of so many tokens each the pool holds: prompts that are read one after the other in
-        chunks, and then a token of each in one pass."""
+        """Return how many sequences of this many tokens each the pool holds: prompts that are read one after the other
+        in chunks, and then a token of each in one pass."""
         def held(before: int, after: int) -> int:
             return _blocks(after) - self.first_needed(before) // abi.BLOCK_TOKENS
 

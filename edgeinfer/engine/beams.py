@@ -86,7 +86,7 @@ class BeamSearch(Generation):
 
     @property
     def further(self) -> int:
-        """No pass goes on by itself: each row of logits is looked at."""
+        """No pass continues by itself: each row of logits is looked at."""
         return 0
 
     @property
@@ -191,7 +191,7 @@ class BeamSearch(Generation):
         self._samples = live
 
     def _hand_over(self, parent: Beam, children: list[Beam]) -> None:
-        """Let children go on with their parent's sequence, which for the first beams is the prompt's."""
+        """Let children continue with their parent's sequence, which for the first beams is the prompt's."""
         if parent.sequence is None:
             self._distribute([parent])
         sequence, parent.sequence = parent.sequence, None

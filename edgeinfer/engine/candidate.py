@@ -122,7 +122,7 @@ class Sample:
         return self.constraint.complete
 
     def allowed(self, proposal: list[int]) -> tuple[list[int], list[Any]]:
-        """Return the draft tokens that may stand here, and the mask behind each; no masks where there is no form."""
+        """Return the draft tokens that may be here, and the mask after each; no masks if there is no form."""
         if not self.constraint:
             return proposal, []
         masks = self.constraint.behind(proposal)

@@ -40,7 +40,7 @@ class Choice:
     token_ids: tuple[int, ...]
     """Generated tokens without the end token; those of a stop string are among them."""
     finish_reason: str
-    """stop (end token, stop string, or the end of the form that was asked for), length (max_tokens or a full context),
+    """stop (end token, stop string, or the end of the form that was requested), length (max_tokens or a full context),
     grammar (the form and `logit_bias` left no token) or cancelled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each of `token_ids`, if asked for."""

@@ -78,8 +78,8 @@ class Sampler:
     ends : frozenset of int
         Tokens that end the text.
     draft_masks : callable or None
-        Begins a draft: returns a function that takes one draft token after the other and returns the mask of the
-        token behind it. Without one, draft tokens all have the mask of the token that is sampled next.
+        Begins a draft: returns a function that takes one draft token after the other and returns the mask of the token
+        after it. Without one, draft tokens all have the mask of the token that is sampled next.
 
     Raises
     ------
@@ -120,8 +120,8 @@ class Sampler:
     def set_mask(self, words: Mask | None) -> None:
         """Let only tokens be sampled whose bit is set, until another mask is set; None allows all.
 
-        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens behind
-        the last word are forbidden. Raises `RequestError` for what is no array of such words.
+        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens after the
+        last word are forbidden. Raises `RequestError` for what is no array of such words.
         """
         self._mask = words = None if words is None else checked_mask(words, self._vocab_size)
         self._spec[abi.SAMPLE_MASK >> 3] = 0 if words is None else words.ctypes.data
@@ -131,7 +131,7 @@ class Sampler:
         are right.
 
         All but the first are valid until this is called again. They have the masks that are given, one for the token
-        behind each draft token; without any they have this sampler's.
+        after each draft token; without any they have this sampler's.
         """
         samplers = [self]
         for place, proposal in enumerate(proposals):
@@ -153,7 +153,7 @@ class Sampler:
         """Return a sampler that drafts up to n tokens which this one samples from here on, from logits of another
         model.
 
-        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty. Masks
+        Settings and random numbers are the same; no token after that model's vocabulary has a bias or a penalty. Masks
         are those of `draft_masks`.
         """
         other = copy.copy(self)
@@ -234,7 +234,7 @@ class Sampler:
         return self.named(token_id, logits)
 
     def named(self, token_id: int, logits: Floats) -> Sampled:
-        """Return a token with the log-probabilities that are asked for."""
+        """Return a token with the log-probabilities that are requested."""
         if self._logprobs is None or token_id == EMPTY:
             return Sampled(token_id)
         logprobs = log_softmax(logits)

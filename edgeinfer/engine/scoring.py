@@ -45,7 +45,7 @@ class Scoring(Task[list[Score]]):
         room = int(runner.config.ctx or 0) - len(self.prompt_ids)
         self._todo = [(text, self._checked(number, ids, room)) for number, (text, ids) in enumerate(continuations)]
         self._sequence: Sequence | None = None
-        self._first: Floats | None = None  # log-probabilities behind the prompt
+        self._first: Floats | None = None  # log-probabilities after the prompt
         self._logprobs: list[float] = []  # of the continuation that is being scored
         self._greedy = True
         self._scores: list[Score] = []
@@ -69,7 +69,7 @@ class Scoring(Task[list[Score]]):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The only sequence: the prompt, and behind it a continuation."""
+        """The only sequence: the prompt, and after it a continuation."""
         return self._sequence
 
     @property
@@ -126,7 +126,7 @@ class Scoring(Task[list[Score]]):
         return True
 
     def _start(self, ids: list[int]) -> None:
-        """Begin a score with its first token, whose distribution stands behind the prompt."""
+        """Begin a score with its first token, whose distribution is after the prompt."""
         assert self._first is not None
         self._greedy = True
         self._note(self._first, ids)

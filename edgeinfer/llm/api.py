@@ -208,7 +208,7 @@ class LLM(Embeddings):
         from ..engine import Engine, Times
 
         self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
-        self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
+        self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
         self._engine = Engine(self.runner)
         self._times = Times()
         self._preparing: set[Cancellation] = set()
@@ -323,7 +323,7 @@ class LLM(Embeddings):
               computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
               was pruned;
             * ``prompt_cache`` (path): start from the prompt saved there, and save this one;
-            * ``generated`` (token ids): go on behind these tokens of the answer, as the run that generated them would
+            * ``generated`` (token ids): continue after these tokens of the answer, as the run that generated them would
               have; only new text is given;
             * ``progress`` (callable): called with ("prompt", done, total, "") in tokens while the prompt is processed.
 

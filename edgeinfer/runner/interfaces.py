@@ -81,7 +81,7 @@ class DraftRunner(Protocol):
         Parameters
         ----------
         sequences, ids, sample_specs : one token and one sample (`Segment.sample_specs`) for each
-        offset : tokens behind the ends of the sequences that were run so before. The passes from offset 0 on that
+        offset : tokens after the ends of the sequences that were run so before. The passes from offset 0 on that
             belong together follow each other, with nothing in between; the first says how many follow in all
         further : how many more tokens are wanted
 

@@ -156,7 +156,7 @@ class Runner(Caching, abc.ABC):
         return self.plan.request.tokens
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether so many more tokens of each of several sequences find room, by one forward pass or several.
+        """Return whether this many more tokens of each of several sequences find room, by one forward pass or several.
 
         Counted are the context and the KV blocks of every pool that are free or can be evicted from the prefix cache.
         Blocks of sequences that were deleted without being released are not: they come back when the pool is empty.
@@ -180,7 +180,7 @@ class Runner(Caching, abc.ABC):
     def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
         """Return a new sequence that holds the longest cached beginning of a prompt: whole blocks, which it shares.
 
-        The prompt goes on from there with the same bits as if all of it had been run. A token at least is left over,
+        The prompt continues from there with the same bits as if all of it had been run. A token at least is left over,
         for its logits are wanted. Layers with a window give the sequence what the next token sees: it cannot be
         truncated to less than it begins with, but for 0 (`can_truncate`).
 

@@ -268,7 +268,7 @@ class Tokenizer:
         return self._backend.special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token as it stands in a text; those of special tokens are their names."""
+        """Return the bytes of one token as it is in a text; those of special tokens are their names."""
         return self._plain_bytes(int(token_id))
 
     def token_text(self, token_id: int) -> str:

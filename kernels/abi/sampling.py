@@ -22,7 +22,7 @@ SAMPLE_ALONE = 112
 SAMPLE_MASK = 120
 """Address of int32 words with a bit for each token, from the lowest bit of the first word on, or 0. Tokens whose bit is
 not set are forbidden: wherever the sample kernels read a logit of theirs it counts as -inf, unless it is NaN or +inf,
-and the row stays as it is. With a mask SAMPLE_SCREEN and SAMPLE_ALONE count as 0, and no pass goes on by itself."""
+and the row stays as it is. With a mask SAMPLE_SCREEN and SAMPLE_ALONE count as 0, and no pass continues by itself."""
 SAMPLE_CANDIDATES = 128
 """Most candidates that kernels sort; where more may be kept the cut is found by counting, in this many bins."""
 SAMPLE_BINS = 256

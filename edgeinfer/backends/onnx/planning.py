@@ -51,7 +51,7 @@ GRAPH_BYTES = 10_000_000
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
 """Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
-"""Tokens for which its other matmuls read a matrix of so many bits as it is, if its sides are such multiples."""
+"""Tokens for which its other matmuls read a matrix of this many bits as it is, if its sides are such multiples."""
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:

@@ -75,7 +75,7 @@ class OnnxRunner(Runner):
         planner, config = device_planner(graph, config, provider, config.kv)
         self.config = resolve(config, self.model)
         self.plan = fit_device(planner, self.config, beside)
-        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than asked for
+        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than requested
         self.block_tokens = planner.positions(self.plan.request)
         self._turn = threading.RLock()
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
@@ -120,7 +120,7 @@ class OnnxRunner(Runner):
         self.kv.truncate(sequence, n_tokens)
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether context and pages have room for so many more tokens of each; see `Runner.fits`."""
+        """Return whether context and pages have room for this many more tokens of each; see `Runner.fits`."""
         return super().fits(wanted) and self.kv.fits(wanted)
 
     @property

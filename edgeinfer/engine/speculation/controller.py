@@ -101,7 +101,7 @@ class Speculation:
         left : tokens that each may be given at most, besides one
         cancel : ends drafting
         room : returns how many of them the next pass can take
-        each : without drafts a pass takes one step, because every row is wanted
+        each : without drafts a pass takes one step, because every row is requested
         drafting : for each text whether it is drafted for; by default all are
         """
         now = time.perf_counter()

@@ -57,7 +57,7 @@ class DraftModel(Drafter):
         self._read(self._wanted(texts), cancel)
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-        """Sample n tokens behind each text; see `Drafter.propose`."""
+        """Sample n tokens after each text; see `Drafter.propose`."""
         try:
             return self._propose(texts, n, cancel)
         except RequestError:  # its KV blocks are all held

@@ -84,7 +84,7 @@ class KVCache(BlockTables):
             self.recent.extend(sequence, n_tokens, cut)
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether `extend` finds blocks for so many more tokens of each of several sequences."""
+        """Return whether `extend` finds blocks for this many more tokens of each of several sequences."""
         return super().fits(wanted) and (not self.recent or self.recent.fits(wanted))
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -144,7 +144,7 @@ class KVCache(BlockTables):
     # -- cached beginnings -------------------------------------------------------------------------------------------
 
     def usable(self, keys: Items[bytes]) -> int:
-        """Return how many of the first cached blocks of a text a sequence can go on from, in all layers."""
+        """Return how many of the first cached blocks of a text a sequence can continue from, in all layers."""
         return self.recent.usable(keys) if self.recent else len(keys)
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
@@ -190,7 +190,7 @@ class KVCache(BlockTables):
         return planes.keys(layer, head, sequence.blocks)
 
     def make_room(self, sequence: Sequence, n_tokens: int, gone: int) -> None:
-        """Give an empty sequence the blocks for n tokens, and of layers with a window those behind the first `gone`, as
+        """Give an empty sequence the blocks for n tokens, and of layers with a window those after the first `gone`, as
         far as a sequence may hold them."""
         super().extend(sequence, n_tokens)
         if self.recent:
