@@ -33,7 +33,7 @@ F16_MAX = 65504.0
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
 """Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
 ENTRY_BYTES = 1024
-"""Room asked for per tensor and file, for its line in the header and the rest of its last block on the disk."""
+"""Room requested per tensor and file, for its line in the header and the rest of its last block on the disk."""
 
 
 def convert(
@@ -225,7 +225,7 @@ class _Reading(SourceReader):
         """
         gate, *up, down = weight.sources
         total, _, hidden = weight.shape
-        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, so many at a time
+        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, this many at a time
         for start in range(0, total, step):
             yield self.rows(gate, start, min(start + step, total))
         for start in range(0, total, step):

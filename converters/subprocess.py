@@ -155,4 +155,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # the parent's word may come at any moment
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # the thread that waits for the parent's word holds a lock that Python wants at its end
+    os._exit(code)  # the thread that waits for the parent's word holds a lock that Python needs at its end

@@ -16,7 +16,7 @@ CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
 """Half-width of the 80 % band if the constants come from runs of this machine: of decoding, and of prompts."""
 MEDIAN_TO_BAND, WIDEST = 1.9, 0.6
-"""80 % of normal errors are within so many times their median; and no band says more than this."""
+"""80 % of normal errors are within this many times their median; and no band says more than this."""
 OWN_ERROR = 0.25
 """The same if the profile has a decoding speed observed on this device: other models and programs differ."""
 
@@ -66,7 +66,7 @@ def classes() -> dict[str, dict[str, Any]]:
 def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None) -> Constants:
     """Return the constants to use for a device.
 
-    A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
+    A constant of the profile comes first. If the profile says what decoding draws, that share of the bandwidth comes
     next, and f_kv keeps its ratio to f_w. The rest is the class's. On GPUs figures of the device change it: `ecc_share`
     is what error correction in the same memory leaves of the bandwidth, `issue_bytes_per_clock` limits f_w where the
     multiprocessors cannot ask for as many bytes as the memory could deliver, and t0_ms holds at `t0_clock_ghz`, for it

@@ -31,7 +31,7 @@ LEAST_RUNS = 12
 MOST_RUNS = 64
 """Runs of each kind that are kept, the newest."""
 FAR_OFF = 1.5
-"""A run that took so many times longer or shorter than predicted was disturbed, or is of another kind."""
+"""A run that took this many times longer or shorter than predicted was disturbed, or is of another kind."""
 LEAST_BYTES = 32e6
 """Weights below this may stay in the caches, and say nothing of the memory."""
 LEAST_OPERATIONS = 5e9
@@ -174,7 +174,7 @@ def _runs_path() -> Path:
 
 
 def _read(path: Path, profile: DeviceProfile) -> _Runs:
-    """The runs so far; none if they belong to an older probe, or the file is none of ours."""
+    """The runs so far; none if they belong to an older probe, or the file is not one of edgeinfer's."""
     fresh = _Runs(profile.measured, dict(profile.constants))
     try:
         with open_plain(path) as file:

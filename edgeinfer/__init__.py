@@ -38,7 +38,7 @@ def _interrupted(*_: object) -> None:
 
 _end_at_interrupt()
 _here = _path.dirname(_path.abspath(__file__))
-if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts lie beside this folder
+if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts are beside this folder
     __path__.append(_path.dirname(_here))
 
 __version__ = "0.1.0"

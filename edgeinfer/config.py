@@ -34,7 +34,7 @@ KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
 as they grow and that they can share.
 """
 MAX_KLD = 0.02
-"""Mean divergence in nats up to which an approximation may be enabled by itself."""
+"""Mean divergence in nats up to which an approximation may be enabled automatically."""
 _INF = float("inf")
 BEAMS = integer(1, 16, "from 2 to 16, or 1 for no beam search")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -167,7 +167,7 @@ class Step:
     """One pass over a model's graph."""
 
     name: str
-    """Of the pass (edgeinfer/graph/passes.py), behind the name of its module where that is not imported anyway."""
+    """Of the pass (edgeinfer/graph/passes.py), after the name of its module where that is not imported anyway."""
     settings: tuple[tuple[str, str | float], ...] = ()
     """Its settings by name."""
 
@@ -178,7 +178,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Passes over a model's graph, in their order, with their settings."""
+    """Passes over a model's graph, in order, with their settings."""
 
     steps: tuple[Step, ...] = (Step("fuse_input"),)
     """The passes; none gives the graph as its architecture writes it."""
@@ -212,7 +212,7 @@ class Recipe:
         return cls(tuple(steps))
 
     def replacing(self, name: str, step: Step | None) -> Recipe:
-        """Return the recipe with a step behind the others, instead of those of this name; with None, without them."""
+        """Return the recipe with a step after the others, instead of those of this name; with None, without them."""
         others = (one for one in self.steps if one.name != name)
         return Recipe((*others, *([] if step is None else [step])))
 
@@ -266,14 +266,15 @@ class RuntimeConfig:
     max_sequences: int = option(1, integer(1, 64, "from 1 to 64"))
     """Sequences that may be alive at once (parallel samples, beams); sizes the KV pool and the token batch."""
     own_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
-    """Tokens that each of several sequences may have of its own behind the prompt that all share, of which the KV pool
+    """Tokens that each of several sequences may have of its own after the prompt that all share, of which the KV pool
     then has room for one; None is a whole context for each."""
     kv_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
     """Tokens that the KV pool holds of all sequences together; None is as many as these may have."""
     kv_memory: int | None = option(None, integer(1, _INF, "1 or more"))
     """Bytes of the KV pool, instead of its tokens."""
     kv_windows: int | None = option(None, integer(1, 64, "from 1 to 64"))
-    """Sequences whose windows a pool of so many tokens keeps in layers with a window; None follows from its tokens."""
+    """Sequences whose windows a pool of this many tokens keeps in layers with a window; None follows from its
+    tokens."""
     fill_budget: bool = option(False, FLAG)
     """Give a KV pool without a size what the budget leaves: from one context to one for each sequence."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))

@@ -11,7 +11,7 @@ import re
 LONG_MESSAGE, LONG_VALUE = 400, 100
 """Characters from which on a message, and a value in it, is shortened."""
 _VALUES = re.compile(r"""(?<!\w)(['"])((?:(?!\1).)+)\1|[^\s'"]+""", re.DOTALL)
-"""Values as messages hold them: in quotes (no apostrophe, which stands behind a letter), or without a space in it."""
+"""Values as messages hold them: in quotes (no apostrophe, which is after a letter), or without a space in it."""
 
 
 def printable(text: str) -> str:

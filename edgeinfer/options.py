@@ -27,7 +27,7 @@ from .rules import RULES
 COMMANDS = ("run", "plan", "estimate", "bench", "eval", "info")
 """Commands that take options of this table, and those of techniques."""
 GROUPS = MODEL, SAMPLING, MEMORY, SPEED, OUTPUT = "Model", "Sampling", "Memory", "Speed", "Output"
-"""Headings of the help, in their order."""
+"""Headings of the help, in order."""
 _RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL, _INFO = COMMANDS
 _REQUEST, _OPENED = (_RUN,), (_RUN, _BENCH, _EVAL, _INFO)
 
@@ -50,7 +50,7 @@ class Option:
     commands: tuple[str, ...] = COMMANDS
     """Commands that have it."""
     of: str = ""
-    """Option without which it means nothing; where it stands in a variable, it then gives way."""
+    """Option without which it means nothing; where it is in a variable, it then gives way."""
     spelled: str = ""
     """The flag, where it is not the name."""
     short: str = ""

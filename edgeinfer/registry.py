@@ -32,7 +32,7 @@ def techniques() -> tuple[Technique, ...]:
 
 
 def technique(name: str) -> Technique | None:
-    """Return the technique of a name, which the module of a pass may stand before; None for other passes."""
+    """Return the technique of a name, which the module of a pass may be before; None for other passes."""
     if not name or name in _USUAL:  # most runs have no other passes and import nothing for them
         return None
     return next((one for one in techniques() if one.name == name.rpartition(".")[2]), None)
@@ -86,7 +86,7 @@ def agreed(values: Mapping[str, Any], flags: Collection[str], beams: int) -> Map
 
 
 def recipe_with(recipe: Recipe | None = None, /, **values: Any) -> Recipe:
-    """Return a recipe with the passes that options ask for, behind the others and instead of their own.
+    """Return a recipe with the passes that options ask for, after the others and instead of their own.
 
     Raises as `asked_for`.
     """
@@ -120,13 +120,13 @@ def each(settings: Settings) -> Iterator[tuple[Technique, Any]]:
 
 
 def settled(settings: Settings, layers: int) -> Settings:
-    """Return the settings of techniques for a model of so many layers."""
+    """Return the settings of techniques for a model of this many layers."""
     return tuple((name, own if (one := technique(name)) is None or one.rewrite else one.settle(own, layers))
                  for name, own in settings)
 
 
 def prompt_share(settings: Settings, tokens: int, depth: int, layers: int) -> float:
-    """Return the share of a prompt's tokens times layers that is computed, behind `depth` others."""
+    """Return the share of a prompt's tokens times layers that is computed, after `depth` others."""
     share = 1.0
     for one, own in each(settings):
         share *= one.prompt_share(own, tokens, depth, layers)

@@ -98,11 +98,11 @@ class Technique:
     options: tuple[Option, ...] = ()
     """The first one switches it."""
     ask: Callable[[Mapping[str, Any]], Any] = _mode
-    """From the values of all options to the settings: None if nothing was asked for, empty for "not at all"."""
+    """From the values of all options to the settings: None if nothing was requested, empty for "not at all"."""
     exact: Callable[[Any], bool] = lambda settings: True
     """Whether a model with these settings predicts what it predicts without."""
     by_itself: str = ""
-    """Value of the first option that may be used without being asked for, within `--max-kld`; empty for none."""
+    """Value of the first option that may be used without being requested, within `--max-kld`; empty for none."""
     part: Part | None = None
     """Part of a bundle that it needs in order to approximate."""
     drafts: bool = False
@@ -123,8 +123,8 @@ class Technique:
     """``traffic(traffic, model, settings)`` returns what the estimator is to read of a described model."""
     place: Callable[[Any, Any], Any] = lambda model, bundle: None
     """``place(model, bundle)`` returns what finds a plan (`memory_planner.Placer`) where not all weights of a model
-    fit, whose mode is then the technique's name; None if it has nothing to read when it is wanted. The bundle is None
-    for a model that is none yet."""
+    fit, whose mode is then the technique's name; None if it has nothing to read when it is requested. The bundle is
+    None for a model that is none yet."""
     reads: Callable[[Any, Any, Any], tuple[float, float] | None] = lambda plan, bundle, profile: None
     """``reads(plan, bundle, profile)`` returns the bytes that a token reads from storage with such a plan, and those of
     one read; None if the profile does not say enough."""
@@ -153,7 +153,7 @@ class Technique:
     search: Callable[[Any, Callable[[Any], float], float], Any] = lambda settings, divergence, target: settings
     """``search(settings, divergence, target)`` returns the boldest settings that diverge by the target at most."""
     measurable: Callable[[Any, int | None], None] = lambda settings, prompt: None
-    """``measurable(settings, prompt)`` raises `UsageError` if prompts of so many tokens, or none, show nothing."""
+    """``measurable(settings, prompt)`` raises `UsageError` if prompts of this many tokens, or none, show nothing."""
 
     def step(self, settings: Mapping[str, Any]) -> Step:
         """Return the step of a recipe with these settings."""

@@ -1,8 +1,8 @@
 """SIMD kernels written in Python, their NumPy references, and the objects that a process links.
 
-The contract stands beside this file (abi/, routes.py, parameters/, catalogue.py, registry.py, isa.py); `ops/`
-holds the kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/`
-their references.
+The contract is beside this file (abi/, routes.py, parameters/, catalogue.py, registry.py, isa.py); `ops/` holds the
+kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/` their
+references.
 
 Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary,
 G group. Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its

@@ -1,6 +1,6 @@
 """Features of an ARM core, read from the operating system: LLVM's names for host CPUs omit dotprod and i8mm.
 
-Features have LLVM's names. Where the system cannot be asked the answer is "none": slower kernels, never a wrong
+Features have LLVM's names. If the system cannot be asked the answer is "none": slower kernels, never a wrong
 instruction.
 """
 

@@ -32,12 +32,12 @@ class Isa:
     row_tiles: int
     """Tiles of 16 rows in a register block of a matmul: 1, or 2."""
     streams: int
-    """Row tiles, a multiple of those, that up to 4 tokens go through together: so many streams of weights, and memory
+    """Row tiles, a multiple of those, that up to 4 tokens go through together: this many streams of weights, and memory
     fetches each ahead by itself. The same number where that was not measured to pay."""
     token_tiles: tuple[int, ...]
     """Tokens of the register blocks, descending, 2 the last: what the register file holds with its accumulators, and
-    with 8 tokens scales them in memory, once a group. Quantised activations are interleaved in blocks of so many tokens
-    (abi.token_blocks)."""
+    with 8 tokens scales them in memory, once a group. Quantised activations are interleaved in blocks of this many
+    tokens (abi.token_blocks)."""
     f32_chains: int = 6
     """Vectors of 16 in the register loop f32_peak: enough for the units' latency, few enough for the registers."""
 

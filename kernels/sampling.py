@@ -180,7 +180,7 @@ def n_kept(kept: NDArray[np.float64], top_p: float, min_p: float, total: float |
     kept : weights, from best to worst
     top_p : share of the total that the kept ones reach together (nucleus sampling); 1 keeps all
     min_p : least weight; 0 keeps all
-    total : of all tokens that top-p is about; by default the sum of these, in their order
+    total : of all tokens that top-p is about; by default the sum of these, in order
     """
     n = len(kept)
     if top_p < 1:

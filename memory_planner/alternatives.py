@@ -44,7 +44,7 @@ class Alternative:
     """Options to change, by name: ctx, kv, kv_memory, weights, group_size, samples; ``draft`` is ``none`` for the run
     without its draft model, ``speculate`` is ``off`` for the one that does not draft with a part of the model.
     ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from storage by
-    itself, or keeps so many experts in memory.
+    itself, or keeps this many experts in memory.
     """
     total_bytes: int
     """Of the plan with these options."""
@@ -84,7 +84,7 @@ def fits(planner: Planner, config: RuntimeConfig) -> bool:
 
 
 def budget_of(config: RuntimeConfig) -> int:
-    """Return the limit in bytes: the one asked for, else what the system can give now, or most of it for a run that
+    """Return the limit in bytes: the one requested, else what the system can give now, or most of it for a run that
     takes all."""
     if config.budget_bytes is not None:
         return config.budget_bytes

@@ -21,7 +21,7 @@ LEAST_READ_BYTES, MOST_READ_BYTES = 256 << 10, 4 << 20
 
 @dataclass(frozen=True)
 class ExpertsOfLayer:
-    """The matrices of a layer's experts, which lie expert by expert in the file: gates and ups, then columns."""
+    """The matrices of a layer's experts, which are expert by expert in the file: gates and ups, then columns."""
 
     layer: int
     offset: int

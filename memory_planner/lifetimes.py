@@ -35,9 +35,9 @@ def row_stride(tensor: Tensor) -> int:
 def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict[str, Placement], int]:
     """Lay out all activations but the logits.
 
-    Each tensor lives from the operation that writes it to the last that reads it; one that is written over another lies
-    where that one lies, and prolongs its life. Largest first, each is put at the lowest offset where no tensor of an
-    overlapping life lies.
+    Each tensor lives from the operation that writes it to the last that reads it; one that is written over another is
+    where that one is, and prolongs its life. Largest first, each is put at the lowest offset where no tensor of an
+    overlapping life is.
 
     Parameters
     ----------

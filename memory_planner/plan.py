@@ -41,8 +41,8 @@ class Request:
     mlock: bool = False
     """Whether the weights are locked into memory."""
     residency: tuple[tuple[str, str], ...] = ()
-    """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
-    others but tables of which a token reads a row, which ``rows`` means."""
+    """Weights that are not in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all others
+    but tables of which a token reads a row, which ``rows`` means."""
     hot: tuple[int, ...] = ()
     """Resident neurons of each layer's FFN, if the others are read on demand; none: all."""
     slots: int = 0
@@ -50,7 +50,7 @@ class Request:
     expert_slots: int = 0
     """Experts kept in memory, if experts are read on demand; 0: they are placed like other weights."""
     own_tokens: int | None = None
-    """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
+    """Tokens that each sequence may have of its own after a prompt of all; None: each may have a whole context."""
     techniques: Settings = ()
     """Techniques that the run uses, with their settings."""
     kv_tokens: int | None = None
@@ -76,7 +76,7 @@ class Request:
         return self.blocks_of(abi.BLOCK_TOKENS)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return how many blocks of so many tokens each the sequences may hold together."""
+        """Return how many blocks of this many tokens each the sequences may hold together."""
         if self.kv_tokens is not None:
             return -(-self.kv_tokens // tokens)
         if self.shares_prompt:
@@ -87,7 +87,7 @@ class Request:
         return self.sequences * (-(-self.ctx // tokens) + copies)
 
     def of_pool(self, blocks: int, windows: int, block_tokens: int = abi.BLOCK_TOKENS) -> Request:
-        """Return the request with a KV pool of so many blocks, and of windows of so many sequences."""
+        """Return the request with a KV pool of this many blocks, and of windows of this many sequences."""
         return replace(self, kv_tokens=blocks * block_tokens, kv_windows=windows, kv_memory=None)
 
     @property
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def own_each(self) -> int:
-        """Most tokens that a sequence may have of its own, behind a common prompt if one is planned."""
+        """Most tokens that a sequence may have of its own, after a common prompt if one is planned."""
         return self.ctx if self.kv_tokens is not None or self.own_tokens is None else min(self.own_tokens, self.ctx)
 
 
@@ -153,8 +153,8 @@ class MemoryPlan:
     rope_row_bytes: int
     """Constants: bytes of one position's cosines and sines."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """Names of streamed weights by part: what is read together, in the order of use. Part i lies in buffer
-    i % STREAM_BUFFERS."""
+    """Names of streamed weights by part: what is read together, in the order of use. Part i is in buffer i %
+    STREAM_BUFFERS."""
     cold: ColdPlan | None = None
     """Neurons that are read on demand, if there are any."""
     experts: ExpertsPlan | None = None
@@ -249,7 +249,7 @@ class MemoryPlan:
         return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
 
     def sequences_of(self, tokens: int, block_tokens: int = abi.BLOCK_TOKENS) -> int:
-        """Return how many sequences of so many tokens each the KV pools hold at once, at most those of a pass."""
+        """Return how many sequences of this many tokens each the KV pools hold at once, at most those of a pass."""
         most = min(self.request.sequences, self.kv_blocks // -(-tokens // block_tokens))
         return min(most, self.windowed.sequences_of(tokens, self.request.tokens)) if self.windowed else most
 

@@ -110,7 +110,7 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        buffer_of = graph.buffers()  # of logits that are capped where they lie, too
+        buffer_of = graph.buffers()  # of logits that are capped where they are, too
         made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
         allocations = {**placements, **dict.fromkeys(made, logits), **weights.allocations}
         return MemoryPlan(request, regions, allocations, request.kv_blocks, kv_layers, thread, splits, rope_row,
@@ -186,7 +186,7 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
 
 def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
                pruned: Placement | None) -> Region:
-    """The region of K and V, of so many bytes without pruned rows."""
+    """The region of K and V, of this many bytes without pruned rows."""
     held = held_words(request)
     strides = [layer.stride for layer in layers.values()]
     return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + _ALIGNED,

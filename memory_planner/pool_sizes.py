@@ -28,7 +28,7 @@ def pool_sizes(fits: Callable[[int, int], bool], request: Request, most: int,
     Parameters
     ----------
     fits : callable
-        Says whether so many blocks with so many windows fit; fewer of either fit as well.
+        Says whether this many blocks with this many windows fit; fewer of either fit as well.
     request : Request
     most : int
         Blocks that the pool may have.

@@ -18,7 +18,7 @@ def held_words(request: Request) -> str:
 
 
 def pools(blocks: int, held: str, strides: Sequence[int], windowed: Windowed | None) -> str:
-    """Say how many blocks layers have, of so many bytes each, and those with a window of their smaller pool."""
+    """Say how many blocks layers have, of this many bytes each, and those with a window of their smaller pool."""
     layers, alike = len(strides), len(set(strides)) == 1
     if not windowed:
         return f", {blocks} blocks{held} x {layers} layers x {strides[0]} bytes" if alike else \

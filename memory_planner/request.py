@@ -36,7 +36,7 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
     Raises
     ------
     RequestError
-        If the context asked for is longer than the model's.
+        If the context requested is longer than the model's.
     """
     longest = model.max_position_embeddings
     if config.ctx is not None and config.ctx > longest:
@@ -113,7 +113,7 @@ def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:
 
 
 def _outputs(config: RuntimeConfig) -> int:
-    """Rows of logits: one for each sequence, and with draft tokens one behind each of them."""
+    """Rows of logits: one for each sequence, and with draft tokens one after each of them."""
     checked = 1 + config.draft_tokens
     sequences = config.verified_sequences or config.max_sequences
     return max(config.outputs, config.max_sequences, min(sequences * checked, max(checked, MOST_VERIFIED)))

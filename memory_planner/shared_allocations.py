@@ -1,4 +1,4 @@
-"""Weights that share an allocation: the matrices of a layer's experts, which lie expert by expert beside each other."""
+"""Weights that share an allocation: the matrices of a layer's experts, which are expert by expert beside each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def allocation_bytes(graph: Graph) -> dict[str, int]:
 
 
 def settle(graph: Graph, allocations: dict[str, Placement]) -> None:
-    """Put weights that share an allocation behind the first of these, as far as in their file."""
+    """Put weights that share an allocation after the first of these, as far as in their file."""
     strides, first, behind = graph.strides, "", 0
     for weight in graph.weights:
         if not weight.pieces:

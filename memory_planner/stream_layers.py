@@ -15,7 +15,7 @@ from .request import in_memory
 def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
     """Plan with the fewest streamed layers that the budget allows; None if even all of them are not enough.
 
-    Weights that are not streamed lie in memory of the process: pages of a mapped file would be taken away by the system
+    Weights that are not streamed are in memory of the process: pages of a mapped file would be taken away by the system
     just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
     """
     layers = _layers(planner.graph)

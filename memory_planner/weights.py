@@ -84,7 +84,7 @@ def _place_streamed(graph: Graph, offsets: Mapping[str, int],
         if allocations[name].region == "streamed":
             parts.setdefault(layer, []).append(name)
     buffer = 0
-    for names in parts.values():  # as far behind the beginning of a page as in the file
+    for names in parts.values():  # as far after the beginning of a page as in the file
         end = 0
         for name in filter(whole.get, names):
             within = offsets[name] % PAGE_BYTES
@@ -99,7 +99,7 @@ def _place_streamed(graph: Graph, offsets: Mapping[str, int],
 
 
 def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: PlacedWeights) -> Iterator[Region]:
-    """Regions in which weights lie; `file_bytes` are the length of weights.bin."""
+    """Regions in which weights are; `file_bytes` are the length of weights.bin."""
     def stored(home: str) -> str:
         return types_of(graph, {name for name, allocation in weights.allocations.items() if allocation.region == home})
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MARGIN_TOKENS = abi.MASK_TOKENS + abi.MOST_STEPS
 """Tokens by which a sequence can be cut at any time without running any again: more than a drafter draft tokens, one by
-one or as a tree, before the text turns out to go on otherwise."""
+one or as a tree, before the text turns out to continue otherwise."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Windowed:
                    self.sequence_blocks + sequences * added)
 
     def sequences_of(self, tokens: int, chunk: int) -> int:
-        """Return how many sequences of so many tokens each the pool holds: prompts that are read one after the other in
-        chunks, and then a token of each in one pass."""
+        """Return how many sequences of this many tokens each the pool holds: prompts that are read one after the other
+        in chunks, and then a token of each in one pass."""
         def held(before: int, after: int) -> int:
             return _blocks(after) - self.first_needed(before) // abi.BLOCK_TOKENS
 
@@ -84,7 +84,7 @@ class Windowed:
         return max(0, min(together, (self.blocks - reading) // waiting + 1 if waiting else together))
 
     def first_needed(self, n_tokens: int) -> int:
-        """Return the first row that a token behind so many sees, or one behind fewer by the margin at most."""
+        """Return the first row that a token after this many sees, or one after fewer by the margin at most."""
         return max(0, n_tokens - self.window + 1 - MARGIN_TOKENS)
 
 

@@ -35,7 +35,7 @@ def reads(plan: MemoryPlan, bundle: Bundle | None, profile: DeviceProfile) -> tu
 
 
 def attach(session: Session, settings: object) -> None:
-    """Start the threads that read neurons when a token wants them."""
+    """Start the threads that read neurons when a token needs them."""
     from edgeinfer.graph import NeuronDown
     from edgeinfer.kernels import abi
     from edgeinfer.runtime import RESOLVE_KERNEL, read_on_demand

@@ -1,4 +1,4 @@
-"""The technique ``experts from flash``: a cache holds some experts, the others are read when a token wants them."""
+"""The technique ``experts from flash``: a cache holds some experts, the others are read when a token needs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reads(plan: MemoryPlan, bundle: Bundle | None, profile: DeviceProfile) -> tu
 
 
 def attach(session: Session, settings: object) -> None:
-    """Start the threads that read experts when a token wants them."""
+    """Start the threads that read experts when a token needs them."""
     from edgeinfer.graph import ExpertsDown
     from edgeinfer.runtime import EXPERTS_KERNEL, read_on_demand
 

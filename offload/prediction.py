@@ -45,7 +45,7 @@ def predict(plan: ColdPlan, statistics: Statistics, seconds_in_memory: float,
     seconds_in_memory : float
         Of a token with all neurons in memory.
     storage_gbs : callable
-        GB/s of scattered reads of so many bytes, several at a time (`devices.DeviceProfile.storage_random`).
+        GB/s of scattered reads of this many bytes, several at a time (`devices.DeviceProfile.storage_random`).
     hit_rate : float, optional
         Of the cache, where it was measured; 0 for an empty one.
     """
@@ -63,7 +63,7 @@ def cold_reads(bundle: Bundle, plan: ColdPlan) -> float:
 
 
 def statistics_of(bundle: Bundle, plan: ColdPlan) -> Statistics:
-    """Return those of the bundle; without any each token wants all neurons, for all that is known."""
+    """Return those of the bundle; without any each token needs all neurons, for all that is known."""
     return read_statistics(bundle) or Statistics(1, (np.ones(plan.neurons, np.int64),) * len(plan.hot), (), ())
 
 

@@ -93,7 +93,7 @@ class Parts(NamedTuple):
     gate: Floats
     """(neurons, hidden)."""
     up: Floats
-    """(neurons, hidden); empty of an FFN without a gate, whose ups stand where gates would."""
+    """(neurons, hidden); empty of an FFN without a gate, whose ups are where gates would."""
     down: Floats
     """(neurons, hidden): columns of the down matrix."""
 
@@ -139,6 +139,6 @@ def apart(rows: NDArray, ffn: Ffn) -> tuple[NDArray, ...]:
 
 
 def stored_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
-    """Return a tensor as it lies in the file, in one piece."""
+    """Return a tensor as it is in the file, in one piece."""
     (data,) = bundle.stored(name)
     return data

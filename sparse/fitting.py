@@ -1,7 +1,7 @@
 """Fit a predictor to a model: factors, rank, thresholds for several prices, and the price that a divergence allows.
 
 One number, the price, trades quality for bytes: the harm that computing one neuron for one token is worth. Thresholds
-of all neurons of all layers follow from it, so that a search for the divergence asked for is a search on a line.
+of all neurons of all layers follow from it, so that a search for the divergence requested is a search on a line.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def check_rank(rank: int | None, kind: str, hidden: int) -> None:
 
 
 def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> int:
-    """Return the highest price whose divergence is within the target; the lowest where none is."""
+    """Return the highest price whose divergence is within the target; the lowest if none is."""
     low, high = 0, len(PRICES)  # from `high` on all are known to be within, below `low` none
     while low < high:
         middle = (low + high) // 2
@@ -207,7 +207,7 @@ def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
              on_progress: OnProgress, along: Hooks) -> list[tuple[Floats, Floats]]:
-    """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
+    """Outer and inner matrix of each layer, of the rank requested, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank
     ranks = list(range(min(RANK_STEP, most), most + 1, RANK_STEP))
@@ -225,7 +225,7 @@ def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Seq
 def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
     """Neurons a token, those that the predictor's bytes and the harm are worth included, at the usual price."""
     outer, inner = factors
-    step = max(1, len(outer) // COMPARED_NEURONS)  # they lie in order of heat: every n-th are like all
+    step = max(1, len(outer) // COMPARED_NEURONS)  # they are in order of heat: every n-th are like all
     gate = layer.weights.gate[::step]
     one = _one("lowrank", gate, (outer[::step, :rank], inner[:rank]))
     scores = scorer(one, 0, gate, layer.ffn.activation)(layer.x)

@@ -37,7 +37,7 @@ RIDGE = 1e-4
 BLOCK_ROWS = 8192
 """Of the head, unpacked at a time."""
 SAMPLE_TOKENS, SAMPLE_TILES = 128, 1024
-"""Inputs that ranks are compared on, and at most so many tiles of the head."""
+"""Inputs that ranks are compared on, and at most this many tiles of the head."""
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 """Ranks that are tried, as shares of hidden_size."""
 RANK_STEP = 2 * OUTER_TYPE.group_size
@@ -100,7 +100,7 @@ class _Head:
         self._data = stored_bytes(bundle, op.weight.name).reshape(-1, self.stored.tile_bytes(self.cols))
 
     def tiles(self, which: NDArray[np.intp] | slice) -> Floats:
-        """Rows of some tiles, those behind the last row of 0."""
+        """Rows of some tiles, those after the last row of 0."""
         data = self._data[which]
         shape = (TILE_ROWS * len(data), self.cols)
         return layouts.unpack_tile16(np.ascontiguousarray(data).reshape(-1), self.stored.dtype, self.stored.group_size,
@@ -123,7 +123,7 @@ def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[
                                                                                                         Floats]:
     """Mean x x' of the head's inputs, as its matmul sees them, and some of them from all over the text.
 
-    What is visited is the residual stream before the last norm, for a capture asks for no logits.
+    What is visited is the residual stream before the last norm, because a capture asks for no logits.
     """
     total, kept, every = np.zeros((head.cols, head.cols)), [], max(1, len(ids) // SAMPLE_TOKENS)
 

@@ -64,7 +64,7 @@ def _read(bundle: Bundle) -> dict[str, str | float]:
 
 
 def traffic(traffic: Traffic, model: Any, settings: object) -> Traffic:
-    """Return what a token reads of FFNs by neuron, whatever was asked for: layers may leave out neurons by default."""
+    """Return what a token reads of FFNs by neuron, whatever was requested: layers may leave out neurons by default."""
     if model.sparse is None:
         return traffic
     return replace(traffic, neuron_layers=model.sparse.layers(), gate_share=model.sparse.gates)

@@ -117,7 +117,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
              in_tiles: Callable[[], Bundle] | None = None, held_out: Sequence[Stream] = ()) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
 
-    Layers of which so many neurons fire that dense they are faster stay in tiles.
+    Layers of which this many neurons fire that dense they are faster stay in tiles.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     max_kld : bound of the divergence
     rank, epochs : as for `fit`
     on_progress : called with (stage, done, total, item)
-    held_out : other texts to measure on, of the tokens behind those that choose the price with the text's own: the
+    held_out : other texts to measure on, of the tokens after those that choose the price with the text's own: the
         predictor is to meet the bound on all texts, and the worst measurement decides
     in_tiles : gives the source with FFNs in tiles, where it has them by neuron; without it none of these is stored so
 
@@ -314,7 +314,7 @@ class _Maker:
 
 
 def _kind(kind: str | None, networks: list[Ffn]) -> str:
-    """The predictor that suits the activation, or the one asked for if it does."""
+    """The predictor that suits the activation, or the one requested if it does."""
     activation = networks[0].activation
     zeros = activation in RELUS
     if not zeros and kind in ("sign", "lowrank"):

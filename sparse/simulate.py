@@ -1,6 +1,6 @@
 """A predictor in the model's own program, before kernels apply it: scores in NumPy, everything else by the kernels.
 
-The pass stops behind each layer's f; there the neurons that are not chosen are set to 0, and the down matrix goes on
+The pass stops after each layer's f; there the neurons that are not chosen are set to 0, and the down matrix continues
 from that. A neuron of 0 adds nothing, so the sums are those of a program that leaves it out.
 """
 

@@ -104,7 +104,7 @@ def _inputs_first(layer: str, both: str, down: str, shapes: Callable[[str], tupl
 
 
 def _turned(source: Source, part: re.Match[str], packed: Container[str]) -> Source:
-    """Every second row of a tensor that has gates and ups in turns, or all of one."""
+    """Every second row of a tensor that has gates and ups alternately, or all of one."""
     (n, rows, *columns), both = source.stored, part[2] != "down"
     rows *= 1 + both
     name = f"{part[1]}mlp.experts.{'gate_up_proj' if both else 'down_proj'}{'_bias' if part[3] == 'bias' else ''}"

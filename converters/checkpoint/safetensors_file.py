@@ -57,7 +57,7 @@ class SafetensorsFile:
     Raises
     ------
     CheckpointError
-        If the file is truncated, or its header is not a header or lies about types, shapes or offsets.
+        If the file is truncated, or its header is not a header or is about types, shapes or offsets.
     """
 
     def __init__(self, path: Path):
@@ -90,7 +90,7 @@ class SafetensorsFile:
     def read_rows_as(self, name: str, start: int, stop: int, dtype: str, axes: int = 1) -> NDArray[Any]:
         """Rows start to stop of a tensor as elements of a NumPy type of the stored size, of one dimension.
 
-        Rows are counted over so many leading axes. A number without dimensions is a row.
+        Rows are counted over this many leading axes. A number without dimensions is a row.
         """
         tensor = self.tensors[name]
         row_bytes = tensor.nbytes // prod(tensor.shape[:axes])

@@ -34,7 +34,7 @@ class Names(NamedTuple):
 
 
 def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names:
-    """Find the architecture's names; `sees`: the text model lies in one that sees pictures."""
+    """Find the architecture's names; `sees`: the text model is in one that sees pictures."""
     pictures = frozenset(name for name in stored if sees and PICTURES.fullmatch(name))
     aliases: dict[str, str] = {}
     for name in stored if sees else ():
@@ -49,7 +49,7 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
 
 
 def predicts_ahead(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of the layers behind the last, which predict further tokens (GLM, arXiv 2412.19437)."""
+    """Whether a tensor is of the layers after the last, which predict further tokens (GLM, arXiv 2412.19437)."""
     match = _LAYER.match(name) if family_of(config.model_type).further_tokens else None
     return match is not None and int(match[1]) >= config.num_hidden_layers
 

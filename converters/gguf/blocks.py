@@ -1,10 +1,10 @@
 """Blocks of GGUF tensors as lines of layout tile16: codes and scales are moved as they are, no number is calculated.
 
 A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by the
-reader of the file, and packed here. What a block holds stands in ggml's ggml-common.h; `values.py` reads it as numbers.
-All of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and 16 to 31,
-so its words have columns 0 .. 3 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one of columns
-16 .. 23.
+reader of the file, and packed here. What a block holds is in ggml's ggml-common.h; `values.py` reads it as numbers. All
+of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and 16 to 31, so
+its words have columns 0 .. 3 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one of columns 16
+.. 23.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _not_finite(name: str, what: str) -> CheckpointError:
 
 
 def _write_records(parts: Parts, out: Bytes, per_record: int) -> None:
-    """Fill records (tiles, records, bytes) of so many lines of codes; an absent last group stays zeros."""
+    """Fill records (tiles, records, bytes) of this many lines of codes; an absent last group stays zeros."""
     n_tiles, n_records, _ = out.shape
     words = out.view(np.uint32).reshape(n_tiles, n_records, -1, TILE_ROWS)
     lines = parts.lines.reshape(n_tiles, -1, TILE_ROWS)
@@ -183,7 +183,7 @@ def _both_nibbles(blocks: NDArray[np.void]) -> tuple[Words, Words]:
 def _transposed_bits(words: Words, axis: int, bits: int) -> Words:
     """Field i of each byte of word j as field j of word i, in place; words along `axis`, 8 / `bits` of them.
 
-    As a matrix of so many fields is transposed: blocks off the diagonal are exchanged, of half the size each time.
+    As a matrix of this many fields is transposed: blocks off the diagonal are exchanged, of half the size each time.
     """
     for distance, mask in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
         if distance >= bits:

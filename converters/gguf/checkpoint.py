@@ -105,7 +105,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def travelling_files(self) -> dict[str, Path]:
-        """None lie beside the file that are its own."""
+        """None are beside the file that are its own."""
         return {}
 
     @property
@@ -154,7 +154,7 @@ class GgufCheckpoint(Checkpoint):
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
-        """As the file holds each weight where nothing is asked for, but for types that none of ours has the levels of.
+        """As the file holds each weight unless a type is requested, except types whose levels no edgeinfer type has.
 
         `weights` asks for all of them. Raises `UnsupportedModelError` if a tensor is of no type that weights have.
         """

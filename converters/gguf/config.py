@@ -247,7 +247,7 @@ def _refuse_window(r: ConfigReader, prefix: str, config: Mapping[str, Any]) -> N
 
 
 def _proportional(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
-    """Pairs with a factor of 1 turn; those with a huge one, which come behind, stand still."""
+    """Pairs with a factor of 1 turn; those with a huge one, which come after, stand still."""
     turning = sum(factor == 1 for factor in factors)
     if 2 * len(factors) != model.rope.span or not turning or any(f != 1 for f in factors[:turning]) or \
             any(not STILL <= f < math.inf for f in factors[turning:]):

@@ -58,7 +58,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
     Raises
     ------
     CheckpointError
-        The file is not a GGUF file, is cut short, or its header contradicts itself.
+        The file is not a GGUF file, is truncated, or its header contradicts itself.
     UnsupportedModelError
         Not even the sizes of its architecture are known, or a key that changes the mathematics is not implemented.
     """
@@ -100,7 +100,7 @@ def gguf_structure(headers: list[GgufHeader]) -> Hashable:
 
 
 def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
-    """The factors of a rotation, which decide whether it is understood; so many as any head has."""
+    """The factors of a rotation, which decide whether it is understood; this many as any head has."""
     with open_plain(header.path) as file:
         file.seek(header.data + tensor.offset)
         return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))

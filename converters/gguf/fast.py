@@ -40,7 +40,7 @@ def bpe_json(metadata: Mapping[str, Any], vocabulary: Vocabulary, words: PreToke
 def wordpiece_json(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> bytes:
     """Return the tokenizer.json of a WordPiece vocabulary.
 
-    GGUF marks the pieces that begin a word, where BERT marks those that go on; so does this file, which is why the
+    GGUF marks the pieces that begin a word, where BERT marks those that continue; so does this file, which is why the
     words get their mark before they are looked up.
     """
     named = vocabulary.named

@@ -55,7 +55,7 @@ def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
     Raises
     ------
     CheckpointError
-        It cannot be read, is not a GGUF file of a version that can be read, is cut short or contradicts itself.
+        It cannot be read, is not a GGUF file of a version that can be read, is truncated or contradicts itself.
     """
     try:
         with open_plain(path) as file:

@@ -104,7 +104,7 @@ class HeaderReader:
         """Bytes before `_data` that were not read: known arrays, and everything before them."""
 
     def header(self) -> GgufHeader:
-        """Return all that stands before the tensors."""
+        """Return all that is before the tensors."""
         if not self._size or not MAGIC.startswith(self._peek(4)):
             raise CheckpointError(f"{self._path} is not a GGUF file: it does not begin with GGUF.")
         self._take(4)
@@ -215,7 +215,7 @@ class HeaderReader:
         return out
 
     def _pass_texts(self, count: int, passed: PassedOver) -> range:
-        """Go behind the strings of an array; only their lengths are looked at."""
+        """Go after the strings of an array; only their lengths are looked at."""
         self._want(min(KEY_BYTES, self._size - self._at))
         beginning = self._data[self._at : self._at + KEY_BYTES]
         for nbytes, end in passed.ends(count, beginning):
@@ -235,7 +235,7 @@ class HeaderReader:
         return range(count)
 
     def _leap(self, nbytes: int, end: bytes) -> bool:
-        """Skip so many bytes, if those before the target are these; the bytes in between are not read."""
+        """Skip this many bytes, if those before the target are these; the bytes in between are not read."""
         start = self.presumed + self._at + nbytes
         here = self._file.tell()
         self._file.seek(start - len(end))

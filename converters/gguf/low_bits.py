@@ -122,7 +122,7 @@ def _iq1_s(b: Bytes) -> Floats:
 
 
 def _iq1_m(b: Bytes) -> Floats:
-    """As IQ1_S, but the eighth is chosen for 8 columns and scales for 16; an fp16 number lies in four top nibbles."""
+    """As IQ1_S, but the eighth is chosen for 8 columns and scales for 16; an fp16 number is in four top nibbles."""
     words = _words(b, 48, 56, "<u2")
     outer = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint32), axis=1)
     scales = (2 * (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7) + 1).reshape(len(b), 16)

@@ -58,7 +58,7 @@ def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
 
 
 def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Source:
-    """The same elements by the file's name; steps of the architecture come behind those that undo the converter's.
+    """The same elements by the file's name; steps of the architecture come after those that undo the converter's.
 
     Steps that the converter has taken already are left out.
     """

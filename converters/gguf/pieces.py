@@ -54,7 +54,7 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
     Control tokens are, without being named here; the unknown one is where special tokens of a text count as such.
 
     User-defined pieces are known to SentencePiece too; but where a text begins with a space of the tokenizer's own, so
-    does what stands behind such a token, and that only a cut does.
+    does what is after such a token, and that only a cut does.
     """
     unknown = vocabulary.named["unk"]
     added: dict[str, dict[str, Any]] = {str(unknown): {"content": vocabulary.tokens[unknown], "special": True}}

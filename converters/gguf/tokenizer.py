@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, converted to the files that a bundle holds.
 
-Which names and kinds there are, and what was compared with what, stands in docs/reference/tokenizers.md.
+Which names and kinds there are, and what was compared with what, is in docs/reference/tokenizers.md.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _words(metadata: Mapping[str, Any], model: str, source: str) -> PreTokenizer
 def _around(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, bos: bool, eos: bool, remarks: list[str], always: bool = False
 ) -> tuple[bool, bool]:
-    """Return whether the beginning-of-text and the end-of-text token stand around a text; `bos`, `eos`: presumed so."""
+    """Return whether the beginning-of-text and the end-of-text token are around a text; `bos`, `eos`: presumed so."""
     found = []
     for role, presumed in (("bos", bos), ("eos", eos)):
         wanted = flag(metadata, f"add_{role}_token", presumed, vocabulary.source) or (always and role == "bos")
@@ -121,7 +121,7 @@ def _around(
 
 
 def _chat_template(metadata: Mapping[str, Any], source: str) -> str | list[dict[str, str]] | None:
-    """Return the chat template, or all of them with their names where there are several."""
+    """Return the chat template, or all of them with their names if there are several."""
     named = {key.removeprefix(_TEMPLATE + "."): text for key, text in metadata.items()
              if key.startswith(_TEMPLATE + ".")}
     default = metadata.get(_TEMPLATE)

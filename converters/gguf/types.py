@@ -17,7 +17,7 @@ class GgufType:
     """Bytes of a block."""
 
     def bytes_of(self, elements: int) -> int:
-        """Bytes of so many elements, which are whole blocks."""
+        """Bytes of this many elements, which are whole blocks."""
         return elements // self.elements * self.nbytes
 
 

@@ -174,7 +174,7 @@ def _named(metadata: Mapping[str, Any], model: str, types: list[int], source: st
 
 
 def _id(value: Any, key: str, n: int, source: str) -> int:
-    """Return a token id that lies inside, or -1 for none."""
+    """Return a token id that is inside, or -1 for none."""
     try:
         token_id = index(value)
     except TypeError:

@@ -109,9 +109,9 @@ class PackedCheckpoint(Checkpoint):
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
-        """As the checkpoint holds each weight where nothing is asked for; `weights` asks for all matrices.
+        """As the checkpoint holds each weight where nothing is requested; `weights` asks for all matrices.
 
-        Raises `UnsupportedModelError` if no type of ours takes a tensor as it is, and nothing was asked for.
+        Raises `UnsupportedModelError` if no type of ours takes a tensor as it is, and nothing was requested.
         """
         if weights is not None:
             return super().storage(weights, group_size, embedding, head, ffn_layout)

@@ -37,7 +37,7 @@ def describe_packed(fields: Mapping[str, Any], folder: Path | None, weights: str
     fields : mapping
         Of config.json.
     folder : Path, optional
-        Where its weights may lie; without them the config tells which modules are quantised.
+        Where its weights may be; without them the config tells which modules are quantised.
     weights, group_size : optional
         As for `convert`; by default what the checkpoint holds.
 

@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 Codes = NDArray[Any]
 """int8 or uint8 of shape (rows, columns)."""
 RECENT = 3
-"""Tensors whose factors, or codes, are cached: gate and up are read in turns."""
+"""Tensors whose factors, or codes, are cached: gate and up are read alternately."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Parts:
         return self.rows(part, 0, (self.stored(part).shape or (1,))[0], dtype)
 
     def rows(self, part: str, start: int, stop: int, dtype: str, axes: int = 1) -> NDArray[Any]:
-        """Some rows of a part as they are stored, counted over so many leading axes."""
+        """Some rows of a part as they are stored, counted over this many leading axes."""
         file, name = self._found[part]
         shape = file.tensors[name].shape
         return file.read_rows_as(name, start, stop, dtype, axes).reshape(stop - start, *shape[axes:])

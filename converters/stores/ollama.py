@@ -1,6 +1,6 @@
 """Models in ollama's store on this machine: a manifest names blobs, one of which is a GGUF file.
 
-The blob is used where it lies. Nothing is asked of a running ollama, nothing is written.
+The blob is used where it is. Nothing is asked of a running ollama, nothing is written.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _is_within(path: Path, top: str) -> bool:
-    """Whether a folder lies below another one, links resolved; only links can lead out."""
+    """Whether a folder is below another one, links resolved; only links can lead out."""
     return not os.path.islink(path) or os.path.commonpath((os.path.realpath(path), top)) == top
 
 

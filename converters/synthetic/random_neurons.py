@@ -2,8 +2,8 @@
 
 A model gets a ReLU and biases in its FFN. The normed input of a gate has a mean square of 1, so that a random gate row
 gives about the normal distribution over tokens; the bias shifts it until the neuron fires for its share of the tokens.
-Neurons lie in order of heat, as `edgeinfer sparsify` stores them. A predictor has the cost of a real one, and its
-thresholds let it choose the share of neurons asked for:
+Neurons are in order of heat, as `edgeinfer sparsify` stores them. A predictor has the cost of a real one, and its
+thresholds let it choose the share of neurons requested:
 
 * ``lowrank``: gates are the rounded product of its two matrices, so that its scores are what the gates give; chosen
   neurons fire. That is the dearest case: of those that do not fire only the gate is read.
@@ -122,7 +122,7 @@ class Neurons:
     ----------
     rng : numpy Generator
     config : ModelConfig
-        As `Sparsity.config` returns it, where there is a sparsity.
+        As `Sparsity.config` returns it, if there is a sparsity.
     sparsity : Sparsity, optional
         By default neurons fire, or not, as their random gates say.
     """

@@ -1,1 +1,1 @@
-"""The ground that everything stands on: values, files, locks, this process."""
+"""The ground that everything is on: values, files, locks, this process."""

@@ -109,11 +109,11 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def _objection(self) -> str | None:
-        """Say why what is there is not replaced though that was asked for, in words that follow its name; or None."""
+        """Say why what is there is not replaced though that was requested, in words that follow its name; or None."""
 
     @abc.abstractmethod
     def _commit(self) -> None:
-        """Complete what lies in `folder`, and put it into its place; a directory by `_replace`."""
+        """Complete what is in `folder`, and put it into its place; a directory by `_replace`."""
 
     def _begin(self) -> None:  # noqa: B027
         """Open what is needed in `folder`, which is there and empty."""

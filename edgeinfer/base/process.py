@@ -95,7 +95,7 @@ _RUN = ("import sys; sys.path[:] = filter(None, sys.path); from runpy import run
 def python_command(module: str, *arguments: str) -> tuple[list[str], str]:
     """Return a command that runs a module of this installation, and the PYTHONPATH with which it finds it.
 
-    The working directory is not searched, as it is with ``-m``: there may lie anything, such as a model's own files.
+    The working directory is not searched, as it is with ``-m``: there may be anything, such as a model's own files.
     """
     import edgeinfer
 

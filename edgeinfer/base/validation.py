@@ -28,7 +28,7 @@ class Rule:
     """Values that an option accepts."""
 
     want: str
-    """The end of the sentence that refuses a value, behind `lead`."""
+    """The end of the sentence that refuses a value, after `lead`."""
     convert: Callable[[Any], Any]
     """Returns the value in plain form; a TypeError, ValueError or OverflowError refuses it."""
     kind: str = ""

@@ -83,7 +83,7 @@ class Runs:
 def calibrate(
     bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: OnStageProgress | None = None
 ) -> Runs:
-    """Run each model: decoding without context, prompts until the context is full, decoding behind it.
+    """Run each model: decoding without context, prompts until the context is full, decoding after it.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ class _Runner:
         return calm >= wanted or late or len(tried) >= MOST_TRIES * wanted
 
     def _calmest(self, tried: list[tuple[float, T]], wanted: int) -> list[T]:
-        chosen = sorted(tried, key=lambda one: -min(one[0], CALM_SHARE))[:wanted]  # equally calm ones in their order
+        chosen = sorted(tried, key=lambda one: -min(one[0], CALM_SHARE))[:wanted]  # equally calm ones in order
         self.shares += [min(share, 1.0) for share, _ in chosen]
         return [run for _, run in chosen]
 
@@ -214,5 +214,5 @@ class _Runner:
 
 
 def _attention_operations(model: ModelConfig, seen: float) -> float:
-    """Return the operations of attention for so many pairs of a token and a position that it sees."""
+    """Return the operations of attention for this many pairs of a token and a position that it sees."""
     return 4.0 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * seen

@@ -170,7 +170,7 @@ def _neurons(found: _Findings, threads: int, read_bytes: int, tell: OnStageProgr
 
 
 def huge_pages_share(nbytes: int) -> float:
-    """Return which share of so many bytes of this process lies on huge pages; 0 if the system does not say."""
+    """Return which share of this many bytes of this process is on huge pages; 0 if the system does not say."""
     with suppress(OSError):
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace")
         if match := re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE):

@@ -23,7 +23,7 @@ Operands = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class FfnShape:
-    """An FFN and how often it stands in memory."""
+    """An FFN and how often it is in memory."""
 
     hidden: int
     neurons: int

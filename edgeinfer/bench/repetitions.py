@@ -42,7 +42,7 @@ def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions
     Raises
     ------
     UsageError
-        A profile is wanted where instructions cannot be timed.
+        A profile is requested where instructions cannot be timed.
     """
     if profile:
         own(session).executor.check_clock()

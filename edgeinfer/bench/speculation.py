@@ -125,7 +125,7 @@ class SpeculationBench(NamedTuple):
     """Cost and gain of verifying draft tokens."""
 
     seconds: dict[int, float]
-    """Median time of a forward pass over so many tokens."""
+    """Median time of a forward pass over this many tokens."""
     draft_seconds: float | None
     """Of a draft token, of the draft model; None without one."""
     self_seconds: float | None
@@ -135,13 +135,13 @@ class SpeculationBench(NamedTuple):
     acceptance.
     """
     stated: dict[str, float] | None
-    """At the acceptance that was asked for: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
+    """At the acceptance that was requested: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
     `predicted` (the gain by these times)."""
 
 
 def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repetitions: int,
                         accept: float | None, ahead: DraftRunner | None = None) -> SpeculationBench:
-    """Measure forward passes over several tokens behind a context, a draft's, and replay a text at a stated acceptance.
+    """Measure forward passes over several tokens after a context, a draft's, and replay a text at a stated acceptance.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
 
 
 def pass_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Items[int] = COUNTS) -> dict[int, float]:
-    """Return the median seconds of forward passes over several tokens behind a prompt, with logits of all."""
+    """Return the median seconds of forward passes over several tokens after a prompt, with logits of all."""
     sequence, ids = runner.new_sequence(), token_ids(runner.model.vocab_size)
     runner.prefill(sequence, prompt)
     taken: dict[int, list[float]] = {n: [] for n in counts}
@@ -187,7 +187,7 @@ def pass_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Ite
 
 
 def ahead_seconds(runner: Runner, ahead: DraftRunner, prompt: Items[int], repetitions: int) -> float:
-    """Return the median seconds of a token that a part of the model drafts behind a prompt."""
+    """Return the median seconds of a token that a part of the model drafts after a prompt."""
     sequence, times = runner.new_sequence(), []
     runner.prefill(sequence, prompt)
     for token in repeat(prompt[0], repetitions + 1):
@@ -212,7 +212,7 @@ def pays_from(seconds: Mapping[int, float], draft: float) -> float | None:
 
 def _at_acceptance(runner: Runner, draft: Runner | None, prompt: Items[int], text: Items[int], accept: float,
                    repetitions: int) -> dict[str, float]:
-    """Replay a text with draft tokens and without, in turns."""
+    """Replay a text with draft tokens and without, alternately."""
     times, plain, proposed = Times(), [], []
     most, rows = PROPOSALS[-1], int(runner.config.outputs)
     for repetition in range(repetitions + 1):

@@ -46,7 +46,7 @@ def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...],
 
 
 def prompt_of(tokenizer: Tokenizer, n_tokens: int = PROMPT_TOKENS) -> str:
-    """Return a text of so many tokens, the beginning's included; of fewer where the attempts step over it."""
+    """Return a text of this many tokens, the beginning's included; of fewer where the attempts step over it."""
     text, length = "a", len(tokenizer.encode("a"))
     while length < n_tokens:
         longer = [(len(tokenizer.encode(text + tail)), text + tail) for tail in (*" aeiou", " a", " the", ".", ", and")]

@@ -49,7 +49,7 @@ class Piece:
     sha256: str = ""
     offset: int = 0
     parts: int = 1
-    """That it lies in, `stride` bytes apart."""
+    """That it is in, `stride` bytes apart."""
     stride: int = 0
 
 

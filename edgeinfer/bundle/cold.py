@@ -122,7 +122,7 @@ class Cold:
 
 
 def read_cold(bundle: Bundle) -> Cold | None:
-    """Return where a bundle's clusters lie, or None if it has none; raises as `read_predictor`."""
+    """Return where a bundle's clusters are, or None if it has none; raises as `read_predictor`."""
     if (opened := open_part(bundle, "cold", ("neurons",))) is None:
         return None
     about, arrays, where = opened

@@ -23,7 +23,7 @@ LARGE_TENSOR_BYTES = 1 << 20
 UNIT_BYTES = 4096
 """Direct I/O reads multiples of it from multiples of it."""
 END_BYTES = LINE_BYTES
-"""Zeros behind the last tensor, since format 2: kernels read up to 30 bytes behind a tensor in layout neuron."""
+"""Zeros after the last tensor, since format 2: kernels read up to 30 bytes after a tensor in layout neuron."""
 
 
 class UnknownError(Exception):
@@ -45,7 +45,7 @@ class TensorEntry:
     sha256: str
     """Checksum of these bytes, in hexadecimal."""
     pieces: int = 0
-    """Pieces that it lies in, `stride` bytes apart, with those of other tensors between them; 0: it is in one."""
+    """Pieces that it is in, `stride` bytes apart, with those of other tensors between them; 0: it is in one."""
     stride: int = 0
 
     @property
@@ -73,7 +73,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The storage that was asked for when the bundle was made; each tensor's own is in the table."""
+    """The storage that was requested when the bundle was made; each tensor's own is in the table."""
 
     weights: str = "q4"
     """Type of the layers' matrices."""
@@ -102,7 +102,7 @@ class Header:
 
 
 def next_offset(end: int, nbytes: int) -> int:
-    """Return where a tensor of this many bytes starts in weights.bin, behind one that ends at `end`."""
+    """Return where a tensor of this many bytes starts in weights.bin, after one that ends at `end`."""
     return round_up(end, LARGE_ALIGNMENT if nbytes >= LARGE_TENSOR_BYTES else LINE_BYTES)
 
 
@@ -120,7 +120,7 @@ class TensorLayout:
         self._shared = 0, 0
 
     def add(self, nbytes: int, pieces: int = 0, stride: int = 0) -> int:
-        """Return where a tensor of so many bytes begins; raises `BundleError` for what cannot share an allocation."""
+        """Return where a tensor of this many bytes begins; raises `BundleError` for what cannot share an allocation."""
         if not pieces:
             self.close()
             offset = next_offset(self.end, nbytes)

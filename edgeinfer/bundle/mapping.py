@@ -9,7 +9,7 @@ Python needs, nor the GIL or by right, and nothing returns to it. Other faults a
 Linux on 64 bits; elsewhere a fault ends the process as it would anyway. Copying the weights (``--no-mmap``) has no such
 fault, but takes the memory from the system for good, so it is not the default.
 
-A file that is overwritten in place faults nowhere: kernels go on with other numbers. So the file stays open, and the
+A file that is overwritten in place faults nowhere: kernels continue with other numbers. So the file stays open, and the
 executor asks for its size and the time of its last change after each forward pass (`watch`), which takes 2 us.
 """
 

@@ -110,7 +110,7 @@ class Bundle:
 
     @property
     def quantisation(self) -> Quantisation:
-        """The storage that was asked for when the bundle was made."""
+        """The storage that was requested when the bundle was made."""
         return self.header.quantisation
 
     @property
@@ -144,7 +144,7 @@ class Bundle:
         return self._entry(name).type
 
     def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """Return the bytes of a tensor, in order, as they lie in the mapping: in one piece, or in several."""
+        """Return the bytes of a tensor, in order, as they are in the mapping: in one piece, or in several."""
         entry = self._entry(name)
         return (self.weights[at : at + entry.piece_bytes] for at in entry.piece_offsets)
 
@@ -284,7 +284,7 @@ class Bundle:
             passed.remember()
 
     def _weights_pieces(self) -> Iterator[Piece]:
-        """Every byte of weights.bin: tensors, and the gaps between them and behind the last."""
+        """Every byte of weights.bin: tensors, and the gaps between them and after the last."""
         path, end = self.weights_path, 0
         for entry in self.header.tensors:
             if entry.offset > end:

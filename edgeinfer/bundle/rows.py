@@ -78,7 +78,7 @@ def file_from_json(row: object, index: int, version: int) -> FileEntry:
 
 
 def quantisation_from_json(value: object) -> Quantisation:
-    """Return what was asked for when the bundle was made."""
+    """Return what was requested when the bundle was made."""
     quantisation = Quantisation(**_row(value, _QUANTISATION, "quantisation"))
     for dtype in (quantisation.weights, quantisation.embedding, quantisation.head):
         try:

@@ -88,7 +88,7 @@ class BundleWriter(Destination):
         data : bytes-like, uint8 array, or iterable of these
             The stored bytes, in order; streamed, so a large tensor never has to be in memory as a whole.
         pieces, stride : int
-            Where it shares an allocation with the tensors in front or behind: pieces, and bytes from one to the next
+            Where it shares an allocation with the tensors in front or after: pieces, and bytes from one to the next
             (`Graph.strides`). What comes first leaves gaps, which the others fill.
 
         Returns

@@ -1,1 +1,1 @@
-"""Activations of a model that runs: hooks behind its operations, statistics over a text."""
+"""Activations of a model that runs: hooks after its operations, statistics over a text."""

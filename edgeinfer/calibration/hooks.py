@@ -1,9 +1,9 @@
-"""Activation hooks: a model's own program, stopped behind chosen operations so that NumPy may read, or change, what
-they wrote.
+"""Activation hooks: a model's own program, stopped after chosen operations so that NumPy may read, or change, what they
+wrote.
 
-What a calibration or a measurement wants to know of activations comes from here: all threads, the kernels that run the
+What a calibration or a measurement needs to know of activations comes from here: all threads, the kernels that run the
 model, no second implementation of it. A pass goes through the program in ranges of instructions, each of which ends
-behind a hooked operation; there the rows of its output and of its inputs still lie in memory.
+after a hooked operation; there the rows of its output and of its inputs still are in memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class View:
 
 
 Hook = Callable[[View], None]
-"""Called where a forward pass stands behind a hooked operation."""
+"""Called where a forward pass is after a hooked operation."""
 
 
 class HookedRunner(Runner):
@@ -71,11 +71,11 @@ class HookedRunner(Runner):
     session : Session
         With a recipe that leaves no operation out where a forward pass has one token; see `open_plain`.
     hooks : mapping of Op to a sequence of Visit
-        What is called behind which operation of the session's graph.
+        What is called after which operation of the session's graph.
     role : int, optional
         Of all tokens: statistics of decoding are those of tokens in decode role, however many a forward pass has.
     whole : bool
-        Whether the instructions behind the last hook run too; without them a forward pass's logits mean nothing.
+        Whether the instructions after the last hook run too; without them a forward pass's logits mean nothing.
     """
 
     def __init__(self, session: Session, hooks: Mapping[Op, Sequence[Hook]], role: int = DECODE, whole: bool = True):

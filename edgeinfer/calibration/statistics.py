@@ -134,7 +134,7 @@ def capture(session: Session, ids: Sequence[int], hooks: Mapping[Op, Sequence[Ho
     session : Session
         See `open_plain`.
     ids : the text's tokens
-    hooks : statistics of this module, or other functions of a `View`, by the operation behind which they are called
+    hooks : statistics of this module, or other functions of a `View`, by the operation after which they are called
     role : of all tokens
     progress : called with (done, total, item) in tokens
 

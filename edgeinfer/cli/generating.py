@@ -39,5 +39,5 @@ def cancelling(llm: LLM) -> Iterator[threading.Event]:
 
 
 def reading(llm: LLM, ids: list[int], progress: ProgressLine) -> ProgressLine | None:
-    """Return what is told of the prompt; None for one that no machine reads for seconds, not to delay its answer."""
+    """Return what is reported the prompt; None for one that no machine reads for seconds, not to delay its answer."""
     return progress if len(ids) * llm.runner.bundle.weights_bytes >= LONG_PROMPT else None

@@ -49,7 +49,7 @@ def option(*flags: str, metavar: str | None = None, help: str, group: str = "", 
 def annotation(one: Option, command: str = "") -> Any:
     """Return the annotation of a command's parameter for an option of the table or of a technique.
 
-    Without a command it stands under no heading.
+    Without a command it is under no heading.
     """
     default = one.unset or ("" if one.kind is bool or one.default is None else f"{one.default:g}"
                             if isinstance(one.default, float) else str(one.default))
@@ -160,8 +160,8 @@ class Given(SimpleNamespace):
             RuntimeConfig(**{**named, "budget_bytes": getattr(self, "budget", None), **more}), self.techniques)
 
     def kv_on(self, device: str) -> str | None:
-        """Return the type of the KV cache that was asked for; None for the own type of a device other than cpu: the
-        default of cpu, also where it stands in the variable, is none that others have.
+        """Return the type of the KV cache that was requested; None for the own type of a device other than cpu: the
+        default of cpu, also where it is in the variable, is none that others have.
         """
         return self.kv if device == CPU or self.kv != RuntimeConfig.kv or self.by_flag("kv") else None
 
@@ -184,7 +184,7 @@ NOTHING: Any = None
 def takes(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command, by its name, its options of the table and those of all techniques.
 
-    They stand where its parameter `given` stands, which gets their values.
+    They are where its parameter `given` is, which gets their values.
     """
     of_techniques = tuple(registry.options(command))
     known = (*of_command(command), *of_techniques)
@@ -276,7 +276,7 @@ SAMPLES = "n"
 
 
 def agreeing(given: Given, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """Return the options of a request without those that stand in variables, or are defaults, and contradict flags.
+    """Return the options of a request without those that are in variables, or are defaults, and contradict flags.
 
     Beams and settings of sampling exclude each other, and a chat shows its text as it grows.
     """

@@ -57,7 +57,7 @@ def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Non
 
 
 def confirm(question: str) -> None:
-    """Ask on the terminal whether to go on; anything but yes ends the command."""
+    """Ask on the terminal whether to continue; anything but yes ends the command."""
     if not sys.stdin.isatty():
         raise UsageError(f"{question} Add --yes, because there is no terminal to confirm on.")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -110,7 +110,7 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
 
 
 def folded(text: str, label: str = "") -> Iterator[str]:
-    """Return a text in lines of at most 80 characters, the first behind a label, the others below its text."""
+    """Return a text in lines of at most 80 characters, the first after a label, the others below its text."""
     text = printable("".join(" " if letter.isspace() else letter for letter in text))
     lines = textwrap.wrap(text, COLUMNS, initial_indent=label,
                           subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False)

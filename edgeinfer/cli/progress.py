@@ -48,7 +48,7 @@ UNTOLD = ("prompt",)
 class ProgressLine:
     """Shows (stage, done, total, item) on standard error. A context manager, which clears the bar.
 
-    A thread draws while nothing is reported, so that the clock goes on within a long step; it starts with the first
+    A thread draws while nothing is reported, so that the clock continues within a long step; it starts with the first
     report. rich is imported when the first bar is drawn.
     """
 

@@ -1,7 +1,8 @@
 """Beam search: the likeliest continuations of a prompt, several carried on side by side.
 
-A beam is a sample whose tokens are not sampled: each step takes the best of what all beams could go on with, by the sum
-of their log-probabilities. The rules are those of transformers, so that both find the same texts with the same scores:
+A beam is a sample whose tokens are not sampled: each step takes the best of what all beams could continue with, by the
+sum of their log-probabilities. The rules are those of transformers, so that both find the same texts with the same
+scores:
 
 * Of the candidates of a step, best first, those that do not end are the next beams. One that ends is a result if it is
   among the first `beams` candidates, and else forgotten.
@@ -9,9 +10,9 @@ of their log-probabilities. The rules are those of transformers, so that both fi
   `length_penalty`. The best results are kept, as many as there are beams.
 * With that many results, `early_stopping` says when to end; at the limit of length all candidates end.
 
-A beam that goes on takes its parent's sequence over, and only further children of the same parent fork it; sequences
-without a child are released before. So there are never more sequences than beams, the prompt's blocks exist once, and
-a fork costs no more than a copy of its last block.
+A beam that continues takes its parent's sequence over, and only further children of the same parent fork it; sequences
+without a child are released before. So there are never more sequences than beams, the prompt's blocks exist once, and a
+fork costs no more than a copy of its last block.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Beam(Sample):
     """Set its end."""
 
     def child(self, sampled: Sampled, total: float, room: int) -> Beam:
-        """Return the beam that goes on with one more token, or ends with it; it has no sequence yet."""
+        """Return the beam that continues with one more token, or ends with it; it has no sequence yet."""
         child = copy(self)
         child.sequence, child.total = None, total
         child.tokens, child._text, child._logprobs = list(self.tokens), list(self._text), list(self._logprobs)
@@ -67,7 +68,7 @@ class BeamSearch(Generation):
     """
 
     _samples: list[Beam]
-    """Those that go on, the best first; at the end the results."""
+    """Those that continue, the best first; at the end the results."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, prompt_ids: Iterable[int],
                  config: GenerationConfig, eos_ids: Iterable[int] = ()):
@@ -85,7 +86,7 @@ class BeamSearch(Generation):
 
     @property
     def further(self) -> int:
-        """No pass goes on by itself: each row of logits is looked at."""
+        """No pass continues by itself: each row of logits is looked at."""
         return 0
 
     @property
@@ -190,7 +191,7 @@ class BeamSearch(Generation):
         self._samples = live
 
     def _hand_over(self, parent: Beam, children: list[Beam]) -> None:
-        """Let children go on with their parent's sequence, which for the first beams is the prompt's."""
+        """Let children continue with their parent's sequence, which for the first beams is the prompt's."""
         if parent.sequence is None:
             self._distribute([parent])
         sequence, parent.sequence = parent.sequence, None

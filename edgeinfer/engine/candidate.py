@@ -84,8 +84,7 @@ class Sample:
             self._accept(Sampled(token_id), room)
 
     def verify(self, samplers: Items[Sampler], logits: Items[Any], proposal: list[int], room: int) -> tuple[str, int]:
-        """Sample the next token, and the one behind each draft token that is right; return their text and how many
-        are.
+        """Sample the next token, and the one after each draft token that is right; return their text and how many are.
         """
         text = ""
         for right, (sampler, row) in enumerate(zip(samplers, logits, strict=True)):
@@ -123,7 +122,7 @@ class Sample:
         return self.constraint.complete
 
     def allowed(self, proposal: list[int]) -> tuple[list[int], list[Any]]:
-        """Return the draft tokens that may stand here, and the mask behind each; no masks where there is no form."""
+        """Return the draft tokens that may be here, and the mask after each; no masks if there is no form."""
         if not self.constraint:
             return proposal, []
         masks = self.constraint.behind(proposal)

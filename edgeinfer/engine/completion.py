@@ -40,7 +40,7 @@ class Choice:
     token_ids: tuple[int, ...]
     """Generated tokens without the end token; those of a stop string are among them."""
     finish_reason: str
-    """stop (end token, stop string, or the end of the form that was asked for), length (max_tokens or a full context),
+    """stop (end token, stop string, or the end of the form that was requested), length (max_tokens or a full context),
     grammar (the form and `logit_bias` left no token) or cancelled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each of `token_ids`, if asked for."""
@@ -57,7 +57,7 @@ class Score:
     """The continuation; None if it was given as token ids."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural logarithm of each token's probability behind the prompt and the tokens before it, in the model's own
+    """Natural logarithm of each token's probability after the prompt and the tokens before it, in the model's own
     distribution (temperature 1, no filter)."""
     greedy: bool
     """Whether each token is the likeliest in its place, so that greedy decoding would write this continuation."""
@@ -119,7 +119,7 @@ class Completion:
     """Seed of the random choices; the same seed gives the same text."""
     logprobs: tuple[TokenLogprob, ...] | None
     choices: tuple[Choice, ...] = field(repr=False)
-    """All samples; of beams as many as were asked for, the best first."""
+    """All samples; of beams as many as were requested, the best first."""
     speculation: SpeculationReport | None = None
     """Statistics of speculation; None if it was off."""
     queued_ms: float = 0.0

@@ -155,7 +155,7 @@ class Engine:
                 self.runner.close()
 
     def _receive(self) -> bool:
-        """Take in new requests, and wait for one if nothing is to be done; returns whether the thread goes on."""
+        """Take in new requests, and wait for one if nothing is to be done; returns whether the thread continues."""
         scheduler, inbox = self.scheduler, self._inbox
         if not (scheduler.running or scheduler.waiting) and not self._wait():
             return False

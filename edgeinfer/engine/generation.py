@@ -33,7 +33,7 @@ class Draft(NamedTuple):
     sample: Sample
     proposal: list[int]
     samplers: list[Sampler]
-    """Of the token behind the sample's last one, and behind each draft token."""
+    """Of the token after the sample's last one, and after each draft token."""
 
 
 class Generation(Task[Completion]):
@@ -48,7 +48,7 @@ class Generation(Task[Completion]):
     eos_ids : tokens that end the text
     speculation : drafts tokens, which forward passes verify; the text is the same
     begin_form : returns the form of a text that begins, for each sample
-    generated : tokens of the only sample that are there already, from a request that was moved here; its text goes on
+    generated : tokens of the only sample that are there already, from a request that was moved here; its text continues
         as it would have gone on there
 
     Raises
@@ -87,7 +87,7 @@ class Generation(Task[Completion]):
         for sample in self._samples:
             sample.usage = self._usage
         self._base: Sequence | None = None
-        """Holds the prompt until a sample goes on with it."""
+        """Holds the prompt until a sample continues with it."""
         self._chosen = False
         """Whether the first tokens are there."""
         self._times = [time.perf_counter()]
@@ -140,7 +140,7 @@ class Generation(Task[Completion]):
 
     @property
     def live(self) -> list[Sample]:
-        """Samples that go on."""
+        """Samples that continue."""
         return [sample for sample in self._samples if not sample.finish_reason]
 
     @property
@@ -150,22 +150,22 @@ class Generation(Task[Completion]):
 
     @property
     def needs_each(self) -> bool:
-        """Whether something is looked at behind each token: rows of logits, or the form of the text."""
+        """Whether something is looked at after each token: rows of logits, or the form of the text."""
         return self._begin_form is not None or any(sample.sampler.needs_each for sample in self._samples)
 
     @property
     def further(self) -> int:
-        """Tokens by which a forward pass may go on by itself."""
+        """Tokens by which a forward pass may continue automatically."""
         return 0 if self.needs_each else self.left
 
     @property
     def known_ids(self) -> list[int]:
-        """The prompt, and behind it the tokens of an only sample."""
+        """The prompt, and after it the tokens of an only sample."""
         return self._samples[0].tokens if self._config.n == 1 else self.prompt_ids
 
     @property
     def most_tokens(self) -> int:
-        """Tokens behind the prompt that each sequence may hold in the end: the last one is never written."""
+        """Tokens after the prompt that each sequence may hold in the end: the last one is never written."""
         return max(self.room - 1, 0)
 
     def arrive(self) -> None:
@@ -196,7 +196,7 @@ class Generation(Task[Completion]):
         return self._decodes(live)
 
     def _distribute(self, samples: list[Any]) -> None:
-        """Let the first sample without a sequence go on with the prompt's, and the others with copies of it."""
+        """Let the first sample without a sequence continue with the prompt's, and the others with copies of it."""
         without = [sample for sample in samples if sample.sequence is None]
         if not without:
             return
@@ -212,7 +212,7 @@ class Generation(Task[Completion]):
                     (sample.sampler.address,), sample) for sample in live]
 
     def verification(self, run: Run, proposal: list[int]) -> Run:
-        """Return the run of a sample's last token and draft tokens behind it."""
+        """Return the run of a sample's last token and draft tokens after it."""
         sample = run.owner
         proposal, masks = sample.allowed(proposal)
         ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, masks)
@@ -248,14 +248,14 @@ class Generation(Task[Completion]):
         """Take in the tokens that a pass went on with, and one from the last row; a text may end within them."""
         sample = run.owner
         text: str = sample.take(row, self.room, chosen)
-        if sample.finish_reason:  # its blocks behind the end are for the others
+        if sample.finish_reason:  # its blocks after the end are for the others
             self._runner.truncate(run.sequence, min(len(run.sequence), len(sample.tokens)))
         return text if sample is self._samples[0] else ""
 
     def _take_verified(self, run: Run, rows: Items[Any]) -> str:
         """Keep draft tokens as long as each is the token that would have been sampled in its place.
 
-        The first that is another is replaced by the one that was sampled; what was computed behind it is forgotten.
+        The first that is another is replaced by the one that was sampled; what was computed after it is forgotten.
         """
         sample, proposal, samplers = run.owner
         length = len(run.sequence) - len(run.ids)
@@ -264,12 +264,12 @@ class Generation(Task[Completion]):
         return text if sample is self._samples[0] else ""
 
     def _took(self) -> None:
-        """Take note of when the longest sample got its latest tokens: all of a forward pass took the same time."""
+        """Record of when the longest sample got its latest tokens: all of a forward pass took the same time."""
         new = max(sample.n_tokens for sample in self._samples) - self._taken_over
         self._note_times(new - len(self._times) + 1)
 
     def _note_times(self, steps: int) -> None:
-        """Take note of when these steps ended."""
+        """Record of when these steps ended."""
         before = self._times[-1]
         each = (time.perf_counter() - before) / max(steps, 1)
         self._times.extend(before + each * step for step in range(1, steps + 1))

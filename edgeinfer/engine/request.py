@@ -32,8 +32,8 @@ class Request(Generic[Result]):
     """A task on its way through the engine.
 
     The client's thread calls `start`, `next_piece`, `finish` and `close`; any thread and signal handlers call `cancel`;
-    the engine's thread calls the rest. While a request waits it belongs to whoever claims it first: the engine, to run
-    it, or who cancels it, to end it at once, whatever forward pass the engine is in.
+    the engine's thread calls the rest. While a request waits it belongs to the caller that claims it first: the engine,
+    to run it, or who cancels it, to end it at once, whatever forward pass the engine is in.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Request(Generic[Result]):
             raise
         if isinstance(piece, str):
             return piece
-        self._pieces.put(piece)  # for whoever asks again
+        self._pieces.put(piece)  # for the caller that asks again
         if piece.error is not None and self._outcome is None:
             self._outcome = piece
             raise piece.error
@@ -120,7 +120,7 @@ class Request(Generic[Result]):
 
     def close(self) -> None:
         """End the request and wait until it has ended; unfinished samples count as cancelled."""
-        if self._engine is None or self._engine.process != os.getpid():  # forked: it goes on in the parent
+        if self._engine is None or self._engine.process != os.getpid():  # forked: it continues in the parent
             self.ended = True
             return
         self.cancel()
@@ -193,8 +193,8 @@ class Request(Generic[Result]):
 class Stream:
     """The text of one request, piece by piece: a piece is what a token completes, or several that take 20 ms together.
 
-    The request goes on while its stream is not read. Leaving a loop over it early ends the request, once the stream is
-    closed or no longer referred to.
+    The request continues while its stream is not read. Leaving a loop over it early ends the request, once the stream
+    is closed or no longer referred to.
     """
 
     def __init__(self, request: Request[Completion]):

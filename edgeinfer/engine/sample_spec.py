@@ -29,7 +29,7 @@ def new_spec(config: GenerationConfig, key: int, ends: NDArray[np.int64], biases
     ----------
     key : state of its random numbers
     ends : tokens that end the text; read in place
-    biases : how many tokens have one, which stand first among the edits
+    biases : how many tokens have one, which are first among the edits
     """
     spec = np.zeros(abi.SAMPLE_BYTES >> 3, np.int64)
     spec.view(np.uint64)[abi.SAMPLE_KEY >> 3] = key

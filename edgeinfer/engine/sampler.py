@@ -1,6 +1,6 @@
 """The sampler of one sequence: its settings, its history, and the choice of the next token.
 
-What is kept and how it is sampled from stands in `kernels/sampling.py`. A runner whose program has the sample kernels
+What is kept and how it is sampled from is in `kernels/sampling.py`. A runner whose program has the sample kernels
 chooses within its pass; otherwise, and where a row has nothing to choose from, the row of logits is looked at here.
 """
 
@@ -34,13 +34,13 @@ class Sampled(NamedTuple):
     token_id: int
     """EMPTY if there is none to choose: the mask forbids all tokens that the logits and `logit_bias` allow."""
     logprob: float | None = None
-    """Natural logarithm of the token's probability in the model's own distribution; None if not asked for."""
+    """Natural logarithm of the token's probability in the model's own distribution; None if not requested."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability) of the most likely tokens, best first, as many as asked for."""
 
 
 def softmax(logits: Floats, temperature: float = 1.0) -> Floats:
-    """Return probabilities (float64) of logits divided by a positive temperature; the largest may stand anywhere."""
+    """Return probabilities (float64) of logits divided by a positive temperature; the largest may be anywhere."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max()
     with np.errstate(over="ignore"):
@@ -78,8 +78,8 @@ class Sampler:
     ends : frozenset of int
         Tokens that end the text.
     draft_masks : callable or None
-        Begins a draft: returns a function that takes one draft token after the other and returns the mask of the
-        token behind it. Without one, draft tokens all have the mask of the token that is sampled next.
+        Begins a draft: returns a function that takes one draft token after the other and returns the mask of the token
+        after it. Without one, draft tokens all have the mask of the token that is sampled next.
 
     Raises
     ------
@@ -120,8 +120,8 @@ class Sampler:
     def set_mask(self, words: Mask | None) -> None:
         """Let only tokens be sampled whose bit is set, until another mask is set; None allows all.
 
-        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens behind
-        the last word are forbidden. Raises `RequestError` for what is no array of such words.
+        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens after the
+        last word are forbidden. Raises `RequestError` for what is no array of such words.
         """
         self._mask = words = None if words is None else checked_mask(words, self._vocab_size)
         self._spec[abi.SAMPLE_MASK >> 3] = 0 if words is None else words.ctypes.data
@@ -131,7 +131,7 @@ class Sampler:
         are right.
 
         All but the first are valid until this is called again. They have the masks that are given, one for the token
-        behind each draft token; without any they have this sampler's.
+        after each draft token; without any they have this sampler's.
         """
         samplers = [self]
         for place, proposal in enumerate(proposals):
@@ -153,7 +153,7 @@ class Sampler:
         """Return a sampler that drafts up to n tokens which this one samples from here on, from logits of another
         model.
 
-        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty. Masks
+        Settings and random numbers are the same; no token after that model's vocabulary has a bias or a penalty. Masks
         are those of `draft_masks`.
         """
         other = copy.copy(self)
@@ -186,7 +186,7 @@ class Sampler:
         return self._logprobs is not None
 
     def prompt(self, ids: Iterable[int]) -> None:
-        """Take note of the prompt: its tokens count for the repetition penalty only."""
+        """Record of the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
             self._note(token_id, 0)
 
@@ -234,7 +234,7 @@ class Sampler:
         return self.named(token_id, logits)
 
     def named(self, token_id: int, logits: Floats) -> Sampled:
-        """Return a token with the log-probabilities that are asked for."""
+        """Return a token with the log-probabilities that are requested."""
         if self._logprobs is None or token_id == EMPTY:
             return Sampled(token_id)
         logprobs = log_softmax(logits)

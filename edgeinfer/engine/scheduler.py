@@ -82,7 +82,7 @@ class Scheduler:
         self._retry = True
 
     def freed(self) -> None:
-        """Take note that blocks have become free or shareable."""
+        """Record that blocks have become free or shareable."""
         self._retry = True
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """Return what the next forward pass runs over, the decoding requests first.
 
-        Where blocks are short, prompts wait, and then the youngest request is preempted. The oldest always goes on.
+        Where blocks are short, prompts wait, and then the youngest request is preempted. The oldest always continues.
         """
         while self.running:
             works = self._compose()
@@ -243,7 +243,8 @@ class Scheduler:
         return found
 
     def share(self, request: Request[Any]) -> None:
-        """Leave what a request has computed in the prefix cache, and let those that waited for it go on from there."""
+        """Leave what a request has computed in the prefix cache, and let those that waited for it continue from
+        there."""
         sequence = request.task.sequence
         if not request.reuse or sequence is None or not self.runner.caches_prefixes:
             return
@@ -304,7 +305,7 @@ def _wanted(works: Items[Work]) -> list[tuple[Sequence, int]]:
 
 
 def result_of(work: Work, rows: Iterator[Any], chosen: Items[Items[int]] = ()) -> list[Ran]:
-    """Return what became of the runs of a request, taking the rows of logits in their order."""
+    """Return what became of the runs of a request, taking the rows of logits in order."""
     found = []
     for number, (run, n) in enumerate(zip(work.runs, work.counts, strict=True)):
         n_rows = n if run.each else int(run.last and n == len(run.ids))

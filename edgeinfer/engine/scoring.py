@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Scoring(Task[list[Score]]):
     """A request that measures continuations instead of making one.
 
-    The prompt is computed once, and each continuation goes on from it. Their tokens have the role of decoded ones, so
+    The prompt is computed once, and each continuation continues from it. Their tokens have the role of decoded ones, so
     that a score is the log-probability with which the model, as it was opened, would have written them.
 
     Parameters
@@ -45,7 +45,7 @@ class Scoring(Task[list[Score]]):
         room = int(runner.config.ctx or 0) - len(self.prompt_ids)
         self._todo = [(text, self._checked(number, ids, room)) for number, (text, ids) in enumerate(continuations)]
         self._sequence: Sequence | None = None
-        self._first: Floats | None = None  # log-probabilities behind the prompt
+        self._first: Floats | None = None  # log-probabilities after the prompt
         self._logprobs: list[float] = []  # of the continuation that is being scored
         self._greedy = True
         self._scores: list[Score] = []
@@ -69,7 +69,7 @@ class Scoring(Task[list[Score]]):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The only sequence: the prompt, and behind it a continuation."""
+        """The only sequence: the prompt, and after it a continuation."""
         return self._sequence
 
     @property
@@ -126,7 +126,7 @@ class Scoring(Task[list[Score]]):
         return True
 
     def _start(self, ids: list[int]) -> None:
-        """Begin a score with its first token, whose distribution stands behind the prompt."""
+        """Begin a score with its first token, whose distribution is after the prompt."""
         assert self._first is not None
         self._greedy = True
         self._note(self._first, ids)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PassCancellation:
-    """The wish to end a forward pass: once nobody is left who wants its logits, or the engine closes."""
+    """The wish to end a forward pass: once nobody is left who needs its logits, or the engine closes."""
 
     __slots__ = ("_closed", "_wishes")
 

@@ -1,4 +1,4 @@
-"""Interface of the engine's work: what a request wants to run next, and what it makes of the logits."""
+"""Interface of the engine's work: what a request needs to run next, and what it makes of the logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Run(NamedTuple):
-    """Tokens that a task wants to run behind one of its sequences, in one forward pass or several."""
+    """Tokens that a task needs to run after one of its sequences, in one forward pass or several."""
 
     sequence: Sequence
     ids: Items[int]
@@ -104,7 +104,7 @@ class Task(abc.ABC, Generic[Result]):
 
     @property
     def further(self) -> int:
-        """Tokens by which a forward pass may go on by itself; 0 where each row of logits is looked at."""
+        """Tokens by which a forward pass may continue automatically; 0 where each row of logits is looked at."""
         return 0
 
     @property
@@ -114,18 +114,18 @@ class Task(abc.ABC, Generic[Result]):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens behind the prompt that each of its sequences may hold in the end."""
+        """Tokens after the prompt that each of its sequences may hold in the end."""
         return 0
 
     def arrive(self) -> None:
-        """Take note that the request is handed in: from here on it waits."""
+        """Record that the request is handed in: from here on it waits."""
 
     @abc.abstractmethod
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of `known_ids`."""
 
     def join(self, others: list[Task[Any]]) -> None:
-        """Take note of the tasks that run already."""
+        """Record of the tasks that run already."""
 
     @abc.abstractmethod
     def runs(self) -> list[Run]:

@@ -25,7 +25,7 @@ class TokenBudget:
         """Seconds of a prompt token beside others; 0 before it was measured."""
 
     def prompt_tokens(self, decoding: int) -> int:
-        """Return how many prompt tokens the next step may have beside so many decoding sequences."""
+        """Return how many prompt tokens the next step may have beside this many decoding sequences."""
         if not decoding:
             return self._most
         if not self._prompt:
@@ -34,7 +34,7 @@ class TokenBudget:
         return min(max(fitting, LEAST_CHUNK), self._most)
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
-        """Take note of a step over so many decoding sequences and prompt tokens."""
+        """Record of a step over this many decoding sequences and prompt tokens."""
         if not prompt:
             self._decode[decoding] = _blend(self._decode.get(decoding, 0.0), seconds)
         elif prompt >= LEAST_CHUNK:
@@ -42,7 +42,7 @@ class TokenBudget:
             self._prompt = _blend(self._prompt, each)
 
     def _decode_seconds(self, decoding: int) -> float:
-        """Return the seconds of a step of so many sequences: as measured with the nearest number of them."""
+        """Return the seconds of a step of this many sequences: as measured with the nearest number of them."""
         if not decoding or not self._decode:
             return 0.0
         return self._decode[min(self._decode, key=lambda n: abs(n - decoding))]

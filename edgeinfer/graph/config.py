@@ -86,7 +86,7 @@ class ExpertsConfig:
 class LatentConfig:
     """Latent attention (MLA, arXiv 2405.04434): keys and values are made of one latent for all heads.
 
-    In a model's config `head_dim` is the width of a stored key, the latent and the `rotary_dim` elements behind it, and
+    In a model's config `head_dim` is the width of a stored key, the latent and the `rotary_dim` elements after it, and
     there is one KV head.
     """
 
@@ -193,7 +193,7 @@ class ModelConfig:
     """Elements of a row of the embedding and of the head, with projections between these and the stream; 0: as many as
     the stream has."""
     norms_behind: bool = False
-    """The stream itself is normed behind attention and FFN, which get it as it is (OPT-350m)."""
+    """The stream itself is normed after attention and FFN, which get it as it is (OPT-350m)."""
     final_norm: bool = True
     """Whether there is a norm before the head."""
     head_layer_norm: bool = False

@@ -55,7 +55,7 @@ class Graph:
         return [one for one in found if one and one.kind == kind]
 
     def buffers(self) -> dict[str, str]:
-        """Name the tensor in whose memory each tensor lies: itself, or the one that it overwrote."""
+        """Name the tensor in whose memory each tensor is: itself, or the one that it overwrote."""
         buffers: dict[str, str] = {}
         for op in self.ops:
             buffers[op.out.name] = op.out.name if op.over is None else buffers[op.over.name]

@@ -37,7 +37,7 @@ def graph_pass(function: Pass) -> Pass:
 
 
 def approximate(when: Callable[[dict[str, str | float]], bool] = lambda settings: True) -> Callable[[Pass], Pass]:
-    """Say of a pass that it approximates, with all settings or `when` they are such; it stands above `graph_pass`."""
+    """Say of a pass that it approximates, with all settings or `when` they are such; it is above `graph_pass`."""
 
     def mark(function: Pass) -> Pass:
         APPROXIMATE[function.__name__] = when
@@ -62,7 +62,7 @@ def approximates(step: Step) -> bool:
 
 
 def apply(graph: Graph, recipe: Recipe) -> Graph:
-    """Apply the passes of a recipe in their order, each followed by the checker; without any, check the graph itself.
+    """Apply the passes of a recipe in order, each followed by the checker; without any, check the graph itself.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def apply(graph: Graph, recipe: Recipe) -> Graph:
 
 
 def _pass(name: str) -> Pass:
-    """Find a pass by its name; the module that stands before it, if one does, is imported and registers it."""
+    """Find a pass by its name; the module that is before it, if one does, is imported and registers it."""
     module, _, own = name.rpartition(".")
     if module:
         try:
@@ -110,7 +110,7 @@ def _pass(name: str) -> Pass:
 
 
 def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op], Op]) -> Graph:
-    """Insert an operation behind each that is `found`; later readers of its output read the new one's.
+    """Insert an operation after each that is `found`; later readers of its output read the new one's.
 
     `make` gives the new operation, which reads the output of the one it gets.
     """
@@ -129,8 +129,8 @@ def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op],
 def fuse_input(graph: Graph) -> Graph:
     """Let matmuls of a single token quantise, and norm, their input themselves.
 
-    If a matmul is the only reader of quantised rows and stands right behind what makes them, each thread makes the one
-    row of such a forward pass alone, which costs less than an instruction of its own with its barrier.
+    If a matmul is the only reader of quantised rows and is right after what makes them, each thread makes the one row
+    of such a forward pass alone, which costs less than an instruction of its own with its barrier.
     """
     readers: dict[str, int] = {}
     for op in graph.ops:

@@ -62,7 +62,7 @@ class _Rewrite:
         return replace(self._given, ops=tuple(self._ops))
 
     def _wants(self, op: Op) -> Iterator[tuple[str, RowType]]:
-        """Yield the type that an operation wants of each tensor; a matmul that has its input made again wants none."""
+        """Yield the type that an operation needs of each tensor; a matmul that has its input made again needs none."""
         matmul = op if isinstance(op, MatMul) else None
         for x in op.inputs:
             if matmul is None or x.name != matmul.x.name:

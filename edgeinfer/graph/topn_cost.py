@@ -32,7 +32,7 @@ class TopNCost(NamedTuple):
     eps: float
     top: int
     group: float
-    """Heads that share a KV head: a block is read where one of them wants a row."""
+    """Heads that share a KV head: a block is read where one of them needs a row."""
     skew: float = SKEW
     mean: bool = True
     """Whether a mean of V stands for the rest, whose rows are read too."""
@@ -50,7 +50,7 @@ class TopNCost(NamedTuple):
 
 
 def block_share(least: float) -> float:
-    """Return the share of the blocks in which a score is at least so many standard deviations above the mean."""
+    """Return the share of the blocks in which a score is at least this many standard deviations above the mean."""
     own, common = math.sqrt(2 * (1 - SHARED)), math.sqrt(SHARED)
     below = ((1 + math.erf((least - common * z) / own)) / 2 for z, _ in _NORMAL)
     return 1 - math.fsum(p**abi.BLOCK_TOKENS * weight for p, (_, weight) in zip(below, _NORMAL, strict=True))
@@ -58,7 +58,7 @@ def block_share(least: float) -> float:
 
 @cache
 def _largest(depth: float) -> float:
-    """The median of the largest of so many scores, in standard deviations."""
+    """The median of the largest of this many scores, in standard deviations."""
     wanted = 1 - 0.5 ** (abi.BLOCK_TOKENS / depth)
     return _where(lambda least: block_share(least) > wanted)
 

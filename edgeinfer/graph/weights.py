@@ -61,7 +61,7 @@ class RopeHalves(Step):
     """Rows of a head that are reordered, the first ones; 0 = all."""
 
     def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
-        """Row i of a first half was row 2 i of its head, of a second half 2 i + 1; rows behind both stay."""
+        """Row i of a first half was row 2 i of its head, of a second half 2 i + 1; rows after both stay."""
         turned, i = self.turned or self.head_dim, rows % self.head_dim
         half = turned // 2
         return rows + (i < turned) * (i % half * 2 + i // half - i), columns
@@ -132,8 +132,8 @@ class Source:
     shared: bool = False
     """Other sources may use the same elements."""
     each: bool = False
-    """A stack of matrices, such as those of experts: steps are taken with each item along the first axis. Where the
-    name has a pair of braces, each is a tensor of its own, with its number there."""
+    """A stack of matrices, such as those of experts: steps are taken with each item along the first axis. If the name
+    has a pair of braces, each is a tensor of its own, with its number there."""
 
     @property
     def shape(self) -> Sizes:

@@ -134,7 +134,7 @@ class LLM(Embeddings):
     Attributes
     ----------
     name : str
-        The model as it was asked for.
+        The model as it was requested.
     path : Path
         Its bundle.
     runner : Runner
@@ -148,7 +148,7 @@ class LLM(Embeddings):
     choice : Choice or None
         How a bundle with predictor or screen runs, and what else could.
     approximated : bool
-        Whether approximations are used that were not asked for, see `max_kld`.
+        Whether approximations are used that were not requested, see `max_kld`.
 
     Raises
     ------
@@ -208,7 +208,7 @@ class LLM(Embeddings):
         from ..engine import Engine, Times
 
         self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
-        self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
+        self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
         self._engine = Engine(self.runner)
         self._times = Times()
         self._preparing: set[Cancellation] = set()
@@ -220,7 +220,7 @@ class LLM(Embeddings):
               bound: float | None, progress: OnProgress | None) -> None:
         """Open the bundle, its tokenizer and template, its executor and its drafter.
 
-        `on` has the device and the type of the KV cache as they were asked for, and between them who may run models
+        `on` has the device and the type of the KV cache as they were requested, and between them who may run models
         there.
         """
         from ..bundle import Bundle
@@ -265,7 +265,7 @@ class LLM(Embeddings):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> str:
-        """Return the continuation of a text as it stands; for a model trained on conversations see `chat`.
+        """Return the continuation of a text as it is; for a model trained on conversations see `chat`.
 
         Parameters
         ----------
@@ -323,7 +323,7 @@ class LLM(Embeddings):
               computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
               was pruned;
             * ``prompt_cache`` (path): start from the prompt saved there, and save this one;
-            * ``generated`` (token ids): go on behind these tokens of the answer, as the run that generated them would
+            * ``generated`` (token ids): continue after these tokens of the answer, as the run that generated them would
               have; only new text is given;
             * ``progress`` (callable): called with ("prompt", done, total, "") in tokens while the prompt is processed.
 
@@ -370,7 +370,7 @@ class LLM(Embeddings):
         Parameters
         ----------
         request : a stream of this model, which alone is ended, whether it runs, waits for its turn or is not read;
-            others go on
+            others continue
 
         Raises
         ------

@@ -83,7 +83,7 @@ class Embeddings(Requests):
     def rerank(self, query: str, documents: Iterable[str], *, instruction: str = TASK) -> list[Ranked]:
         """Return documents with the most relevant first, as a reranking model judges them (Qwen3-Reranker's prompt).
 
-        The model reads the query with each document and is asked for yes or no; the score is the probability of yes.
+        The model reads the query with each document and is requested yes or no; the score is the probability of yes.
         Parts that the prompts have in common are computed once.
 
         Parameters

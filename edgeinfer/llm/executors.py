@@ -53,7 +53,7 @@ def executor_on(provider: Provider, graph: Graph, config: RuntimeConfig, kv: str
         Without passes.
     config : RuntimeConfig
     kv : str, optional
-        Type of the KV cache, where one was asked for.
+        Type of the KV cache, where one was requested.
     instead : bool
         Whether our own kernels run what the provider refuses.
 
@@ -120,7 +120,7 @@ class Fitted(NamedTuple):
     """Plan of a run on our own kernels within a budget."""
 
     plan: MemoryPlan
-    """That of the run; where none fits the one that was asked for."""
+    """That of the run; where none fits the one that was requested."""
     refused: BudgetError | None = None
     """Reason for the refusal, as `run` prints it, with alternatives that fit."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..config import CPU, RuntimeConfig
 
 SHARING = 4
-"""Sequences that run together where nothing else is asked for."""
+"""Sequences that run together where nothing else is requested."""
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import Beside
@@ -75,7 +75,7 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, companion: Draft | SelfDraftPlan | None,
               progress: OnProgress | None, opened: ExitStack) -> tuple[Runner, Runner | None]:
-    """Open a model on a device, and behind it its draft model, which gets what it leaves."""
+    """Open a model on a device, and after it its draft model, which gets what it leaves."""
     from ..backends import OnnxRunner, check_draft
 
     if companion:

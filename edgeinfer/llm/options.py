@@ -78,7 +78,7 @@ class RequestOptions(GenerationOptions, total=False):
     prompt_cache: str | Path | None
     """Start from the prompt saved in this file, and save this one."""
     generated: Iterable[int] | None
-    """Token ids of the answer that another run has generated already: it goes on behind them."""
+    """Token ids of the answer that another run has generated already: it continues after them."""
     progress: OnProgress | None
     """Called with ``"prompt"``, done, total and an empty item, in tokens, while the prompt is processed."""
 

@@ -52,7 +52,7 @@ class Prompts:
             return self._encoded(text, stopped)
 
     def _continuation_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on behind a prompt."""
+        """Return the tokens of a text that continues after a prompt."""
         with self._preparation() as stopped:
             return self._encoded(text, stopped, add_bos=False)
 

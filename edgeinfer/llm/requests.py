@@ -48,7 +48,7 @@ class Requests(Prompts):
     _drafting: Drafting
     _times: Times
     _kept: list[Any]
-    """Of the draft, for a request that goes on with the last one's text."""
+    """Of the draft, for a request that continues with the last one's text."""
     _eos_ids: frozenset[int]
     _forms: Forms | None = None
     """Compiles the forms of texts, once there is a request with one."""
@@ -113,8 +113,8 @@ class Requests(Prompts):
     def score(self, prompt: Prompt, continuations: Iterable[Prompt]) -> list[Score]:
         """Return how likely the model finds each of several continuations of a prompt.
 
-        The prompt is computed once. A continuation is tokenised by itself, as text that goes on in the middle: give it
-        with the space that belongs to it (``" good"``). Sampling options have no influence.
+        The prompt is computed once. A continuation is tokenised by itself, as text that continues in the middle: give
+        it with the space that belongs to it (``" good"``). Sampling options have no influence.
 
         Parameters
         ----------

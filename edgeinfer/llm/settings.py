@@ -30,7 +30,7 @@ def runtime_config(budget: int | str | None, **settings: Any) -> RuntimeConfig:
 
 
 def with_beams(config: RuntimeConfig, beams: int | None) -> RuntimeConfig:
-    """Make room for a search over so many beams."""
+    """Make room for a search over this many beams."""
     beams = plain({"beams": beams})["beams"]
     if beams is None or beams == 1:
         return config

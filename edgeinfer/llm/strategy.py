@@ -51,7 +51,7 @@ class Strategy(NamedTuple):
     read_bytes: float
     """From storage, for a token."""
     at_depth: Callable[[int], float]
-    """Tokens per second after so many positions."""
+    """Tokens per second after this many positions."""
     sparse: SparseFfn | None
     """Modes of its sparse FFNs."""
 
@@ -95,7 +95,7 @@ class Choice(NamedTuple):
 
 def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
            beside: Beside | None = None) -> Choice:
-    """Return the fastest way to run a bundle: as it was asked for, or with approximations within `max_kld`.
+    """Return the fastest way to run a bundle: as it was requested, or with approximations within `max_kld`.
 
     What runs `beside` it takes its part of the budget.
 
@@ -104,7 +104,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     Raises
     ------
     BudgetError
-        Nothing fits; of the run as it was asked for.
+        Nothing fits; of the run as it was requested.
     BundleError
         As `quality.read_quality`.
     """
@@ -200,7 +200,7 @@ def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, bes
 
 
 def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str | None:
-    """Take note of how fast a choice was after so many positions; return a sentence where that switches it off.
+    """Record of how fast a choice was after this many positions; return a sentence where that switches it off.
 
     It does where it was an approximation, and slower than the best exact way is predicted to be there, on a probed
     machine.

@@ -31,7 +31,7 @@ def cached_bundle(
     make : writes a bundle to a path, over one that is there
     may_make : False finds what can be opened, of an older format too
     format_1 : the directory's name in format 1, if that was another
-    changed : patterns of the names of bundles that a new one replaces, for they were made of other files
+    changed : patterns of the names of bundles that a new one replaces, because they were made of other files
     progress : told while another process makes it
 
     Raises

@@ -49,12 +49,12 @@ class ModelDescription:
     """A model as far as plans and estimates need it. All sizes are exact, as converting would write them."""
 
     name: str
-    """As it was asked for."""
+    """As it was requested."""
     source: str
     """Origin of the description, for people."""
     config: ModelConfig
     quantisation: Quantisation
-    """Storage that was asked for, or that the bundle has."""
+    """Storage that was requested, or that the bundle has."""
     graph: Graph
     """Its forward pass."""
     weight_bytes: int
@@ -138,7 +138,7 @@ class ModelDescription:
         return sum(access.values for access in self._kv(stores=True))
 
     def pure_weight_bytes(self, bits: float = 4) -> float:
-        """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
+        """Bytes of all weights at this many bits each, without scales: what people compute in their heads."""
         return self.parameters * bits / 8
 
     def rebuild(self, type_of: TypeOf) -> Graph:

@@ -87,7 +87,7 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: OnP
     Returns
     -------
     iterator of LocalModel
-        Of a file that lies in several folders the first; ollama may call one by several names.
+        Of a file that is in several folders the first; ollama may call one by several names.
     """
     from edgeinfer.converters import find_models, models_below
 

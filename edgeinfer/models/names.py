@@ -23,7 +23,7 @@ KNOWN_NAMES = {
 }
 """Short names of models on the hub."""
 OLLAMA, HUB_FILE = "ollama:", "hf:"
-"""Beginnings of the names of GGUF files that lie in ollama's store, and on the hub."""
+"""Beginnings of the names of GGUF files that are in ollama's store, and on the hub."""
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
 """The command that lists the built-in shapes, and how many names a message has."""
 RUNNABLE = ("Give a GGUF file, the directory of a checkpoint or bundle, ollama:NAME, an id on the hub such as "

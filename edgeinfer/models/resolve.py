@@ -90,9 +90,9 @@ def gguf_path(name: str, progress: OnProgress | None = None, download: bool = Tr
               ) -> Path | None:
     """Return the GGUF file that a name in a store stands for; None if the name means something else.
 
-    A bare name that is none of ours is looked up in the stores of ollama and LM Studio, and which has it is said.
-    ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be;
-    without a type the best one that fits is taken, and said.
+    A bare name that is not one of edgeinfer's is looked up in the stores of ollama and LM Studio, and which has it is
+    said. ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may
+    be; without a type the best one that fits is taken, and said.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
         )
     path = path.resolve()
-    if not convert:  # what cannot be converted is said here, for there is nothing to find
+    if not convert:  # what cannot be converted is said here, because there is nothing to find
         from edgeinfer.converters import open_checkpoint
 
         open_checkpoint(path).close()
@@ -165,7 +165,7 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
 
 
 def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: bool, storage: Storage) -> Path:
-    """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is asked for."""
+    """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is requested."""
     from edgeinfer.converters import gguf_origin, gguf_parts, open_checkpoint
 
     path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
@@ -173,7 +173,7 @@ def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: boo
     asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
-    if not convert:  # what cannot be converted is said here, for there is nothing to find
+    if not convert:  # what cannot be converted is said here, because there is nothing to find
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",

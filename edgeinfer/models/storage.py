@@ -49,7 +49,7 @@ AS_IT_IS = Storage()
 
 
 def stored_so(bundle: Path, storage: Storage) -> Path:
-    """Return a bundle; raises `UsageError` if its weights are stored otherwise than was asked for."""
+    """Return a bundle; raises `UsageError` if its weights are stored otherwise than was requested."""
     if storage.asked:
         with Bundle.open(bundle) as opened:
             own = opened.quantisation

@@ -91,7 +91,7 @@ def read_stream(stack: ExitStack, tokenizer: Tokenizer, text: Text, separator: s
                 max_tokens: int | None = None) -> Stream:
     """Tokenise a text file as `token_stream`, without ever holding the whole text or all of its tokens in memory.
 
-    The tokens lie in a temporary file, four bytes each, until the stack is closed. A tokenizer whose texts cannot be
+    The tokens are in a temporary file, four bytes each, until the stack is closed. A tokenizer whose texts cannot be
     cut (`text.cuts`) still gets each document as a whole.
 
     Raises
@@ -142,7 +142,7 @@ class _Kept(Sequence[Any]):
 
 def _tokens(tokenizer: Tokenizer, text: Iterable[str], separator: str | None,
             max_tokens: int | None) -> Iterator[tuple[list[int], list[int], int]]:
-    """Yield ids that do not count, those behind them that do, and the UTF-8 bytes of the latter's text."""
+    """Yield ids that do not count, those after them that do, and the UTF-8 bytes of the latter's text."""
     separator = SEPARATOR if separator is None else checked("separator", separator, TEXT)
     left = math.inf if max_tokens is None else checked("max_tokens", max_tokens, _SOME)
     begin, begun = [] if tokenizer.bos_id is None else [tokenizer.bos_id], False
@@ -169,14 +169,14 @@ def _tokens(tokenizer: Tokenizer, text: Iterable[str], separator: str | None,
 
 
 def _documents(text: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yield a text in pieces, and None behind each document."""
+    """Yield a text in pieces, and None after each document."""
     rest = ""
     for piece in text:
         *whole, rest = (rest + piece).split(separator)
         for document in whole:
             yield document
             yield None
-        if (ready := len(rest) - len(separator) + 1) > 0:  # behind it a separator may begin
+        if (ready := len(rest) - len(separator) + 1) > 0:  # after it a separator may begin
             yield rest[:ready]
             rest = rest[ready:]
     yield rest

@@ -91,7 +91,7 @@ def evaluate(
     stream : of `token_stream`, by the tokenizer of both models
     reference : the same model with more exact weights or KV cache
     window : tokens fed at a time without a break, by default 512
-    prompt : feed each window as `run` would: so many tokens as a prompt, the others one by one in decode role. Only
+    prompt : feed each window as `run` would: this many tokens as a prompt, the others one by one in decode role. Only
         what is predicted after the latter counts, and the text's bytes are taken to be spread evenly. By default all
         tokens are fed in blocks and count.
     decoded : without `prompt`, feed the blocks in decode role, as tokens that are verified together: bits are the same
@@ -194,7 +194,7 @@ class _Sums:
         self._at = 0.99 * (total - 1)
         """Place of the 99th percentile among all divergences in order, between two of them."""
         self._most = total - math.floor(self._at)
-        """So many of the largest are kept: the percentile lies between the first two of these."""
+        """So many of the largest are kept: the percentile is between the first two of these."""
         self._largest: list[float] = []
 
     def add(self, targets: Sequence[int], counted: Sequence[bool], logits: Floats, others: Floats | None) -> None:

@@ -1,7 +1,7 @@
-"""One gate for all approximations: what may be enabled by itself, and what is said of what was asked for.
+"""One gate for all approximations: what may be enabled automatically, and what is said of what was requested.
 
 Divergences of techniques do not add, so a setting is all of them together, and only a measurement of exactly this
-setting, of exactly these weights, counts. Measurements lie in the bundle (part ``quality``) or in the user's cache.
+setting, of exactly these weights, counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def find(known: Iterable[Measurement], setting: Setting, bundle: Bundle) -> Meas
 
 
 def objection(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> str:
-    """Return why a setting may not be chosen without being asked for; empty if it may."""
+    """Return why a setting may not be chosen without being requested; empty if it may."""
     if setting.exact:
         return ""
     if max_kld <= 0:

@@ -1,9 +1,9 @@
 """Layout of a head's K and V in a block of tokens, byte for byte: the specification of what kernels store.
 
 A row is K or V of one token, its elements in order: floats, or codes with a scale in fp16 (two 4-bit codes per byte,
-the even element in the low nibble). K lies in lines: pieces of a row (`KvType.piece` bytes) of all tokens, then the
-next pieces. V interleaves a few rows (`KvType.alternating`) byte by byte, so that a line holds as many tokens. Scales
-lie apart: those of all rows of K, then those of V.
+the even element in the low nibble). K is in lines: pieces of a row (`KvType.piece` bytes) of all tokens, then the next
+pieces. V interleaves a few rows (`KvType.alternating`) byte by byte, so that a line holds as many tokens. Scales are
+apart: those of all rows of K, then those of V.
 """
 
 from __future__ import annotations

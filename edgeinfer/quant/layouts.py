@@ -9,7 +9,7 @@ product:
 * f16: a line holds 16 values of column 2l, then 16 of column 2l+1. f32: a line holds 16 values of one column.
 
 neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Neurons without a gate
-have two parts, and their row stands where a gate would. Each part is codes, then fp16 scales, padded to 64 bytes. In q4
+have two parts, and their row is where a gate would be. Each part is codes, then fp16 scales, padded to 64 bytes. In q4
 byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
 
 Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
@@ -125,7 +125,7 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
 
 
 def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Bytes:
-    """Bytes of parts of neurons as they lie in layout neuron, one after the other.
+    """Bytes of parts of neurons as they are in layout neuron, one after the other.
 
     A tensor may be packed piece by piece: first all gates, then neuron by neuron the others.
 

@@ -124,7 +124,7 @@ def _kinds(row: StorageType) -> tuple[str, str]:
 
 
 def _in_order(factors: Factors, groups: int) -> list[tuple[NDArray, int]]:
-    """Factors as they lie in a record of so many groups, and how many of each it has."""
+    """Factors as they are in a record of this many groups, and how many of each it has."""
     return [(part, each) for part, each in zip(factors, (groups, groups, 1, 1), strict=True) if part is not None]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..base.dataclass import dataclass
 
 LINE_BYTES = 64
-"""Records, parts and all that lies in weights.bin are multiples of a cache line."""
+"""Records, parts and all that is in weights.bin are multiples of a cache line."""
 TILE_ROWS = 16
 MAX_DIMENSION = 2**31 - 1
 LAYOUTS = {"tile16": 2, "neuron": 3, "plain": 1}
@@ -83,7 +83,7 @@ class StorageType:
         """Bytes of a group's scale and minimum."""
         return SCALE_BYTES[self.scale] * self.factors
 
-    # -- a record of layout tile16 (packed.py says where what lies) ------------------------------------------------
+    # -- a record of layout tile16 (packed.py says where what is) ------------------------------------------------
 
     @property
     def simple(self) -> bool:
@@ -123,7 +123,7 @@ class StorageType:
         return SUPER_COLUMNS // group if self.nested else 2
 
     def input_group(self, group: int) -> int:
-        """Columns of activations that share a scale where groups of so many weights are multiplied."""
+        """Columns of activations that share a scale where groups of this many weights are multiplied."""
         return max(group, INPUT_COLUMNS)
 
     def parts(self, group: int) -> int:
@@ -181,7 +181,7 @@ class KvType:
     bits: int
     """Bits of an element."""
     scale_bytes: int = 0
-    """Bytes of a row's scale; scales lie apart from the elements."""
+    """Bytes of a row's scale; scales are apart from the elements."""
 
     @property
     def scaled(self) -> bool:
@@ -195,7 +195,7 @@ class KvType:
 
     @property
     def piece(self) -> int:
-        """Bytes of a row of K that lie together in a line of 16 rows: 4 of codes, else an element."""
+        """Bytes of a row of K that are together in a line of 16 rows: 4 of codes, else an element."""
         return 4 if self.scaled else self.bits // 8
 
     @property
@@ -208,7 +208,7 @@ class KvType:
         return elements * self.bits // 8
 
     def row_bytes(self, elements: int) -> int:
-        """Return the bytes of a row of so many elements (a padded head), its scale included."""
+        """Return the bytes of a row of this many elements (a padded head), its scale included."""
         return self.element_bytes(elements) + self.scale_bytes
 
 

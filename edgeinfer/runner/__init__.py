@@ -18,7 +18,7 @@ Rules for what a runner keeps of a sequence, whichever it is:
   before it cuts. A prompt cache holds what there was, with the same reach; a cached beginning has what the next token
   sees.
 * A sequence always holds as many rows as tokens, also after a pass that was cancelled or failed: such a pass changes
-  nothing but what lies behind the last token.
+  nothing but what is after the last token.
 """
 
 from ..base.lazy_import import lazily

@@ -52,11 +52,11 @@ class Sequences(abc.ABC):
 
     @abc.abstractmethod
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether `extend` finds room for so many more tokens of each of several sequences."""
+        """Return whether `extend` finds room for this many more tokens of each of several sequences."""
 
     @abc.abstractmethod
     def trim(self, sequence: Sequence) -> None:
-        """Give back what is held behind the last token (after a cancelled forward pass, too)."""
+        """Give back what is held after the last token (after a cancelled forward pass, too)."""
 
     # Nothing is cached unless a class overrides these; `origin` is that of `prefix_keys`.
 
@@ -110,7 +110,7 @@ class BlockTables(Sequences):
             blocks.append(self.take())
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether `extend` finds blocks for so many more tokens of each of several sequences."""
+        """Return whether `extend` finds blocks for this many more tokens of each of several sequences."""
         needed, size = 0, self.block_tokens
         for sequence, n in wanted:
             used, blocks = len(sequence), sequence.blocks
@@ -187,7 +187,7 @@ class BlockTables(Sequences):
         self.pool.clear()
 
     def usable(self, keys: Items[bytes]) -> int:
-        """Return how many of the first cached blocks of a text a sequence can go on from."""
+        """Return how many of the first cached blocks of a text a sequence can continue from."""
         return len(keys)
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:

@@ -65,7 +65,7 @@ class SparseNeurons(Protocol):
         """Return the mode and the density of each layer, as the estimator takes them."""
 
     def sentence(self) -> str:
-        """Return what runs otherwise than asked for, empty if nothing does."""
+        """Return what runs otherwise than requested, empty if nothing does."""
 
     def report(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -81,7 +81,7 @@ class DraftRunner(Protocol):
         Parameters
         ----------
         sequences, ids, sample_specs : one token and one sample (`Segment.sample_specs`) for each
-        offset : tokens behind the ends of the sequences that were run so before. The passes from offset 0 on that
+        offset : tokens after the ends of the sequences that were run so before. The passes from offset 0 on that
             belong together follow each other, with nothing in between; the first says how many follow in all
         further : how many more tokens are wanted
 

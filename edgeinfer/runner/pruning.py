@@ -15,9 +15,9 @@ from ..errors import RequestError, UsageError
 
 FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 """Boundaries that are not given part the layers evenly up to LAST_SHARE of them, each stage FIRST_SHARE at most: three
-are those of the paper, behind 30, 60 and 90 %."""
+are those of the paper, after 30, 60 and 90 %."""
 RECENT = 16
-"""Last tokens of a prompt that always go on, as does the first of a text; their attention chooses the others."""
+"""Last tokens of a prompt that always continue, as does the first of a text; their attention chooses the others."""
 NEIGHBOURS = 2
 """To each side: a token counts as much as the one of these that is attended to most
 (docs/explanation/long-context.md)."""
@@ -30,7 +30,7 @@ _FORM = "write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Boundaries between layers, and the share of a prompt's tokens that goes on behind each."""
+    """Boundaries between layers, and the share of a prompt's tokens that continues after each."""
 
     keep: tuple[float, ...]
     """Of the whole prompt, from above 0 to 1, none larger than the one before."""
@@ -80,12 +80,12 @@ class Schedule:
         return cls(tuple(float(share) for share in text.removeprefix("keep=").split(",")), layers_of(layers))
 
     def placed(self, n_layers: int) -> Schedule:
-        """Return the schedule for a model of so many layers.
+        """Return the schedule for a model of this many layers.
 
         Raises
         ------
         UsageError
-            It has not as many, or none behind the last boundary.
+            It has not as many, or none after the last boundary.
         """
         n = len(self.keep)
         if n >= n_layers:
@@ -100,11 +100,11 @@ class Schedule:
         return found
 
     def stage(self, layer: int) -> int:
-        """Return how many boundaries lie before a layer, counted from 0."""
+        """Return how many boundaries are before a layer, counted from 0."""
         return sum(boundary <= layer for boundary in self.layers)
 
     def tokens(self, n: int, before: int = 0) -> tuple[int, ...]:
-        """Return how many of a prompt's n tokens each stage computes, behind so many tokens of the text; a single
+        """Return how many of a prompt's n tokens each stage computes, after this many tokens of the text; a single
         number where the prompt is too short for stages."""
         if n < LEAST_PROMPT:
             return (n,)
@@ -112,7 +112,7 @@ class Schedule:
         return (n, *(max(math.ceil(share * n), least) for share in self.keep))
 
     def share(self, tokens: tuple[int, ...], n_layers: int) -> float:
-        """Return which share of the dense prompt's tokens times layers so many tokens in each stage are."""
+        """Return which share of the dense prompt's tokens times layers this many tokens in each stage are."""
         if len(tokens) == 1:
             return 1.0
         stages = zip(tokens, itertools.pairwise((0, *self.layers, n_layers)), strict=True)
@@ -137,7 +137,7 @@ class Schedule:
 def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float], target: float) -> Schedule:
     """Return the schedule with these boundaries that drops most of those that diverge by the target at most.
 
-    At each boundary the same share of what came there goes on. It is searched by halves, in steps of a hundredth.
+    At each boundary the same share of what came there continues. It is searched by halves, in steps of a hundredth.
 
     Raises
     ------

@@ -102,7 +102,7 @@ class Runner(Caching, abc.ABC):
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n.
 
-        Raises `RequestError` if layers with a window have given back what a token behind them sees (`reach`).
+        Raises `RequestError` if layers with a window have given back what a token after them sees (`reach`).
         """
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
@@ -110,7 +110,7 @@ class Runner(Caching, abc.ABC):
         return n_tokens
 
     def rollback(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
-        """Go back to the first n tokens: forget those behind them, and run over them again where they cannot be kept.
+        """Go back to the first n tokens: forget those after them, and run over them again where they cannot be kept.
         """
         ids, kept = sequence.tokens[:n_tokens], self.can_truncate(sequence, n_tokens)
         self.truncate(sequence, kept)
@@ -118,7 +118,7 @@ class Runner(Caching, abc.ABC):
             self.prefill(sequence, ids, cancel)
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """After a pass over a tree, go on from one of its nodes: forget all branches but the one that leads there.
+        """After a pass over a tree, continue from one of its nodes: forget all branches but the one that leads there.
 
         Afterwards the sequence is as if it had run these tokens as a chain, to the last bit. If the path is how
         the tree begins, as of every chain, nothing moves. Other sequences that share its blocks stay as they are.
@@ -126,13 +126,13 @@ class Runner(Caching, abc.ABC):
         Parameters
         ----------
         n_before : tokens before the tree, all of which stay
-        path : which of the tokens behind them stay, counted from the tree's first: a root, a child of it, and so on
+        path : which of the tokens after them stay, counted from the tree's first: a root, a child of it, and so on
 
         Raises
         ------
         RequestError
-            These tokens are not there or not in their order, or a block that is shared cannot be copied because none is
-            free, or this runner cannot move what it keeps of a token. The sequence is as before.
+            These tokens are not there or not in order, or a block that is shared cannot be copied because none is free,
+            or this runner cannot move what it keeps of a token. The sequence is as before.
         """
         if list(path) != list(range(len(path))):
             raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; run its tokens as a chain.")
@@ -156,7 +156,7 @@ class Runner(Caching, abc.ABC):
         return self.plan.request.tokens
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether so many more tokens of each of several sequences find room, by one forward pass or several.
+        """Return whether this many more tokens of each of several sequences find room, by one forward pass or several.
 
         Counted are the context and the KV blocks of every pool that are free or can be evicted from the prefix cache.
         Blocks of sequences that were deleted without being released are not: they come back when the pool is empty.
@@ -180,7 +180,7 @@ class Runner(Caching, abc.ABC):
     def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
         """Return a new sequence that holds the longest cached beginning of a prompt: whole blocks, which it shares.
 
-        The prompt goes on from there with the same bits as if all of it had been run. A token at least is left over,
+        The prompt continues from there with the same bits as if all of it had been run. A token at least is left over,
         for its logits are wanted. Layers with a window give the sequence what the next token sees: it cannot be
         truncated to less than it begins with, but for 0 (`can_truncate`).
 
@@ -234,7 +234,8 @@ class Runner(Caching, abc.ABC):
         sequences, ids : one token for each sequence
         cancel : ends the forward pass within 100 ms
         sample_specs : one for each sequence, see `Segment.sample_specs`; or none at all
-        further : after how many more tokens the caller wants to look at the latest. A runner may go on by itself that
+        further : after how many more tokens the caller needs to look at the latest. A runner may continue
+            automatically that
             often, with the tokens that it samples, until a text ends; all sequences are as much longer afterwards, and
             the tokens are theirs
 

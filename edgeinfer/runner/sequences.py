@@ -43,17 +43,17 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     """Numbers of the KV blocks that hold them, `block_tokens` tokens each."""
     reserved: int = 0
-    """Tokens behind the last one that blocks are held for while a prompt is run in ranges of instructions."""
+    """Tokens after the last one that blocks are held for while a prompt is run in ranges of instructions."""
     table: Any = None
     """The blocks as the runner's kernels read them."""
     address: int = 0
     """Of the table."""
     listed: int = 0
-    """First blocks that stand in the table already."""
+    """First blocks that are in the table already."""
     recent: WindowTable | None = None
     """Blocks that layers with a window keep; None if all layers keep all."""
     cut: bool = False
-    """Whether rows behind the last token may hold what was forgotten or never taken in: it must not reach others, were
+    """Whether rows after the last token may hold what was forgotten or never taken in: it must not reach others, were
     it NaN."""
     decoded: int | None = None
     """Index of the first token that may not have been run as part of a prompt; None if all were."""

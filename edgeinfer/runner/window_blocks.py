@@ -79,7 +79,7 @@ class WindowBlocks:
             recent.blocks.append(self.take())
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether `extend` finds blocks for so many more tokens of each of several sequences.
+        """Return whether `extend` finds blocks for this many more tokens of each of several sequences.
 
         More tokens than a forward pass has come in several, which leave a sequence what it must keep.
         """
@@ -135,7 +135,8 @@ class WindowBlocks:
             recent.gone = 0
 
     def usable(self, keys: Items[bytes]) -> int:
-        """Return how many of the first blocks of a text a sequence can go on from: all that it sees then is cached."""
+        """Return how many of the first blocks of a text a sequence can continue from: all that it sees then is
+        cached."""
         most = run = 0
         for n, key in enumerate(keys, 1):
             run = 0 if self.pool.find(key) is None else run + 1
@@ -144,7 +145,7 @@ class WindowBlocks:
         return most
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
-        """Give an empty sequence the cached blocks that are seen behind all of these, as if it had given back others.
+        """Give an empty sequence the cached blocks that are seen after all of these, as if it had given back others.
         """
         recent, first = _of(sequence), self._first_seen(len(keys) * self._block_tokens)
         recent.gone = first
@@ -161,7 +162,7 @@ class WindowBlocks:
             self.pool.enter(key, _of(sequence), number)
 
     def _first_seen(self, n_tokens: int) -> int:
-        """Return the first block that a token behind n others sees."""
+        """Return the first block that a token after n others sees."""
         return max(0, n_tokens - self.windowed.window + 1) // self._block_tokens
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 class HiddenRows:
     """The last norm of a session's model, applied to all tokens.
 
-    Raises `UnsupportedModelError` for a graph in which no norm stands in front of the head.
+    Raises `UnsupportedModelError` for a graph in which no norm is in front of the head.
     """
 
     def __init__(self, session: Session):

@@ -96,10 +96,10 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, f
 
 
 class Prefaulter:
-    """A thread that gives a region its pages in their order, ahead of the tokens that need them.
+    """A thread that gives a region its pages in order, ahead of the tokens that need them.
 
     A KV pool of 1 GB costs 0.05-0.1 s, and seconds where a virtual machine must first get the memory from its host; the
-    first block is needed at once, the last after thousands of tokens. Where the system cannot populate pages without
+    first block is needed at once, the last after thousands of tokens. If the system cannot populate pages without
     writing to them they are written to now, by the caller.
 
     Parameters
@@ -144,8 +144,8 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: OnStageProgress | 
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
     Page faults read a cold file 5-8 times slower than the disk can (llama.cpp issue 9244), and one by one they cost
-    0.1-0.25 us even when it is cached. Where the system cannot map pages in bulk the file is read through once, and
-    its pages are mapped as they are touched.
+    0.1-0.25 us even when it is cached. If the system cannot map pages in bulk the file is read through once, and its
+    pages are mapped as they are touched.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: OnStageProgress | 
         The file behind it.
     progress : callable, optional
         Called with (bytes done, bytes in all, file name) if there are PROGRESS_BYTES or more.
-    spans : of (first byte, byte behind the last), optional
+    spans : of (first byte, byte after the last), optional
         Parts that are wanted, from whole pages on; by default all.
     """
     spans = [(0, weights.nbytes)] if spans is None else spans

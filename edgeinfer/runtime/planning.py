@@ -61,7 +61,7 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
     BundleError
         If a tensor or a part is not what the model's graph needs.
     UsageError
-        If KV is to lie in slots.
+        If KV is to be in slots.
     """
     check_own_layout(config)
     config = resolve(config, bundle.config)

@@ -1,6 +1,6 @@
-"""Prompts in stages of layers: between two of them it is chosen which tokens go on (LazyLLM, arXiv 2407.14057).
+"""Prompts in stages of layers: between two of them it is chosen which tokens continue (LazyLLM, arXiv 2407.14057).
 
-All chunks of a prompt go through the layers of a stage, then those of its tokens that go on through the next:
+All chunks of a prompt go through the layers of a stage, then those of its tokens that continue through the next:
 importance is how much the prompt's last tokens attend to a token, and only the end of the prompt knows it. A token that
 was left behind keeps its position, its K and V in the layers that it has gone through, and a flag in the others
 (`abi.FLAG_PRUNED`).
@@ -76,8 +76,8 @@ class PruningStages:
     Attributes
     ----------
     choose : callable
-        Says which tokens go on: takes the importance of each, the rows that may go on and how many shall, and returns
-        those that do, ascending. Experiments put another one in its place.
+        Says which tokens continue: takes the importance of each, the rows that may continue and how many shall, and
+        returns those that do, ascending. Experiments put another one in its place.
     last : Pruned or None
         What became of the last prompt.
 
@@ -104,7 +104,7 @@ class PruningStages:
         self._stages = [self._stage(first, stop) for first, stop in itertools.pairwise(starts)]
 
     def _stage(self, first: int, stop: int) -> _PruningStage:
-        """The last attention over whole contexts chooses, for a window says nothing of what lies before it."""
+        """The last attention over whole contexts chooses, because a window says nothing of what is before it."""
         instructions = self._session.program.instructions
         found = [(not op.window, i, op) for i, instruction in enumerate(instructions[first:stop], first)
                  if isinstance(op := instruction.op, Attention) and not instruction.step]
@@ -199,7 +199,7 @@ class PruningStages:
 
     def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats,
                 most: int, cancel: Cancellation | None) -> Rows:
-        """Return which of a stage's tokens, so many at most, go on, and take note of the others."""
+        """Return which of a stage's tokens, this many at most, continue, and record of the others."""
         before, ended = len(sequence), partial(self._session.executor.ended, cancel)
         seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n, ended)
         forced = (rows >= n - RECENT) | (rows + before == 0)
@@ -218,7 +218,7 @@ class PruningStages:
 
 
 def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
-    """Return the rows of the largest weights, so many at most; of equal ones those that come first."""
+    """Return the rows of the largest weights, this many at most; of equal ones those that come first."""
     return np.sort(rows[np.argsort(-weight, kind="stable")[:most]])
 
 

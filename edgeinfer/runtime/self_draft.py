@@ -1,7 +1,7 @@
 """A cheaper program over a session's own weights, KV and threads: it draft tokens what the session then checks.
 
 Early exit: the first layers, then the final norm and the head; or the model with masks where the session computes all
-neurons (arXiv 2309.08168 and 2411.12692). What it writes into the KV cache lies behind the ends of the sequences: a
+neurons (arXiv 2309.08168 and 2411.12692). What it writes into the KV cache is after the ends of the sequences: a
 forward pass that verifies draft tokens computes K and V of all of them again, in each layer, before any row of them is
 read.
 """
@@ -33,7 +33,7 @@ from .weights.loading import load_parts
 OWN = ("activations", "logits", "scratch", "tables")
 """Regions that the program has for itself."""
 SHARE = 3
-"""An early exit leaves the model after one layer of so many."""
+"""An early exit leaves the model after one layer of this many."""
 
 
 class Planned(NamedTuple):
@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 class SelfDraftPlan(NamedTuple):
-    """Ways for a model to draft for itself, the best first, as far as they are known before a run is planned."""
+    """Strategies for a model to draft for itself, the best first, as far as they are known before a run is planned."""
 
     planners: tuple[Planner, ...]
 
@@ -107,7 +107,7 @@ class SelfDraftSession(Session):
     Parameters
     ----------
     host : Session
-        Whose sequences it goes on with; closed after this one.
+        Whose sequences it continues with; closed after this one.
     graph, plan : see `Planned`
     """
 

@@ -43,7 +43,7 @@ class SequenceOwner(ModelRunner):
         self.kv.accept(sequence, n_before, integers("path", path))
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether context and KV blocks have room for so many more tokens of each; see `Runner.fits`."""
+        """Return whether context and KV blocks have room for this many more tokens of each; see `Runner.fits`."""
         return super().fits(wanted) and self.kv.fits(wanted)
 
     @property

@@ -59,7 +59,7 @@ class Session(SequenceOwner):
     BundleError
         If weights are damaged.
     RequestError
-        If other threads are asked for than the host has.
+        If other threads are requested than the host has.
 
     Attributes
     ----------
@@ -138,19 +138,19 @@ class Session(SequenceOwner):
             raise RequestError(f"{n_tokens} tokens cannot be reserved; the context has room for 1 to {room} more.")
         try:
             self.kv.extend(sequence, n_tokens)
-        except BaseException:  # what it took before the pool was empty is not to keep others from going on
+        except BaseException:  # what it took before the pool was empty is not to keep others from continuing
             self.kv.trim(sequence)
             raise
         sequence.reserved = n_tokens
 
     def forward_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
                    cancel: Cancellation | None = None, rows: NDArray[np.int64] | None = None) -> Logits:
-        """Run the instructions first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end, or are
-        the `rows` behind it, ascending from 0 on.
+        """Run the instructions first .. stop - 1 over tokens that begin `offset` rows after the sequence's end, or are
+        the `rows` after it, ascending from 0 on.
 
         So a prompt can go through the program stage by stage: every chunk through the first range of instructions, then
         every chunk through the next. At the beginning of a layer all that a chunk needs of the instructions before is
-        its residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks lie in room that was
+        its residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks are in room that was
         made by `reserve`; their sequence has none of these tokens before `append`.
         """
         (segment,) = plain_segments((segment,))
@@ -241,7 +241,7 @@ def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConf
 
 
 def _decoding(sequence: Sequence) -> None:
-    """Take note that the next token of a sequence may be another than in a prompt: what approximates has a part in it.
+    """Record that the next token of a sequence may be another than in a prompt: what approximates has a part in it.
     """
     if sequence.decoded is None:
         sequence.decoded = len(sequence)

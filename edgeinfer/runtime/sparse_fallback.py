@@ -32,7 +32,7 @@ class SparseFfn:
     """Mode of each sparse FFN of a bundle."""
 
     mode: str
-    """That was asked for: off, exact or predict."""
+    """That was requested: off, exact or predict."""
     runs: tuple[str, ...]
     """Mode of each layer, ``tiles`` if it is stored in tiles."""
     densities: tuple[tuple[float, float], ...]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OFF = "off"
 STAGES_SEARCHED = 3
-"""Boundaries of a schedule that is searched, where none are given."""
+"""Boundaries of a schedule that is searched, if none are given."""
 FIELDS = "`schedule`, `tokens` in each stage of layers, `share` of the tokens' layers that is computed, what is " \
     "`assumed` of its time, and `said`, the same for people"
 

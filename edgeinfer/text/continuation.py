@@ -1,7 +1,7 @@
 """Tokenise the continuation of a text: without the space that some tokenizers put before every text.
 
 Tokenizers in the manner of SentencePiece write " a text" where a text begins, so that a word has the same token there
-as behind a space. Text that goes on in the middle must not get that space: " good" would be tokenised as "  good".
+as after a space. Text that continues in the middle must not get that space: " good" would be tokenised as "  good".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def without_leading_space(tokenizer: Any) -> Continuing | None:
 
     The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
     space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of
-    them. Behind these the normalised text goes on; behind others, and wherever a pre-tokenizer puts the space, a text
+    them. Behind these the normalised text continues; after others, and wherever a pre-tokenizer puts the space, a text
     starts over.
     """
     normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)

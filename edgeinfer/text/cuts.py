@@ -6,8 +6,8 @@ tokenised in parts:
 * The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) match letters greedily and without
   lookahead, so a word ends between a letter and a non-letter. Merges never cross the ends of words. There is no cut
   before a character that may compose with the letter before it (NFC).
-* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut lies between a
-  letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
+* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut is between a letter
+  and a space, which begins the next part as it begins a word. No normaliser may look across it.
 * If spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that contains
   the two characters beside the cut in sequence. If the vocabulary has no such token, no merge crosses. All parts but
   the first are tokenised without the mark that the normaliser puts before a text.
@@ -47,7 +47,7 @@ _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
 _WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
 _ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
-"""Normalisers that change a letter and a space behind it as each by itself."""
+"""Normalisers that change a letter and a space after it as each by itself."""
 _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 """Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -61,7 +61,7 @@ class Cuts:
     """Places where a tokenizer's texts can be cut."""
 
     find: Callable[[str, int], int | None]
-    """Returns the first cut of a text at an index or behind it; it looks at two characters behind a cut at most."""
+    """Returns the first cut of a text at an index or after it; it looks at two characters after a cut at most."""
     skipped: int = 0
     """Characters that are left out at a cut."""
     continues: bool = False
@@ -79,7 +79,7 @@ def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
         while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
             yield text[start:found]
             start = found + cuts.skipped
-        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters behind it
+        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters after it
         text = text[start:]
     yield text
 
@@ -131,7 +131,7 @@ def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[
     pieces : all that merges can make, spaces as marks
     any_character : characters that are not pieces become bytes, which are not merged; else they may be joined, so that
         there is no cut beside them
-    added : tokens that are found in a text before merging; there is no cut behind or before one either
+    added : tokens that are found in a text before merging; there is no cut after or before one either
     """
     pairs: set[str] = set()
     single: set[str] = set()

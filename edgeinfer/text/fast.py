@@ -21,7 +21,7 @@ from .pieces import rules_of_decoder
 WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
 """Characters that an added token with `lstrip` takes before it."""
 GAP = 4096
-"""Ids in a row without a token, behind which no further ones are expected."""
+"""Ids in a row without a token, after which no further ones are expected."""
 
 
 class FastTokenizer:
@@ -177,7 +177,7 @@ class FastTokenizer:
         return b"" if piece is None else self.rules.to_bytes(piece)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the ids of a text depend on; what decodes, or stands around a text, does not belong to it."""
+        """Return all that the ids of a text depend on; what decodes, or is around a text, does not belong to it."""
         data = json.loads(self._tokenizer.to_str())
         model = data["model"]
         vocab, merges = model.pop("vocab", {}), model.pop("merges", [])

@@ -81,7 +81,7 @@ def strftime_now(pattern: Any) -> str:
 
 
 def raise_exception(message: Any = "no reason given") -> None:
-    """End the template, as its author wants it."""
+    """End the template, as its author needs it."""
     raise RefusedError(str(message))
 
 

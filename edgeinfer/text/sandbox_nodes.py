@@ -60,5 +60,5 @@ class CountWork(NodeTransformer):
     visit_List = visit_Tuple = visit_Dict = _visit_container
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        """Make text that stands outside of expressions a constant."""
+        """Make text that is outside of expressions a constant."""
         return nodes.Const(node.data, lineno=node.lineno)  # a constant passes through `finalize` as expressions do

@@ -49,7 +49,7 @@ class SentencePieceTokenizer:
         self._ids |= {token["content"]: token_id for token_id, token in self._added.items()}
         self._cut = _pattern(self._ids)
         self._cut_plain = _pattern([text for text, i in self._ids.items() if i not in self.special_ids])
-        # The original Llama code (``legacy``, the default) puts a space before the text behind a special token too.
+        # The original Llama code (``legacy``, the default) puts a space before the text after a special token too.
         self._prefix_behind_special = settings.get("legacy") is not False
         has_prefix = self._processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
         self.rules = PieceRules(replacements=((SPACE_MARK, " "),), n_leading_spaces=int(has_prefix))
@@ -84,7 +84,7 @@ class SentencePieceTokenizer:
         return {token_id: {"content": text} for text, token_id in table.items() if token_id >= self._n_pieces}
 
     def prefix_ids(self) -> list[int]:
-        """Return what stands before every text: the model's beginning-of-text token, if it has one."""
+        """Return what is before every text: the model's beginning-of-text token, if it has one."""
         return [] if self.bos_id is None else [self.bos_id]
 
     def encode(

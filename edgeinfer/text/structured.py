@@ -1,7 +1,7 @@
 """Texts of a given form: JSON, JSON schemas, regular expressions and grammars, as masks over the vocabulary.
 
 The grammars are those of llguidance (https://github.com/guidance-ai/llguidance), which says for each place in a text
-which tokens may stand there. It is an optional package (extra ``structured``).
+which tokens may be there. It is an optional package (extra ``structured``).
 """
 
 from __future__ import annotations
@@ -115,17 +115,17 @@ class Constraint:
             raise RequestError(f"The form of the text cannot be followed: {why}")
 
     def accept(self, token_id: int) -> None:
-        """Go on with a token that may come next; the mask is computed when it is asked for."""
+        """Go on with a token that may come next; the mask is computed when it is requested."""
         if not self._matcher.consume_token(token_id):
             raise RequestError(f"Token {token_id} cannot stand here: {self._matcher.get_error()}")
         self._known = False
 
     def forced(self, most: int) -> list[int]:
-        """Return the tokens that must come next, `most` at most; none where there is a choice."""
+        """Return the tokens that must come next, `most` at most; none if there is a choice."""
         return list(self._matcher.compute_ff_tokens()[:most])
 
     def behind(self, proposal: Items[int]) -> list[NDArray[np.uint32]]:
-        """Return the masks behind each token of a draft, as far as its tokens may stand there."""
+        """Return the masks after each token of a draft, as far as its tokens may be there."""
         masks, taken = [], 0
         for token_id in proposal:
             if self._matcher.is_stopped() or not self._matcher.validate_tokens([token_id]) \
@@ -139,7 +139,7 @@ class Constraint:
         return masks
 
     def drafting(self) -> Callable[[int], NDArray[np.uint32] | None]:
-        """Begin a draft: returns a function that takes the next draft token and returns the mask behind it."""
+        """Begin a draft: returns a function that takes the next draft token and returns the mask after it."""
         matcher = self._matcher.deep_copy()
 
         def behind(token_id: int) -> NDArray[np.uint32] | None:

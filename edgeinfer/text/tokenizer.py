@@ -41,7 +41,7 @@ class Backend(Protocol):
     eos_id: int | None
 
     def prefix_ids(self) -> list[int]:
-        """Return the ids that stand before every text."""
+        """Return the ids that are before every text."""
 
     def encode(
         self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None,
@@ -147,7 +147,7 @@ class Tokenizer:
         return frozenset(found)
 
     def _find_prefix(self, settings: list[tuple[Path, Mapping[str, Any]]]) -> list[int]:
-        """Return what stands before a text by default: tokenizer_config.json decides, else the tokenizer itself."""
+        """Return what is before a text by default: tokenizer_config.json decides, else the tokenizer itself."""
         add_bos = settings[0][1].get("add_bos_token")
         if add_bos is False:
             return []
@@ -258,7 +258,7 @@ class Tokenizer:
         return "".join([stream.push(int(token_id)) for token_id in ids]) + stream.flush()
 
     def stream(self, prompt_ids: Iterable[int] = (), skip_special: bool = True) -> StreamDecoder:
-        """Return a decoder that takes ids one by one; `prompt_ids` stand before them and yield no text."""
+        """Return a decoder that takes ids one by one; `prompt_ids` are before them and yield no text."""
         token_bytes = self._visible_bytes if skip_special else self._plain_bytes
         return StreamDecoder(token_bytes, self._backend.rules.n_leading_spaces, prompt_ids)
 
@@ -268,7 +268,7 @@ class Tokenizer:
         return self._backend.special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token as it stands in a text; those of special tokens are their names."""
+        """Return the bytes of one token as it is in a text; those of special tokens are their names."""
         return self._plain_bytes(int(token_id))
 
     def token_text(self, token_id: int) -> str:

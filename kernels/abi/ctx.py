@@ -8,7 +8,7 @@ CTX_COUNTS = 128
 """16 dynamic counts, see COUNT_*."""
 CTX_EVENTS = 256
 """Address of the program's I/O events, a word each: 0 = pending, positive = the data is there, negative = it will not
-come. They lie outside of ctx, so that readers need not know which program is running.
+come. They are outside of ctx, so that readers need not know which program is running.
 """
 CTX_STREAM = 264
 """Address of the STREAM_* block of the readers of weights, or 0."""
@@ -23,7 +23,7 @@ CTX_OUTPUTS = 400
 CTX_PROGRAM = 408
 """Address of the first instruction."""
 CTX_END = 416
-"""Index behind the last instruction of a forward pass."""
+"""Index after the last instruction of a forward pass."""
 CTX_PROFILE = 424
 """Address of int64 nanoseconds per instruction, or 0."""
 CTX_BEGIN = 432
@@ -37,8 +37,8 @@ CTX_SAMPLES = 456
 none.
 """
 CTX_STEPS = 464
-"""Steps that this pass may still go on by itself, each sequence with the token that was sampled from its row; only
-where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
+"""Steps that this pass may still continue automatically, each sequence with the token that was sampled from its row;
+only where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
 CTX_CHOSEN = 472
 """Address of the list (int64) of the tokens that it went on with: MOST_STEPS for each sequence, the first one last."""
 CTX_VALUES = 480
@@ -74,13 +74,13 @@ CTX_ERROR = 704
 """Set by a kernel that returns non-zero; ABANDONED after a cancellation within an instruction, EVENT_FAILED - its
 index for an instruction whose data will not come."""
 CTX_STOP = 768
-"""Non-zero: no forward pass begins or goes on; the threads return once their gates hold -1."""
+"""Non-zero: no forward pass begins or continues; the threads return once their gates hold -1."""
 CTX_WORK = 832
 """Next chunk of the running instruction; threads claim chunks by atomic addition."""
 CTX_EPOCH = 896
 """Number of the last forward pass that was begun."""
 CTX_ACTIVE = 904
-"""Threads of the forward pass that the helper was asked for."""
+"""Threads of the forward pass that the helper was requested."""
 CTX_ARRIVED = 960
 """Threads that have come to the barrier."""
 GATE_SLEEPERS = 64
@@ -120,7 +120,7 @@ which costs less than a barrier."""
 COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a forward pass over a prompt."""
 COUNT_PROMPTED = 9
-"""Tokens of the other role; those of role ROLE_DECODE stand behind them."""
+"""Tokens of the other role; those of role ROLE_DECODE are after them."""
 COUNT_SAMPLES = 4
 """Rows of logits if a token is to be sampled from one of them, else 0."""
 

@@ -35,14 +35,14 @@ FLAG_MASK = 16
 """neuron_gated: tokens of role ROLE_DECODE compute the neurons of their masks alone, the others are 0 to them.
 
 A mask is a row of operand 3, `mask_stride` bytes (a multiple of 8) from one token's to the next: bit i % 64 of its
-int64 i // 64 stands for neuron i, bits behind the last neuron count for nothing. There is a row for each token of the
+int64 i // 64 stands for neuron i, bits after the last neuron count for nothing. There is a row for each token of the
 forward pass; those of prompt tokens are not read."""
 FLAG_THRESHOLD = 64
 """neuron_gated: operand 3 is one float; for tokens of role ROLE_DECODE activations that are no larger count as 0."""
 FLAG_DENSE = 32
 """neuron kernels: rows and columns of dead neurons are read and computed too."""
 FLAG_EARLY = 128
-"""neuron_resolve: it stands before the layer's attention and only asks for what a prompt will want."""
+"""neuron_resolve: it is before the layer's attention and only asks for what a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
 FLAG_PRUNED = 8
@@ -72,7 +72,7 @@ FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED = 1, 2, 3
 # -- regions -----------------------------------------------------------------------------------------------------------
 REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",
            "experts")
-"""Memory that operands point into; the index is the region's number. Weights lie in `weights` (the mapped file),
-`resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when
-they are wanted, in slots of `cold`, experts likewise in `experts`; `state` is what recurrent layers keep of a sequence.
-A second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""
+"""Memory that operands point into; the index is the region's number. Weights are in `weights` (the mapped file),
+`resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when they
+are wanted, in slots of `cold`, experts likewise in `experts`; `state` is what recurrent layers keep of a sequence. A
+second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""

@@ -1,4 +1,4 @@
-"""KV blocks, in which K and V of tokens lie, and sizes of what attention over them keeps."""
+"""KV blocks, in which K and V of tokens are, and sizes of what attention over them keeps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .ctx import MASK_TOKENS
 BLOCK_TOKENS = 16
 """Tokens of a KV block.
 
-A layer's K, V and, with int8, their scales lie in planes of their own, one after the other. A plane is ordered
-[KV head][block of the pool], because attention reads one head over many blocks: what it reads next lies next where
-blocks follow each other. For what a block holds see ops/rope.py.
+A layer's K, V and, with int8, their scales are in planes of their own, one after the other. A plane is ordered [KV
+head][block of the pool], because attention reads one head over many blocks: what it reads next is next where blocks
+follow each other. For what a block holds see ops/rope.py.
 """
 KV_SCALES_BYTES = 2 * 2 * BLOCK_TOKENS
 """int8: bytes of the scales of one head in a block, 16 of K and 16 of V, in fp16."""
@@ -38,7 +38,7 @@ def kv_head_bytes(kv: str, head_dim: int, latent: bool = False) -> int:
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
 ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
-"""Bytes of what attention keeps of a tile beside its rows: their scales and largest scores, where the blocks lie."""
+"""Bytes of what attention keeps of a tile beside its rows: their scales and largest scores, where the blocks are."""
 STRETCH_SPLITS = 4
 """Splits whose chosen blocks of V are summed together: 64 blocks, bits of a word."""
 ATTENTION_TOKENS = 16
@@ -46,10 +46,10 @@ ATTENTION_TOKENS = 16
 ATTENTION_ROWS = 128
 """Most rows of a unit of work of such a pass: the queries that a thread keeps for the next split of their context."""
 MEAN_BLOCKS = SPLIT_BLOCKS
-"""Most blocks whose V stands for what is left out, evenly spread over those that lie MASK_TOKENS before a token: these
+"""Most blocks whose V stands for what is left out, evenly spread over those that are MASK_TOKENS before a token: these
 are the same blocks however the token came about."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
-"""Most blocks of one KV head that the rows of a mask touch, once they lie one after the other."""
+"""Most blocks of one KV head that the rows of a mask touch, once they are one after the other."""
 
 
 def score_row_bytes(splits: int) -> int:
@@ -57,7 +57,7 @@ def score_row_bytes(splits: int) -> int:
     choice.
 
     A block has the largest of its scores; a split has the largest and the sum of exp(score - largest); the choice is
-    the least score that is wanted, the last position at which that score is, then of all splits the largest and the
+    the least score that is requested, the last position at which that score is, then of all splits the largest and the
     sum. The position is int32, all else float32.
     """
     return -(-(splits * (4 * SPLIT_BLOCKS * (BLOCK_TOKENS + 1) + 8) + 16) // 64) * 64

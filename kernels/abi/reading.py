@@ -7,7 +7,7 @@ from __future__ import annotations
 STREAM_PREAD, STREAM_FILE = 0, 8
 """Address of `pread`, and the file descriptor that it is called with."""
 STREAM_DROP = 16
-"""Address of `posix_fadvise` where pages have to be dropped from the system's cache behind a read, else 0."""
+"""Address of `posix_fadvise` where pages have to be dropped from the system's cache after a read, else 0."""
 STREAM_PIECES, STREAM_N_PIECES = 24, 32
 """Address of the table of pieces, by part: PIECE_BYTES each."""
 STREAM_PARTS, STREAM_N_PARTS = 40, 48
@@ -39,7 +39,7 @@ STREAM_RUNS, STREAM_PAUSES, STREAM_ENDS = 0, 1, -1
 
 PIECE_BYTES = 40
 PIECE_OFFSET, PIECE_LENGTH = 0, 8
-"""In the file; direct I/O wants multiples of a page of both."""
+"""In the file; direct I/O needs multiples of a page of both."""
 PIECE_LEAST = 16
 """Bytes that have to come: fewer than PIECE_LENGTH only where the file ends."""
 PIECE_TO, PIECE_PART = 24, 32
@@ -61,8 +61,7 @@ none.
 """
 COLD_BYTES = 64
 COLD_PARTS = 4
-"""Completion events of a layer: its cold neurons are computed in so many parts, or fewer, while those behind are
-read.
+"""Completion events of a layer: its cold neurons are computed in this many parts, or fewer, while those after are read.
 """
 COLD_USES = 3
 """Most uses that are counted of a slot."""

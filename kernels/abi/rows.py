@@ -19,7 +19,7 @@ def token_blocks(n_tokens: int, token_tiles: tuple[int, ...]) -> list[tuple[int,
     """Blocks (first token, tokens) in which n tokens go through matmuls: the largest that fit, one by one.
 
     A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of
-    token j lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
+    token j is at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
     its int32 offset at base + n * offsets + 4 (g n + j).
     """
     blocks, start = [], 0
@@ -41,4 +41,4 @@ def unpack_token_tiles(packed: int) -> tuple[int, ...]:
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64
-"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; a fused input row lies behind."""
+"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; a fused input row is after."""

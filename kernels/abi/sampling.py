@@ -14,7 +14,7 @@ SAMPLE_EDITS, SAMPLE_N_EDITS = 48, 56
 """Address of EDIT_BYTES for each token whose logit has a bias or a penalty, and how many there are."""
 SAMPLE_REPETITION, SAMPLE_PRESENCE, SAMPLE_FREQUENCY = 64, 72, 80
 SAMPLE_ENDS, SAMPLE_N_ENDS = 88, 96
-"""Address of the tokens (int64) that end the text, behind which no pass goes on by itself; and how many there are."""
+"""Address of the tokens (int64) that end the text, after which no pass continues by itself; and how many there are."""
 SAMPLE_SCREEN = 104
 """1 if estimates suffice for logits that cannot be the largest, else 0: only the sample reads the row."""
 SAMPLE_ALONE = 112
@@ -22,9 +22,9 @@ SAMPLE_ALONE = 112
 SAMPLE_MASK = 120
 """Address of int32 words with a bit for each token, from the lowest bit of the first word on, or 0. Tokens whose bit is
 not set are forbidden: wherever the sample kernels read a logit of theirs it counts as -inf, unless it is NaN or +inf,
-and the row stays as it is. With a mask SAMPLE_SCREEN and SAMPLE_ALONE count as 0, and no pass goes on by itself."""
+and the row stays as it is. With a mask SAMPLE_SCREEN and SAMPLE_ALONE count as 0, and no pass continues by itself."""
 SAMPLE_CANDIDATES = 128
-"""Most candidates that kernels sort; where more may be kept the cut is found by counting, in so many bins."""
+"""Most candidates that kernels sort; where more may be kept the cut is found by counting, in this many bins."""
 SAMPLE_BINS = 256
 SAMPLE_BLOCK, SAMPLE_CHUNK = 64, 1024
 """Logits of which the largest is noted, and of a chunk: a vector of such maxima."""

@@ -28,7 +28,7 @@ def _leave(address, far, apart):
 
 @cache
 def asking(m):
-    """Return a function that prefetches the lines of m row tiles `far` bytes behind an address."""
+    """Return a function that prefetches the lines of m row tiles `far` bytes after an address."""
 
     @inline
     def ask(address, far, apart):
@@ -189,8 +189,8 @@ def _all_parts(add_part, parts, values, n):
 def matmul_packed(name, group, m, n, alone=False):
     """Matmul of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
 
-    Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
-    the other share it.
+    Row tile i is (i & 1) * apart[0] + (i >> 1) * apart[1] bytes after w. Kernels that a process compiles one after the
+    other share it.
     """
     form = FORMS[name]
     record, parts, values = form.record_bytes(group), form.parts(group), form.input_group(group) * n

@@ -167,7 +167,7 @@ def now(ctx):
 
 @inline
 def clock(ctx):
-    """Nanoseconds since the last call; the time lies in ctx."""
+    """Nanoseconds since the last call; the time is in ctx."""
     time = now(ctx)
     passed = time - load_i64(ctx + CTX_CLOCK)
     store_i64(ctx + CTX_CLOCK, time)

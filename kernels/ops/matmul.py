@@ -96,8 +96,8 @@ def in_blocks(steps):
     `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending. If
     fewer units are left, two go through together, or one. A function takes (addresses, unit, t, units,
                                                                                 how many units
-    further the weights are that come next, how many units lie between two that go through together); `following` is the
-    unit that comes behind the last one.
+    further the weights are that come next, how many units are between two that go through together); `following` is the
+    unit that comes after the last one.
     """
     (n, together, step), *others = steps
     go_on = in_blocks(others) if others else inline(_all_done)
@@ -172,7 +172,7 @@ def chunk_of_rows(make_matmul, group):
 
 
 def in_streams(blocks, units):
-    """Run all blocks of tokens over so many units of row tiles, then over the next.
+    """Run all blocks of tokens over this many units of row tiles, then over the next.
 
     Units that few tokens take together are those that begin equal parts of the chunk: each stream goes through its part
     without a jump. Neighbours would make it jump at the end of each row tile, 5 KB in rows of 576 columns.

@@ -43,7 +43,7 @@ def _scale(x, width, mean, eps):
 def _norm_row(inst, ctx, x, out, whole):
     """One row: (x - mean) * scale * weight + bias; added to `out` with FLAG_RESIDUAL, then times a number.
 
-    `whole` rows are written to the end of the last vector, zeros behind their width; else nothing is behind it.
+    `whole` rows are written to the end of the last vector, zeros after their width; else nothing is after it.
     """
     bits, width, weight, bias = flags(inst), parameter(inst, ROWS.width), operand(inst, ctx, 2), operand(inst, ctx, 4)
     mean = splat_f32(0.0)

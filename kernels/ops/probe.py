@@ -60,7 +60,7 @@ def random_read(inst, ctx, tid, n_threads):
 
     Operand 1 holds int32 numbers of pieces; operand 2 gets the sums. Parameters: bytes of a piece (a multiple of 64),
     pieces that a thread takes at a time, how often that is in all, by how many pieces to look ahead in the list (it
-    goes on that far), how many bytes of that piece to prefetch.
+    continues that far), how many bytes of that piece to prefetch.
     """
     base, names, out = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2)
     size, batch, batches = parameter(inst, 0), 4 * parameter(inst, 1), parameter(inst, 2)

@@ -75,7 +75,7 @@ def screened(ctx, r):
 
 @inline
 def inside(v, i, vocab_size):
-    """The lanes of v, from number i on, that are logits; -inf behind the last one."""
+    """The lanes of v, from number i on, that are logits; -inf after the last one."""
     if i + 16 <= vocab_size:
         return v
     return mask_outside(v, lane_numbers(), 0, vocab_size - 1 - i, f32_from_bits(0xFF800000))
@@ -151,7 +151,7 @@ def _alone(make_matmul, group, n):
 
 
 def _of_block(steps, single):
-    """Run the function of so many tokens: of pairs of tokens and functions, or the one of a single token."""
+    """Run the function of this many tokens: of pairs of tokens and functions, or the one of a single token."""
     if not steps:
         @inline
         def alone(n, inst, w, base, tile, scratch):

@@ -30,7 +30,7 @@ from .stream import redeem
 
 @inline
 def post_piece(stream, part, offset, length, least, to):
-    """Let a reader bring so many bytes of the file, of which `least` must be there."""
+    """Let a reader bring this many bytes of the file, of which `least` must be there."""
     posted = load_i64(stream + STREAM_RELEASED)
     piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (posted % load_i64(stream + STREAM_N_PIECES))
     store_i64(piece + PIECE_OFFSET, offset)

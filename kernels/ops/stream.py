@@ -72,7 +72,7 @@ _EVERYONE = 2**31 - 1
 
 @inline
 def reads(stream):
-    """Whether readers may go on: they were not paused or ended, and no read has failed."""
+    """Whether readers may continue: they were not paused or ended, and no read has failed."""
     return atomic_load(stream + STREAM_STATE) == STREAM_RUNS and atomic_load(stream + STREAM_FAILED) == 0
 
 
@@ -133,7 +133,7 @@ def await_buffer(ctx, stream, claim):
 
 @inline
 def await_release(ctx, stream, free):
-    """Wait until so many parts were released, or pieces posted, or the readers are to stop."""
+    """Wait until this many parts were released, or pieces posted, or the readers are to stop."""
     gate = stream + STREAM_GATE
     seen = atomic_load(gate)
     while atomic_load(stream + STREAM_RELEASED) < free and reads(stream):

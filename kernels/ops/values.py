@@ -37,7 +37,7 @@ def _some(x, end, kind, factor):
 
 @outlined
 def _times(x, end, by, width):
-    """Multiply whole vectors by the values at another address, of which there are `width`, and by 0 behind them."""
+    """Multiply whole vectors by the values at another address, of which there are `width`, and by 0 after them."""
     while x < end:
         store_f32x16(x, load_f32x16(x) * keep_first(load_f32x16(by), width))
         x, by, width = x + 64, by + 64, width - 16
@@ -47,7 +47,7 @@ def _times(x, end, by, width):
 def activate_rows(inst, ctx, tid, n_threads):
     """A function of each value of f32 rows, in place, perhaps times that of another tensor.
 
-    A unit is a part of a row, for there may be one long row.
+    A unit is a part of a row, because there may be one long row.
     """
     x, stride = operand(inst, ctx, 0), parameter(inst, VALUES.stride)
     kind, factor = parameter(inst, VALUES.function), float_parameter(inst, VALUES.factor)

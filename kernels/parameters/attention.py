@@ -52,7 +52,7 @@ class _Attention(NamedTuple):
     rows: int
     """Index of the count of tokens."""
     most: int
-    """attention_select: rows that a head wants; 0 = by the least share."""
+    """attention_select: rows that a head needs; 0 = by the least share."""
     least: int
     """attention_select: how far below the largest score a wanted one may be, float32 bits; -inf = any."""
     instead: int
@@ -60,7 +60,7 @@ class _Attention(NamedTuple):
     cap: int
     """Scores become cap x tanh(score / cap), float32 bits; 0 = they stay as they are."""
     values: int
-    """Latent KV: V is so many of K's first elements, and not stored by itself; 0 = it is stored."""
+    """Latent KV: V is this many of K's first elements, and not stored by itself; 0 = it is stored."""
     turned: int
     """Latent KV: where in a thread's scratch the V of a split is made of its K."""
     recent: int
@@ -71,7 +71,7 @@ class _Attention(NamedTuple):
 
 class _Latent(NamedTuple):
     stride: int
-    """Bytes of a row of queries, behind which the token's key lies."""
+    """Bytes of a row of queries, after which the token's key is."""
     q_stride: int
     """Bytes of a row of which the queries' rotated parts are taken."""
     q_first: int
@@ -84,7 +84,7 @@ class _Latent(NamedTuple):
     rank: int
     """Elements of the latent."""
     rotary: int
-    """Elements behind it, which turn."""
+    """Elements after it, which turn."""
     table_stride: int
     """As in ROPE, like what follows."""
     block_bytes: int

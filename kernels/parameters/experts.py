@@ -1,4 +1,4 @@
-"""Parameters of mixtures of experts: the choice, rows by expert, and experts that are read when a token wants them."""
+"""Parameters of mixtures of experts: the choice, rows by expert, and experts that are read when a token needs them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _ExpertsResolve(NamedTuple):
     span: int
     """Experts of a part."""
     readers: int
-    """Threads that share what a forward pass wants, in reads of `least` to `most` bytes."""
+    """Threads that share what a forward pass needs, in reads of `least` to `most` bytes."""
     least: int
     most: int
     """Whole pages, both."""

@@ -14,7 +14,7 @@ class _Linear(NamedTuple):
     x_stride: int
     """Bytes from one token's x to the next."""
     x_scales: int
-    """Offset of the scales in a row of x: behind its values, padding included."""
+    """Offset of the scales in a row of x: after its values, padding included."""
     x_offsets: int
     """Offset of the offsets (-8 x sum of a group) in a row of x."""
     out_stride: int
@@ -44,7 +44,7 @@ class _Linear(NamedTuple):
     """Experts: bytes from one row of the source to the next, where a single token has a row for each expert; 0 = all
     its experts read the same row."""
     head_tiles: int
-    """linear: tiles of each head's own matrix, all behind one another; chunks end with heads. 0 = one matrix."""
+    """linear: tiles of each head's own matrix, all one after the other; chunks end with heads. 0 = one matrix."""
     head_x: int
     """Heads: bytes from one head's x to the next's."""
     head_gap: int
@@ -52,9 +52,9 @@ class _Linear(NamedTuple):
     since: int
     """Experts with FLAG_SLOTS: the first one that the instruction computes."""
     until: int
-    """The one behind the last."""
+    """The one after the last."""
     expert_bytes: int
-    """Experts: bytes from one expert's matrix to the next's, where they do not lie in slots."""
+    """Experts: bytes from one expert's matrix to the next's, where they are not in slots."""
 
 
 LINEAR = _Linear(*range(25))

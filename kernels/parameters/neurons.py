@@ -21,7 +21,7 @@ class _NeuronGated(NamedTuple):
     block: int
     """Neurons of a block, whose columns are summed by themselves; at most NEURON_WINDOW."""
     chunk: int
-    """Neurons per claimed chunk where there are several tokens."""
+    """Neurons per claimed chunk if there are several tokens."""
     activation: int
     """Number of the hidden activation, see ACTIVATIONS."""
     scratch: int
@@ -35,13 +35,13 @@ class _NeuronGated(NamedTuple):
     eps: int
     """Fused input: epsilon of the norm, float32 bits."""
     x_scales: int
-    """Offset of the scales in a row of x: behind its values, padding included."""
+    """Offset of the scales in a row of x: after its values, padding included."""
     x_offsets: int
     """Offset of the offsets (-8 x sum of a group) in a row of x."""
     mask_stride: int
     """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
     cold: int
-    """Neurons, the last ones, that lie by themselves in slots and not among the weights."""
+    """Neurons, the last ones, that are by themselves in slots and not among the weights."""
     shift: int
     """Cold neurons: a cluster, which is in a slot, holds 1 << shift of them."""
     cluster_bytes: int
@@ -53,7 +53,7 @@ class _NeuronGated(NamedTuple):
     limit: int
     """As in LINEAR."""
     ungated: int
-    """1 if a neuron has no up row: what its gate gives is its value, and behind all gates lie columns alone."""
+    """1 if a neuron has no up row: what its gate gives is its value, and after all gates are columns alone."""
 
 
 class _NeuronDown(NamedTuple):
@@ -99,7 +99,7 @@ class _NeuronMask(NamedTuple):
     token_tiles: int
     """Signs: tokens of the blocks (abi.pack_token_tiles): compiled into the kernel."""
     x_scales: int
-    """Signs: offset of the scales in a row of x: behind its values, padding included."""
+    """Signs: offset of the scales in a row of x: after its values, padding included."""
     x_offsets: int
     """Signs: offset of the offsets in a row of x."""
     group: int
@@ -109,7 +109,7 @@ class _NeuronMask(NamedTuple):
 class _NeuronResolve(NamedTuple):
     neurons: int
     hot: int
-    """Neurons, the first ones, that lie among the weights."""
+    """Neurons, the first ones, that are among the weights."""
     shift: int
     """A cluster holds 1 << shift neurons."""
     cluster_bytes: int

@@ -13,7 +13,7 @@ class _Rows(NamedTuple):
     rows: int
     """Index of the count of rows."""
     scales: int
-    """q8 output: offset of the scales in a row: behind its values, padding included."""
+    """q8 output: offset of the scales in a row: after its values, padding included."""
     offsets: int
     """q8 output: offset of the offsets (-8 x sum of a group) in a row."""
     group: int

@@ -2,7 +2,7 @@
 
 `REFERENCES[name](InstructionView(instruction,
                                   ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
-memory holds it. The mathematics stands in functions of plain arrays (`linear_values` and the like), which specify the
+memory holds it. The mathematics is in functions of plain arrays (`linear_values` and the like), which specify the
 kernels; the references only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
 """
 

@@ -52,7 +52,7 @@ def quantised_rows(view: InstructionView, x: Floats, exact: bool, near: NDArray 
                    skipped: int = 0) -> list[Expected]:
     """Blocks of q8 rows that hold x, which is known up to `near`: codes, scales and -8 x the sums of the codes.
 
-    They begin so many bytes behind the beginning of the output.
+    They begin this many bytes after the beginning of the output.
     """
     p = view.parameters(ROWS)
     padded = np.zeros((len(x), p.scales), np.float32)

@@ -1,7 +1,7 @@
 """Reference of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
 
-In a layer first come all K, then all V, then, of codes, all scales: head by head the blocks, of 16 tokens each. A
-block of scales has 16 of K and 16 of V; `edgeinfer.quant.kv` says how K and V lie in a block.
+In a layer first come all K, then all V, then, of codes, all scales: head by head the blocks, of 16 tokens each. A block
+of scales has 16 of K and 16 of V; `edgeinfer.quant.kv` says how K and V are in a block.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def soft_cap(x: Doubles, cap: float) -> Doubles:
 
 
 def activate_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``activate``; whole vectors are written, zeros behind rows that are multiplied by others."""
+    """The reference of ``activate``; whole vectors are written, zeros after rows that are multiplied by others."""
     if not view.flags & FLAG_TIMES:
         return _activated(view)
     p, (made,) = view.parameters(VALUES), _activated(view)

@@ -61,7 +61,7 @@ class InstructionView:
     def array(
         self, index: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, at: int = 0
     ) -> NDArray[Any]:
-        """Live view of operand `index`, from `at` bytes behind its start."""
+        """Live view of operand `index`, from `at` bytes after its start."""
         return memory(self.address(index) + at, dtype, shape, strides)
 
     def parameters(self, family: Family) -> Family:

@@ -75,7 +75,7 @@ def build(
 
 
 def processes(n_kernels: int) -> int:
-    """Return how many processes compile so many kernels: four at most, one a core, all within the free memory."""
+    """Return how many processes compile this many kernels: four at most, one a core, all within the free memory."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -84,7 +84,7 @@ def processes(n_kernels: int) -> int:
 
 
 class _Worker:
-    """A compiling process: names go in, code comes out; how it ended stands in what it said last."""
+    """A compiling process: names go in, code comes out; how it ended is in what it said last."""
 
     def __init__(self, process: subprocess.Popen[bytes], events: queue.Queue[tuple[_Worker, str, bytes]]):
         self._process, self._events, self._said, self._last = process, events, "no message", ""

@@ -64,7 +64,7 @@ def only_translate() -> None:
     """Make Numba stop at LLVM IR: helpers are neither optimised nor turned into machine code one by one.
 
     Nothing that is compiled here is called here, and the finished kernel is optimised once, whole: loops of helpers
-    that were unrolled before they are inlined would make it three times as long. Numba wants a built-in function as the
+    that were unrolled before they are inlined would make it three times as long. Numba needs a built-in function as the
     key of each helper; a new list's method is one.
     """
     from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary

@@ -11,7 +11,7 @@ _MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 def machine(code: bytes) -> str:
-    """Architecture of a 64-bit little-endian ELF object, or its number where it is none of ours.
+    """Architecture of a 64-bit little-endian ELF object, or its number where it is not one of edgeinfer's.
 
     Raises `KernelError` if the bytes are no such object.
     """

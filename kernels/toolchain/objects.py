@@ -1,7 +1,7 @@
 """Kernel objects on disk: sets named by their sources, each object sealed with a checksum and written whole.
 
 A set is a directory of ``NAME.o``. It need not be complete: a kernel is compiled when a program first needs it, and a
-release has all. Each file is an ELF object and, behind it, the SHA-256 of the set's identity, the kernel's name and the
+release has all. Each file is an ELF object and, after it, the SHA-256 of the set's identity, the kernel's name and the
 code; so one that is damaged, or from another set, is not linked.
 """
 

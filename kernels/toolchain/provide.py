@@ -44,7 +44,7 @@ def find_objects(
 ) -> dict[str, bytes]:
     """Code of the named kernels of a set.
 
-    Objects that are damaged or do not belong here are named on standard error before new ones are compiled. Where the
+    Objects that are damaged or do not belong here are named on standard error before new ones are compiled. If the
     cache cannot be written, or others can write it, nothing is kept, which is said there once.
 
     Raises

@@ -33,7 +33,7 @@ def add_chains(context, chains, start):
 
 @intrinsic
 def dot_chains(context, acc, lines, x):
-    """Chain i += line i times 4 int8 of each of n rows, which lie at x + 4 n i + 4 t."""
+    """Chain i += line i times 4 int8 of each of n rows, which are at x + 4 n i + 4 t."""
     if not (isinstance(acc, Tile) and isinstance(lines, Tile)):
         return None
     c = lines.n

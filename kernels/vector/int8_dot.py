@@ -124,9 +124,9 @@ def _dot_plain(b, acc, w, x):
 def dot_block(b, block, acc, lines, x, dot, smull):
     """Add products to a block of m row tiles x n tokens.
 
-    `lines` holds per row tile one or two lines; the 4 activations of token t lie at x + 4 t for the first, at
-    x + 4 n + 4 t for the second. Each load of activations serves m products, each line n. `dot` takes a line,
-    `smull` is NEON's way without sdot.
+    `lines` holds per row tile one or two lines; the 4 activations of token t are at x + 4 t for the first, at x + 4 n +
+    4 t for the second. Each load of activations serves m products, each line n. `dot` takes a line, `smull` is NEON's
+    way without sdot.
     """
     m, each = len(lines), len(lines[0])
     n = block.n // m
@@ -275,8 +275,8 @@ zero_products, zero_sums = _zero(F32x16), _zero(I32x16)
 def scale_add(context, acc, ints, w_scales, x_scales):
     """acc + ints * (w_scale of the row tile * x_scale of the token): a group's contribution, rounded alike everywhere.
 
-    `ints` may be floats already. `w_scales` is one vector or a tile of m; the f32 scale of token t lies at
-    x_scales + 4 t.
+    `ints` may be floats already. `w_scales` is one vector or a tile of m; the f32 scale of token t is at x_scales + 4
+    t.
     """
     if not isinstance(acc, Tile | PairTile) or type(acc) is not type(ints):
         return None

@@ -92,7 +92,7 @@ def lanes_above(b, v, w):
 
 @define(I32x16, types.int64, types.int64)
 def differing_bits(b, left, right):
-    """In each lane how many bits differ between the words at two addresses, which may lie anywhere."""
+    """In each lane how many bits differ between the words at two addresses, which may be anywhere."""
     words = [b.load(pointer(b, at), typ=VI, align=4) for at in (left, right)]
     return call(b, "llvm.ctpop.v16i32", VI, b.xor(*words))
 

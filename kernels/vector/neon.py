@@ -74,7 +74,7 @@ def _add_fours(b, acc, low, high):
 def dot_rows(b, products, sums, lines, x):
     """Add the products of one or two lines to the vectors of n tokens.
 
-    The four activations of token t lie at x + 4 t for the first line, at x + 4 n + 4 t for the second.
+    The four activations of token t are at x + 4 t for the first line, at x + 4 n + 4 t for the second.
     """
     n = len(sums)
     activations = _activations(b, x, len(lines) * n)

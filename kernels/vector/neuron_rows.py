@@ -1,4 +1,4 @@
-"""Steps on 64-byte lines of the layout neuron: one row of weights at a time, as it lies.
+"""Steps on 64-byte lines of the layout neuron: one row of weights at a time, as it is.
 
 A line of q4 has 128 columns, a line of int8 64; 16 bytes of it (a quarter) belong to one group. Two uses:
 
@@ -126,7 +126,7 @@ row_int8 = _row_step(lambda b, line: [line], dot_s8_line, neon.by_smull)
 
 @define(types.none, types.int64)
 def start_q4(b, x):
-    """Store behind the two vectors at x where sums start: codes are 8 too large."""
+    """Store after the two vectors at x where sums start: codes are 8 too large."""
     eights = constant(VB, 8)
     operands = [(eights, _line(b, x)), (eights, _line(b, x, 64))]
     total = _sum_products(b, constant(VI, 0), operands, dot_u8_line, neon.by_smlal)
@@ -135,7 +135,7 @@ def start_q4(b, x):
 
 @define(types.none, types.int64)
 def start_int8(b, x):
-    """Store behind the vector at x where sums start: VNNI takes unsigned weights, 128 too large."""
+    """Store after the vector at x where sums start: VNNI takes unsigned weights, 128 too large."""
     start = constant(VI, 0)
     if is_vnni():
         start = b.neg(dot_u8_line(b, start, constant(VB, -128), _line(b, x)))
@@ -223,7 +223,7 @@ def _codes_int8(b, address):
 def _column_step(codes, sides):
     """Intrinsic ``(acc, tokens, part, w, factors, stride)``: acc + part `part` of the line at w, times its factors.
 
-    The floats at `factors` belong to the line's quarters, those of the next token lie `stride` bytes on; acc is a tile
+    The floats at `factors` belong to the line's quarters, those of the next token are `stride` bytes on; acc is a tile
     of `load_columns`.
     """
 

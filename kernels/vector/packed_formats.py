@@ -1,6 +1,6 @@
 """Types of weights whose codes have fewer than 8 bits: one body of kernels serves them all (packed.py).
 
-The rows are those of the table of storage types. `edgeinfer.quant.packed` says where what lies.
+The rows are those of the table of storage types. `edgeinfer.quant.packed` says where what is.
 """
 
 from __future__ import annotations

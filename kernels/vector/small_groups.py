@@ -68,7 +68,7 @@ def _offsets(b, x, n, steps, offset):
 
 @cache
 def start_of_fine(name: str, group: int):
-    """Intrinsic ``(m, n, x)``: what the sums of a group start at, whose activations lie at x."""
+    """Intrinsic ``(m, n, x)``: what the sums of a group start at, whose activations are at x."""
     form = FORMS[name]
 
     @intrinsic(prefer_literal=True)

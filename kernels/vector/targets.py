@@ -52,7 +52,7 @@ def has(feature: str) -> bool:
 
 
 def emit_fma(b, x, y, z):
-    """x * y + z: fused where there is an instruction, so that every kernel of an ISA level rounds alike."""
+    """x * y + z: fused if there is an instruction, so that every kernel of an ISA level rounds alike."""
     if has("fma") or has("aarch64"):
         return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
     return b.fadd(b.fmul(x, y), z)

@@ -90,7 +90,7 @@ def store_apart(context, m, block, address, stride, apart):
 
 @intrinsic(prefer_literal=True)
 def add_block(context, m, block, address, stride, apart):
-    """block + what lies where `store_apart` would store it (stride 0: one row for all tokens)."""
+    """block + what is where `store_apart` would store it (stride 0: one row for all tokens)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None

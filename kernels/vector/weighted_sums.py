@@ -56,8 +56,8 @@ def _add(b, total, line, four):
 def add_weighted(context, acc, n, address, stride, p, p_stride):
     """Add a block's 16 rows of int8 times 16 weights to m vectors x n rows of sums, vector by vector.
 
-    Of four tokens the lines of elements 16 i .. lie side by side, those of the next four a stride behind; the 16
-    weights (int8) of row t of the sums are at p + t * p_stride.
+    Of four tokens the lines of elements 16 i .. are side by side, those of the next four a stride after; the 16 weights
+    (int8) of row t of the sums are at p + t * p_stride.
     """
     rows = literal(n)
     if rows is None or not isinstance(acc, Tile):

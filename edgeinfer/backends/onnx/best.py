@@ -18,7 +18,7 @@ BEST = 64
 
 def sampled(segment: Segment) -> list[tuple[int, int]]:
     """Return, for each row of logits of a token, its sample and the position of the token that is sampled; of a prompt,
-    and where a row is wanted, the sample is 0."""
+    and where a row is requested, the sample is 0."""
     sample_specs = segment.sample_specs if segment.sample_specs and segment.role == DECODE \
         else [0] * len(segment.outputs)
     return [(spec, len(segment.sequence) + len(segment.ids)) for spec in sample_specs]
@@ -41,7 +41,7 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
     Returns
     -------
     bool
-        Whether the tokens stand in the samples now; else the whole rows are needed.
+        Whether the tokens are in the samples now; else the whole rows are needed.
     """
     if not all(sample_specs) or np.isnan(values).any():
         return False

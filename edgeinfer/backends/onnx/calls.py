@@ -91,7 +91,7 @@ class Calls(abc.ABC):
         return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, sample_specs))
 
     def _outputs_of(self, count: int) -> dict[str, Any]:
-        """Memory of the device for what steps of so many sequences give."""
+        """Memory of the device for what steps of this many sequences give."""
         from onnxruntime import OrtValue
 
         if count not in self._outputs:

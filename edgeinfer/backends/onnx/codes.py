@@ -48,7 +48,7 @@ def tile_scales(tiles: Bytes, stored: WeightType, columns: int) -> NDArray[np.fl
 
 
 def _next_to_each_other(words: NDArray[Any]) -> NDArray[Any]:
-    """Nibbles of 8 columns in their order: a word holds the first four in its low nibbles, the others in the high."""
+    """Nibbles of 8 columns in order: a word holds the first four in its low nibbles, the others in the high."""
     low, high = words & np.uint32(0x0F0F0F0F), words >> np.uint32(4) & np.uint32(0x0F0F0F0F)
     for part in (low, high):  # in place: these are the largest arrays that there are
         part |= part >> np.uint32(4)

@@ -28,7 +28,7 @@ class Data(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Checksum of what lies where: other data have another."""
+        """Checksum of what is where: other data have another."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
 

@@ -37,7 +37,7 @@ class Provider(NamedTuple):
     entries: dict[str, str]
     """Of the session."""
     kv: tuple[str, ...]
-    """Types of the KV cache, and so of the model; the first where nothing is asked for."""
+    """Types of the KV cache, and so of the model; the first where nothing is requested."""
     graphs: bool = False
     """Whether decode steps are recorded and replayed."""
     page_positions: int = 0
@@ -144,7 +144,7 @@ def check_placement(session: Any, provider: Provider) -> None:
 
 
 def take_as_asked() -> None:
-    """Let memory that is made on a GPU for the KV cache be what was asked for, as planned, not the next power of two.
+    """Let memory that is made on a GPU for the KV cache be what was requested, as planned, not the next power of two.
 
     The provider's option `arena_extend_strategy` is for the arenas of sessions alone. Values made outside of them have
     one whose only setting this is (onnxruntime-gpu 1.31.1; deprecated for sessions); wheels for CPUs do not have it.

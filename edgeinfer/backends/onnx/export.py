@@ -25,7 +25,7 @@ from .packages import import_onnx
 from .weights import Reader
 
 MODEL_BYTES = 16 << 20
-"""Room asked for beside the data: the graph, and the tokenizer's files."""
+"""Room requested beside the data: the graph, and the tokenizer's files."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 

@@ -94,7 +94,7 @@ def check_draft(config: RuntimeConfig, device: str) -> None:
 
 def smaller(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Iterator[Alternative]:
     """Yield smaller requests that fit: a smaller KV pool if its size was given, else a shorter context, or fewer
-    samples where they are asked for.
+    samples where they are requested.
 
     Beams, whose own tokens are planned, stay: fewer would be another search.
     """

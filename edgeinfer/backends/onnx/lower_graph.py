@@ -10,7 +10,7 @@ from .lowering import Lowering, check_types, lower
 
 
 def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
-    """Lower all operations, in their order.
+    """Lower all operations, in order.
 
     Raises
     ------

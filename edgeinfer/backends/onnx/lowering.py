@@ -1,6 +1,6 @@
 """Lowering to ONNX: each operation of the graph becomes some nodes; `lower` is open, as that of the runtime.
 
-Rows are the last axis throughout; before it lie (B, S) with attention gqa and (T,) with paged. What the pass of the CPU
+Rows are the last axis throughout; before it are (B, S) with attention gqa and (T,) with paged. What the pass of the CPU
 quantises stays as it is: matmuls here take floats. Nothing in this module needs the package onnx.
 """
 
@@ -65,7 +65,7 @@ class Lowering:
         self.nodes: list[Node] = []
         self.stored: dict[str, Stored] = {}
         self.integers: dict[str, tuple[int, ...]] = {}
-        """Small constants (shapes, axes), which stand in the model itself."""
+        """Small constants (shapes, axes), which are in the model itself."""
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
         self.ropes: dict[int | None, RopeStore] = {}

@@ -1,4 +1,4 @@
-"""The ModelProto of a lowered graph, whose tensors lie in a file of external data."""
+"""The ModelProto of a lowered graph, whose tensors are in a file of external data."""
 
 from __future__ import annotations
 

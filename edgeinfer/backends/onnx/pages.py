@@ -39,7 +39,7 @@ class Pages(BlockTables):
         self._copy(source, target)
 
     def clear(self, block: int, first: int) -> None:
-        """Nothing: attention reads no row behind a sequence's end."""
+        """Nothing: attention reads no row after a sequence's end."""
 
 
 class PageCalls(Calls):
@@ -73,7 +73,7 @@ class PageCalls(Calls):
 
 
 def table_width(pages: int, most: int) -> int:
-    """Return how many pages the tables of a step have where a sequence holds so many: a power of two, or `most`, so
+    """Return how many pages the tables of a step have where a sequence holds this many: a power of two, or `most`, so
     that few graphs serve all lengths."""
     return min(1 << (pages - 1).bit_length(), most)
 
@@ -84,7 +84,7 @@ def table_widths(most: int) -> int:
 
 
 def _table(segments: Items[Segment], width: int) -> NDArray[np.int32]:
-    """Pages of each sequence; what is behind them is not read, and has to be some page."""
+    """Pages of each sequence; what is after them is not read, and has to be some page."""
     table = np.zeros((len(segments), width), np.int32)
     for row, segment in zip(table, segments, strict=True):
         row[: len(segment.sequence.blocks)] = segment.sequence.blocks

@@ -51,7 +51,7 @@ GRAPH_BYTES = 10_000_000
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
 """Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
-"""Tokens for which its other matmuls read a matrix of so many bits as it is, if its sides are such multiples."""
+"""Tokens for which its other matmuls read a matrix of this many bits as it is, if its sides are such multiples."""
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
@@ -94,7 +94,7 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
     config : RuntimeConfig
     provider : Provider
     kv : str, optional
-        Type of the KV cache where one was asked for; by default the device's own.
+        Type of the KV cache where one was requested; by default the device's own.
 
     Raises
     ------
@@ -222,7 +222,7 @@ class DevicePlanner:
 
 
 def written_out(matmul: Node, tokens: int) -> int:
-    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for so many tokens, else 0; see
+    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for this many tokens, else 0; see
     docs/explanation/onnx.md.
     """
     rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))

@@ -1,4 +1,4 @@
-"""A runner on onnxruntime: what is admitted, cancelled and closed, whichever way its KV cache lies."""
+"""A runner on onnxruntime: what is admitted, cancelled and closed, whichever way its KV cache is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OnnxRunner(Runner):
     BudgetError
         The plan exceeds the memory of this process or of the device.
     UsageError
-        The provider does not work, or cannot do what is asked for.
+        The provider does not work, or cannot do what is requested.
     BundleError, DestinationError, UnsupportedModelError
         The bundle is damaged, cannot be lowered, or the cache cannot be written.
     """
@@ -75,7 +75,7 @@ class OnnxRunner(Runner):
         planner, config = device_planner(graph, config, provider, config.kv)
         self.config = resolve(config, self.model)
         self.plan = fit_device(planner, self.config, beside)
-        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than asked for
+        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than requested
         self.block_tokens = planner.positions(self.plan.request)
         self._turn = threading.RLock()
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
@@ -120,7 +120,7 @@ class OnnxRunner(Runner):
         self.kv.truncate(sequence, n_tokens)
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether context and pages have room for so many more tokens of each; see `Runner.fits`."""
+        """Return whether context and pages have room for this many more tokens of each; see `Runner.fits`."""
         return super().fits(wanted) and self.kv.fits(wanted)
 
     @property
@@ -203,7 +203,7 @@ class OnnxRunner(Runner):
             return None
         try:
             return self._free - gpu_free_bytes()
-        except UsageError:  # what is asked for statistics ends nothing
+        except UsageError:  # what is requested statistics ends nothing
             return None
 
     # -- parts -------------------------------------------------------------------------------------------------------

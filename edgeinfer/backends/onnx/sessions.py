@@ -47,7 +47,7 @@ class Sessions:
         check_process(self._process)
 
     def run(self, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
-        """Run the model, until `cancel` is asked for; raises whatever onnxruntime does, see `translated_errors`."""
+        """Run the model, until `cancel` is requested; raises whatever onnxruntime does, see `translated_errors`."""
         self._run(self.model, binding, graph, cancel)
 
     def copy(self, slabs: Slabs, source: int, target: int) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a KV cache on a device: slabs of slots or pages, bound where they lie, which never move."""
+"""The memory of a KV cache on a device: slabs of slots or pages, bound where they are, which never move."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def block_bytes(layers: int, heads: Heads, positions: int, kv: str) -> int:
 class Slabs:
     """For K and V of each layer one slab of blocks, which are slots or pages.
 
-    A range of blocks is a stretch of it, so that it can be bound as it lies there.
+    A range of blocks is a stretch of it, so that it can be bound as it is there.
 
     Parameters
     ----------

@@ -121,7 +121,7 @@ class SlotCalls(Calls):
             yield self._several(inputs, list(segment.outputs), targets, segment.sequence.blocks[0], 1)
 
     def _ranges(self, single: list[_Single]) -> Iterator[list[_Single]]:
-        """Slots that decode together: one call takes a range, whose idle slots write a row behind their end, where they
+        """Slots that decode together: one call takes a range, whose idle slots write a row after their end, where they
         have room for one."""
         part: list[_Single] = []
         for item in single:

@@ -23,9 +23,9 @@ class Step:
     """One token of each of several sequences.
 
     A graph replays the same addresses and counts, so inputs are written into buffers that stay, and logits come for all
-    sequences: the best of each row, and all of them where these are not enough; what is not asked for stays on the
-    device. The first run of a graph runs the model several times, which does no harm: what is written to the cache
-    is the same each time.
+    sequences: the best of each row, and all of them where these are not enough; what is not requested stays on the
+    device. The first run of a graph runs the model several times, which does no harm: what is written to the cache is
+    the same each time.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
-    """The file of external data, which lies beside the model, and the tensors in it, in their order."""
+    """The file of external data, which is beside the model, and the tensors in it, in order."""
     sums, entries, files = json.loads(about["tensors"]), [], set()
     for tensor in model.graph.initializer:
         if where := {entry.key: entry.value for entry in tensor.external_data}:

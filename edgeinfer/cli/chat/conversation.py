@@ -38,7 +38,7 @@ class Conversation:
     ----------
     llm : answers
     system : first message of every conversation
-    raw : continue text even where there is a template
+    raw : continue text even if there is a template
     options : of each request
 
     Attributes

@@ -42,7 +42,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int, repetitions: int,
                accept: float | None, progress: ProgressLine) -> dict[str, Any]:
-    """Return the JSON object of forward passes over several tokens behind the longest context of the tests."""
+    """Return the JSON object of forward passes over several tokens after the longest context of the tests."""
     from ...bench import COUNTS, REPLAYED_TOKENS, measure_speculation
     from ...bundle import Bundle
     from ...runtime import Session

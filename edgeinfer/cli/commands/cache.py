@@ -1,4 +1,4 @@
-"""`edgeinfer cache`: what lies in the user's cache, and getting rid of it."""
+"""`edgeinfer cache`: what is in the user's cache, and getting rid of it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def clear(
 
 
 def made_of(entry: CacheEntry) -> str:
-    """Return what a bundle was made of, empty for others; a damaged one is told of when it is used."""
+    """Return what a bundle was made of, empty for others; a damaged one is reported when it is used."""
     from ...bundle import Bundle
 
     if entry.kind != "bundles":

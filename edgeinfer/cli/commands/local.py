@@ -120,7 +120,7 @@ def running() -> Iterator[dict[str, Any]]:
         words = arguments_of(known["cmdline"] or [])
         if known["pid"] == os.getpid() or not words or known["memory_info"] is None:
             continue
-        model = words[1] if words[1:] and not words[1].startswith("-") else None  # behind options it may be a value
+        model = words[1] if words[1:] and not words[1].startswith("-") else None  # after options it may be a value
         yield {"pid": known["pid"], "command": words[0], "model": model if words[0] in WITH_MODELS else None,
                "rss_bytes": known["memory_info"].rss, "seconds": time.time() - known["create_time"]}
 

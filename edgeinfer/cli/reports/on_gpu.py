@@ -27,7 +27,7 @@ class Cards:
         Describes the model without passes.
     config : RuntimeConfig
     kv : str or None
-        Type of the KV cache, where one was asked for.
+        Type of the KV cache, where one was requested.
     """
 
     def __init__(self, describe: Callable[[], ModelDescription], config: RuntimeConfig, kv: str | None):

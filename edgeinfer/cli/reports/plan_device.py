@@ -88,7 +88,7 @@ def _source(config: RuntimeConfig, card: DeviceProfile | None) -> str | None:
 
 def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fits: Callable[[MemoryPlan], bool],
              unknown: bool) -> dict[str, Any]:
-    """Return the fields of the longest context, and of the most sequences of the context asked for."""
+    """Return the fields of the longest context, and of the most sequences of the context requested."""
     from edgeinfer.memory_planner import own_pool
 
     from ...backends import longest_ctx, most_sequences

@@ -225,7 +225,7 @@ class Disturbances:
         self._before = _switches()
 
     def disturbed(self, seconds: float, threads: int) -> bool:
-        """Return whether that was often, for a run of so many seconds; not if the system does not say."""
+        """Return whether that was often, for a run of this many seconds; not if the system does not say."""
         return _switches() - self._before > MOST_SWITCHES * max(seconds, 0.5) * threads
 
 

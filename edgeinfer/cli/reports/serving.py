@@ -19,7 +19,7 @@ LENGTHS = (256, 1024, 4096)
 
 
 def serving_object(plan: MemoryPlan, block_tokens: int) -> dict[str, Any]:
-    """Return the JSON object of a plan whose blocks have so many tokens."""
+    """Return the JSON object of a plan whose blocks have this many tokens."""
     ctx = plan.request.ctx
     lengths = (*(tokens for tokens in LENGTHS if tokens < ctx), ctx)
     return {

@@ -61,7 +61,7 @@ def line(report: dict[str, Any] | None) -> str | None:
     if report is None:
         return None
     hits = f", hit rate {report['hit_rate']:.0%}" if "hit_rate" in report else ""
-    unit = "token" if hits else "forward pass"  # which checks several tokens where there are draft tokens
+    unit = "token" if hits else "forward pass"  # which checks several tokens if there are draft tokens
     return (f"{report['decision']}: {format_size(report['flash_bytes_per_token'])} from storage per {unit}{hits} "
             f"({format_size(report['flash_bytes'])} in {report['walks']} forward passes), "
             f"{report['io_wait_ms'] / 1000:.1f} s spent waiting for it")

@@ -26,7 +26,7 @@ def check_users(users: int | None, answer: int) -> None:
 
 def users_object(estimate: Callable[[int, int], Estimate], users: int | None, prompt: int, answer: int
                  ) -> dict[str, Any] | None:
-    """Return the JSON object of so many users; None without users, or where the time of prompts is not known.
+    """Return the JSON object of this many users; None without users, or where the time of prompts is not known.
 
     A step gives each user a token: it takes as long as reading the weights once and all keys and values, or as the
     arithmetic of as many tokens of a prompt, whichever is longer; near the border both show, so that their squares are
@@ -34,7 +34,7 @@ def users_object(estimate: Callable[[int, int], Estimate], users: int | None, pr
 
     Parameters
     ----------
-    estimate : returns the estimate at a depth, of so many sequences that decode together
+    estimate : returns the estimate at a depth, of this many sequences that decode together
     users : of requests with the same lengths
     prompt, answer : tokens of a request
     """

@@ -60,7 +60,7 @@ class Level:
         self.left = self.wait
 
     def learn(self, n: int, accepted: int) -> None:
-        """Take note that of n drafted tokens so many were right."""
+        """Record that of n drafted tokens this many were right."""
         for place in range(min(n, accepted + 1)):
             if place == len(self.right):
                 self.right.append(self._unknown())

@@ -97,11 +97,11 @@ class Speculation:
 
         Parameters
         ----------
-        texts : that go on
+        texts : that continue
         left : tokens that each may be given at most, besides one
         cancel : ends drafting
         room : returns how many of them the next pass can take
-        each : without drafts a pass takes one step, because every row is wanted
+        each : without drafts a pass takes one step, because every row is requested
         drafting : for each text whether it is drafted for; by default all are
         """
         now = time.perf_counter()
@@ -252,10 +252,10 @@ class Speculation:
                 shadow.level.learn(len(shadow.proposal), right)
                 del self._shadows[text.key]
 
-    # -- behind a pass -----------------------------------------------------------------------------------------------
+    # -- after a pass -----------------------------------------------------------------------------------------------
 
     def plain(self, n_tokens: int) -> None:
-        """Take note of a pass without drafts, which gave each text so many tokens."""
+        """Record of a pass without drafts, which gave each text this many tokens."""
         seconds = self._elapsed()
         if not self._measuring:
             self._passed(n_tokens, seconds, seconds)
@@ -288,7 +288,7 @@ class Speculation:
         self._passed(1 + sum(accepted) // texts, seconds, step * (1 + sum(accepted) / texts))
 
     def _passed(self, n_tokens: int, seconds: float, instead: float) -> None:
-        """Take note of the seconds of a pass, and of how many the same tokens take without speculation."""
+        """Record of the seconds of a pass, and of how many the same tokens take without speculation."""
         self._rest -= n_tokens
         for level in self._levels.values():
             level.left -= n_tokens

@@ -22,7 +22,7 @@ MOST_BUCKETS = 64
 ENOUGH = 3
 """Passes without speculation before anything is compared with them: the first of a process finds cold caches."""
 WHOLE, LONGER = 0.75, 1.34
-"""A pass of less than the first share of the most tokens of a pass was cut short. From the second one on, what was
+"""A pass of less than the first share of the most tokens of a pass was truncated. From the second one on, what was
 measured before was."""
 SHORT_IN_TURN = 8
 """Passes in turn that were all shorter: they are as long as they get now."""
@@ -63,7 +63,7 @@ class Costs:
     # -- without speculation -----------------------------------------------------------------------------------------
 
     def plain(self, depth: int, tokens: int, seconds: float) -> bool:
-        """Take note of a pass that gave each text so many tokens; return whether it was a whole one."""
+        """Record of a pass that gave each text this many tokens; return whether it was a whole one."""
         if tokens > LONGER * self._most:
             self._most, self._shorter, self.plain_passes = tokens, 0, 0
             self._buckets.clear()
@@ -120,7 +120,7 @@ class Costs:
     # -- verifying and drafting --------------------------------------------------------------------------------------
 
     def took(self, what: str, n: int, ratio: float) -> None:
-        """Take note of what `what` over n tokens cost, in steps without speculation."""
+        """Record of what `what` over n tokens cost, in steps without speculation."""
         self._ratios.setdefault(what, {}).setdefault(n, deque(maxlen=KEPT)).append(ratio)
 
     def doubt(self, drafter: str, free: bool) -> float:

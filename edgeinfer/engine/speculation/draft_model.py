@@ -32,7 +32,7 @@ class DraftModel(Drafter):
     Parameters
     ----------
     runner : of the draft; its context holds the texts
-    vocab_size : of the model that checks; no token behind it is drafted
+    vocab_size : of the model that checks; no token after it is drafted
     kept : at most one sequence of earlier texts, which the next may begin like; shared by the drafters of a runner
     """
 
@@ -57,7 +57,7 @@ class DraftModel(Drafter):
         self._read(self._wanted(texts), cancel)
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-        """Sample n tokens behind each text; see `Drafter.propose`."""
+        """Sample n tokens after each text; see `Drafter.propose`."""
         try:
             return self._propose(texts, n, cancel)
         except RequestError:  # its KV blocks are all held
@@ -98,7 +98,7 @@ class DraftModel(Drafter):
             self._runner.release(self._kept.pop())
 
     def _wanted(self, texts: Items[Text]) -> list[Text]:
-        """Return the texts behind which it can draft."""
+        """Return the texts after which it can draft."""
         ctx = int(self._runner.config.ctx or 0)
         return [text for text in texts if len(text.tokens) <= ctx and self._readable(text)]
 
@@ -155,7 +155,7 @@ class _Held(NamedTuple):
 
 def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]], n: int,
           vocab_size: int) -> list[list[int]]:
-    """Sample up to n tokens behind several texts, all together; the last one needs no forward pass of its own.
+    """Sample up to n tokens after several texts, all together; the last one needs no forward pass of its own.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]],
     samplers : of these draft tokens alone (`Sampler.for_draft`)
     pending : the last tokens of each text, which are not run yet
     n : tokens of a draft token; less where the text ends before
-    vocab_size : tokens from there on are not drafted, and nothing behind them
+    vocab_size : tokens from there on are not drafted, and nothing after them
     """
     proposals: list[list[int]] = [[] for _ in samplers]
     live, ids = list(range(len(samplers))), pending

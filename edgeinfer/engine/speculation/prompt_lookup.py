@@ -82,7 +82,7 @@ class Index:
         return sum(self._in_common() >= length for length in LENGTHS) if self._found != _NOWHERE else 0
 
     def continuation(self, n: int) -> list[int]:
-        """Return n tokens that followed; where the text ends there, they go on with themselves."""
+        """Return n tokens that followed; where the text ends there, they continue with themselves."""
         following = self._tokens[self._found + 1 : self._found + 1 + n]
         while len(following) < n:
             following.extend(following[: n - len(following)])
@@ -91,7 +91,7 @@ class Index:
     def _latest(self) -> int:
         """Return the last token of the latest place before the end that has the longest of `SIZES` in common with it.
 
-        A longer n-gram ends where a shorter one does, so each search goes on where the one before found something.
+        A longer n-gram ends where a shorter one does, so each search continues where the one before found something.
         """
         found, stop = _NOWHERE, len(self._text) - 1
         for size in reversed(SIZES):

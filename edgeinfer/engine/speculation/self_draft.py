@@ -27,7 +27,7 @@ class SelfDraft(Drafter):
         self._runner, self._ahead = runner, ahead
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-        """Sample n tokens behind each text; see `Drafter.propose`."""
+        """Sample n tokens after each text; see `Drafter.propose`."""
         sequences = [text.sequence for text in texts if text.sequence is not None]
         n = min([n, *(int(self._runner.config.ctx or 0) - len(sequence) for sequence in sequences)])
         if len(sequences) < len(texts) or n < 1:
@@ -47,7 +47,7 @@ class SelfDraft(Drafter):
             return sampled(forward, [text.sampler.for_draft(vocab_size, n) for text in texts],
                          [text.tokens[-1:] for text in texts], n, vocab_size)
         finally:
-            for sequence in sequences:  # the room behind its end
+            for sequence in sequences:  # the room after its end
                 self._runner.truncate(sequence, len(sequence))
 
     def release(self, texts: Items[Text]) -> None:

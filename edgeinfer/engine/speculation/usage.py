@@ -26,7 +26,7 @@ class Usage:
     """Seconds that the same tokens take without speculation."""
 
     def verified(self, drafted: int, right: int) -> None:
-        """Take note of a sample's draft tokens in a forward pass, and of how many were right."""
+        """Record of a sample's draft tokens in a forward pass, and of how many were right."""
         self.texts += 1
         self.tokens += 1 + right
         self.drafted += drafted

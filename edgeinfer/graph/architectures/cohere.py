@@ -1,4 +1,4 @@
-"""Command-R (Cohere): attention and FFN side by side behind one layer norm without a bias; neighbours turn in pairs."""
+"""Command-R (Cohere): attention and FFN side by side after one layer norm without a bias; neighbours turn in pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4-0414 (Z.ai): norms before and behind attention and FFN; half of each head turns, neighbours in pairs."""
+"""GLM-4-0414 (Z.ai): norms before and after attention and FFN; half of each head turns, neighbours in pairs."""
 
 from __future__ import annotations
 

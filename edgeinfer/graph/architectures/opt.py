@@ -17,7 +17,7 @@ OFFSET = 2
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """350M has embeddings of another width than the stream, and norms behind attention and FFN."""
+    """350M has embeddings of another width than the stream, and norms after attention and FFN."""
     c.called(intermediate_size="ffn_dim", hidden_act="activation_function")
     if not c.flag("layer_norm_elementwise_affine", True):
         raise c.unsupported("layer_norm_elementwise_affine", False, "only true is supported")

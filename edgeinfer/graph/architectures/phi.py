@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2 (arXiv 2306.11644, 2309.05463): attention and FFN side by side behind one layer norm, biases."""
+"""Phi-1, 1.5 and 2 (arXiv 2306.11644, 2309.05463): attention and FFN side by side after one layer norm, biases."""
 
 from __future__ import annotations
 

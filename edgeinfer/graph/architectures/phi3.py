@@ -58,6 +58,6 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    (Gguf("phi3", fields=_fields, turns="share", strips=True,  # templates break lines behind tokens, and it saw no such
+    (Gguf("phi3", fields=_fields, turns="share", strips=True,  # templates break lines after tokens, and it saw no such
           ignored=("rope.scaling.original_context_length", "rope.scaling.attn_factor")),),
     {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"})

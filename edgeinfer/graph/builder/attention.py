@@ -83,9 +83,9 @@ class AttentionWords(BuilderBase):
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:
-        """The matmul of each head's piece of x, they lie side by side, with the head's own matrix of this shape.
+        """The matmul of each head's piece of x, they are side by side, with the head's own matrix of this shape.
 
-        It has `step` columns of the output from its piece on; behind those of all heads are so many `more`.
+        It has `step` columns of the output from its piece on; after those of all heads are this many `more`.
         """
         (rows, cols), width = shape, heads * step + more
         weight = self._weight(name, "matrix", sources, ((heads * rows // len(sources), cols),) * len(sources))
@@ -94,7 +94,7 @@ class AttentionWords(BuilderBase):
 
     def store_latent(self, queries: Tensor, q: Tensor, compressed: Tensor, norm: str, q_first: int, first: int,
                      eps: float) -> Tensor:
-        """Norm latent and rotate keys, which go to the layer's blocks and behind the queries; complete these.
+        """Norm latent and rotate keys, which go to the layer's blocks and after the queries; complete these.
 
         Rotated parts of the queries are in `q` from a column on, latent and key in `compressed`.
         """

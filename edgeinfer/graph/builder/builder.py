@@ -1,6 +1,6 @@
 """The vocabulary in which architectures write their forward pass; each method adds one operation to the graph.
 
-Words for attention stand in attention.py, those for mixtures of experts in experts.py, and the matmul with the parts of
+Words for attention are in attention.py, those for mixtures of experts in experts.py, and the matmul with the parts of
 all of them in base.py.
 """
 

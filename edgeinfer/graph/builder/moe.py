@@ -73,7 +73,7 @@ def moe(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor | Non
         h = g.rms_norm(x, name + "ffn_norm", norm)
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
     h = g.rms_norm(x, name + "ffn_norm", norm)
-    routes = routes or g.route(h, name, mlp)  # first: what stands behind it runs while experts are read
+    routes = routes or g.route(h, name, mlp)  # first: what is after it runs while experts are read
     if e.shared_size:
         x = _shared(g, h, x, name, mlp, e.shared_size)
     return g.experts(h, routes, name, mlp, residual=x)

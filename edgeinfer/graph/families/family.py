@@ -37,7 +37,7 @@ class ExpertModules:
     shared: tuple[str, str] | None = None
     """Modules of the shared FFN that all tokens use, if it is not a module of three matrices."""
     in_turns: bool = False
-    """Tensors of all experts have a gate row and an up row in turns, as columns where they are not quantised."""
+    """Tensors of all experts have a gate row and an up row alternately, as columns where they are not quantised."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Gguf:
     """Changes the section of a rotation that YaRN stretches."""
     experts: GgufExperts | None = None
     strips: bool = False
-    """Spaces behind special tokens are not part of a text, which no file says."""
+    """Spaces after special tokens are not part of a text, which no file says."""
     sees: bool = False
     """Whether files may hold vision or audio parts without a field that says so."""
     ollama: Ollama | None = None
@@ -147,7 +147,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors of a checkpoint."""
     further_tokens: bool = False
-    """Checkpoints have layers that predict more than the next token, numbered behind the others; they are left out."""
+    """Checkpoints have layers that predict more than the next token, numbered after the others; they are left out."""
     ambiguous: str = ""
     """Why a quantised checkpoint cannot be read, as the end of a sentence; empty if it can."""
     experts: ExpertModules = field(default_factory=ExpertModules)

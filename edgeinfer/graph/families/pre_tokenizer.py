@@ -22,7 +22,7 @@ class PreTokenizer:
     ignore_merges: bool = False
     """A word that is a token is taken as it is."""
     add_bos: bool = False
-    """The beginning-of-text token stands in front where the file does not say."""
+    """The beginning-of-text token is in front where the file does not say."""
     byte_level: bool = True
     """Pieces are written in GPT-2's alphabet of bytes; else in UTF-8 with marks for spaces, bytes as <0xNN>."""
 

@@ -108,7 +108,7 @@ class ConfigReader:
         return tuple(dict.fromkeys(listed))
 
     def items(self) -> dict[str, Any]:
-        """All fields, as they stand there."""
+        """All fields, as they are there."""
         return dict(self._fields)
 
     def instead(self, **fields: Any) -> ConfigReader:

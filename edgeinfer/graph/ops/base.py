@@ -88,7 +88,7 @@ class OnDemand(NamedTuple):
     active: int = 0
     """Experts that a token goes through."""
     chosen: bool = True
-    """Whether it is known which pieces a decoded token wants before any is read."""
+    """Whether it is known which pieces a decoded token needs before any is read."""
 
 
 class Scratch(NamedTuple):
@@ -228,7 +228,7 @@ class Op:
 
     def read_share(self, mode: str, density: float) -> float:
         """Return the share of its weights that a decoded token reads, where an FFN runs in a mode (config.SPARSE_MODES)
-        and so many of its neurons are live."""
+        and this many of its neurons are live."""
         return 1.0
 
     def kernels(self, types: Types, kv: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Operations of multi-head latent attention (MLA, arXiv 2405.04434) in its absorbed form.
 
 A token's KV is one latent, normed, and one rotated part that all heads share: one KV head, whose V is the latent and
-not stored. What a head would have made of the latent is done to its query before attention and to its result behind it:
+not stored. What a head would have made of the latent is done to its query before attention and to its result after it:
 two matmuls with a matrix for each head.
 """
 

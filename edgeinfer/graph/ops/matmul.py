@@ -142,7 +142,7 @@ class GatedLinear(MatMul):
 class NeuronGated(MatMul):
     """As `GatedLinear`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns.
 
-    Without a gate act(x U^T): an up row stands where a gate would, and decides likewise which neurons live.
+    Without a gate act(x U^T): an up row is where a gate would be, and decides likewise which neurons live.
     """
 
     KERNELS = ("neuron_gated_{stored.dtype}",)

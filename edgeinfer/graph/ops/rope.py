@@ -21,7 +21,7 @@ SPELLINGS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
 ROWS_AT_ONCE = 1024  # keeps the float64 temporaries of a long context small
 
-# Keys that may stand in a RoPE section without being read: values under which they change nothing.
+# Keys that may be in a RoPE section without being read: values under which they change nothing.
 NEUTRAL = {
     "attention_factor": (1,),
     "attn_factor": (1,),
@@ -221,7 +221,7 @@ def _yarn(rope: RopeConfig, plain: NDArray[np.float64], rotary_dim: int) -> NDAr
     import numpy as np
 
     def dimension(rotations: float) -> float:
-        """Dimension (a real number) that makes so many rotations."""
+        """Dimension (a real number) that makes this many rotations."""
         positions = rope.original_max_position_embeddings
         return rotary_dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -138,7 +138,7 @@ class NormPart(RowOp):
     eps: float
 
     def faults(self, types: Types) -> Iterator[str]:
-        """The part lies within the row."""
+        """The part is within the row."""
         if (end := self.start + self.pieces * self.weight.shape[0]) > self.x.width:
             yield f"the part ends at {end}, but {self.x} is {self.x.width} wide"
 
@@ -301,7 +301,7 @@ class RotateQueries(RowOp):
     apart: int = 0
     table: int = 0
     beside: int = 0
-    """Columns behind the queries, which stay as they are."""
+    """Columns after the queries, which stay as they are."""
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, and what is beside them."""

@@ -1,7 +1,7 @@
 """Attention whose decoded tokens read the rows of V that matter to them (TopN-V: KCache, arXiv 2404.18057).
 
-All of K is read. A row of V is wanted by a head that gives it at least a share of its largest weight, or by one that
-counts it among its N largest; a block of V is read where some head wants a row of it, and then all its rows count. What
+All of K is read. A row of V is requested by a head that gives it at least a share of its largest weight, or by one that
+counts it among its N largest; a block of V is read where some head needs a row of it, and then all its rows count. What
 is left out weighs in as a mean of V.
 """
 
@@ -33,9 +33,9 @@ class SelectedAttention(Attention):
         "attention_{kv}", "attention_merge", "attention_scores_{kv}", "attention_select", "attention_values_{kv}",
         "attention_merge")
     top: int = 0
-    """Rows that a head wants; 0: those by `eps`."""
+    """Rows that a head needs; 0: those by `eps`."""
     eps: float = 0.0
-    """Least share of the head's largest weight that is wanted."""
+    """Least share of the head's largest weight that is requested."""
     instead: str = "mean"
     """Replacement for the omitted rows, see INSTEAD."""
 

@@ -135,7 +135,7 @@ class Executor:
         Raises
         ------
         CancelledError
-            If `cancel` was asked for.
+            If `cancel` was requested.
         ClosedError
             If the executor is closed, or was in the middle of the forward pass.
         KernelError

@@ -43,10 +43,10 @@ class Tables:
 
     def write(self, segments: Items[Segment], offset: int = 0,
               rows: NDArray[np.int64] | None = None) -> tuple[int, int, int, bool]:
-        """Describe one pass, of tokens `offset` rows behind the ends of their sequences, or of one segment whose tokens
-        are the `rows` behind its end, ascending.
+        """Describe one pass, of tokens `offset` rows after the ends of their sequences, or of one segment whose tokens
+        are the `rows` after its end, ascending.
 
-        Tokens in decode role stand behind the others, rows of logits as the segments do.
+        Tokens in decode role are after the others, rows of logits as the segments do.
 
         Returns
         -------
@@ -124,7 +124,7 @@ class Tables:
                 _write_tree(table[first:last], segment.parents)
 
     def _set_rows(self, sequence: Sequence, behind: NDArray[np.int64]) -> None:
-        """Let the tokens of a chain be other rows behind the end of its sequence than the next ones."""
+        """Let the tokens of a chain be other rows after the end of its sequence than the next ones."""
         table, rows = self.tokens[: len(behind)], len(sequence.tokens) + behind
         table[:, _ROW] = table[:, _POSITION] = rows
         self._set_slots(sequence, rows, 0)

@@ -15,7 +15,8 @@ TRIED_NS = 1_000_000
 that.
 """
 STEPS_NS = 20_000_000
-"""Longest pass of several steps: shorter than the time that a picture of a film stands, so text comes as smoothly."""
+"""Longest pass of several steps: shorter than the time for which a picture of a film is shown, so text comes as
+smoothly."""
 SMALL_BYTES = 4 << 20
 """Weights that one core reads from its cache within TRIED_NS: forward passes over them begin with one thread."""
 TRIAL, UNCOUNTED = 8, 4
@@ -65,7 +66,7 @@ class _Kind:
         self.mode, self.uncounted = 1 - self.mode, UNCOUNTED
 
     def took(self, ns: float) -> None:
-        """Take note of a forward pass; one outlier moves the figure by a quarter at most."""
+        """Record of a forward pass; one outlier moves the figure by a quarter at most."""
         mode, before, other = self.mode, self.ns[self.mode], self.ns[1 - self.mode]
         self.last, self.left = ns, self.left - 1
         counts, self.uncounted = not self.uncounted, max(0, self.uncounted - 1)
@@ -102,7 +103,7 @@ class ThreadTuner:
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
 
     def plan(self, tokens: int, first: int = 0, stop: int = 0, steps: int = 1) -> tuple[int, bool]:
-        """Return the threads of a pass of some instructions over so many tokens, and whether the caller is one of
+        """Return the threads of a pass of some instructions over this many tokens, and whether the caller is one of
         them.
         """
         key = tokens.bit_length(), first, stop
@@ -114,10 +115,11 @@ class ThreadTuner:
         return self.threads if kind.mode else 1, 0 < steps * kind.last < CALLER_NS
 
     def further(self, tokens: int, stop: int) -> int:
-        """Return how many steps a forward pass of the whole program over so many tokens may take besides the first."""
+        """Return how many steps a forward pass of the whole program over this many tokens may take besides the
+        first."""
         kind = self._kinds.get((tokens.bit_length(), 0, stop))
         return min(int(STEPS_NS / kind.last), abi.MOST_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
 
     def took(self, ns: float, tokens: int, first: int = 0, stop: int = 0) -> None:
-        """Take note of how long such a forward pass, or each of its steps, took, which was planned last."""
+        """Record of how long such a forward pass, or each of its steps, took, which was planned last."""
         self._kinds[tokens.bit_length(), first, stop].took(ns)

@@ -57,7 +57,7 @@ def host_functions() -> dict[str, int]:
 
 
 def spins(kernels: Kernels, threads: int) -> int:
-    """Turns before sleeping for so many threads on this machine: a turn takes 1 to 70 ns, which is measured here."""
+    """Turns before sleeping for this many threads on this machine: a turn takes 1 to 70 ns, which is measured here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spin, idle, turns, taken = kernels.function("spin"), allocate(abi.CTX_BYTES), 500, []
     for _ in range(3):

@@ -121,7 +121,7 @@ class PrefixFile:
         return found
 
     def _pieces(self, keys: Keys, blocks: Callable[[], list[list[int]]]) -> Iterator[Piece]:
-        """Yield the arrays of a file in their order: keys, and then of each head of a plane the blocks."""
+        """Yield the arrays of a file in order: keys, and then of each head of a plane the blocks."""
         for of_pool in keys:
             yield from in_pieces(of_pool, [*range(len(of_pool))])
         whole, *recent = blocks()

@@ -75,7 +75,7 @@ class PromptFile:
         return sequence
 
     def pieces(self, sequence: Sequence, header: dict[str, Any]) -> Iterator[Piece]:
-        """Yield the arrays of a prompt cache in their order: of each head of a plane, some of the sequence's blocks.
+        """Yield the arrays of a prompt cache in order: of each head of a plane, some of the sequence's blocks.
 
         K and V are followed by the flags of pruned tokens, if prompts were pruned.
         """

@@ -84,7 +84,7 @@ class KVCache(BlockTables):
             self.recent.extend(sequence, n_tokens, cut)
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
-        """Return whether `extend` finds blocks for so many more tokens of each of several sequences."""
+        """Return whether `extend` finds blocks for this many more tokens of each of several sequences."""
         return super().fits(wanted) and (not self.recent or self.recent.fits(wanted))
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -112,7 +112,7 @@ class KVCache(BlockTables):
         return self.recent.can_truncate(sequence, n_tokens) if self.recent else n_tokens
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """Of the tokens behind the first n keep those of a path, and move their rows together; see `Runner.accept`."""
+        """Of the tokens after the first n keep those of a path, and move their rows together; see `Runner.accept`."""
         self.check_own(sequence)
         n = len(sequence.tokens) - n_before
         if n_before < 0 or n < 0 or any(not low < high < n for low, high in pairwise((-1, *path))):
@@ -144,7 +144,7 @@ class KVCache(BlockTables):
     # -- cached beginnings -------------------------------------------------------------------------------------------
 
     def usable(self, keys: Items[bytes]) -> int:
-        """Return how many of the first cached blocks of a text a sequence can go on from, in all layers."""
+        """Return how many of the first cached blocks of a text a sequence can continue from, in all layers."""
         return self.recent.usable(keys) if self.recent else len(keys)
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
@@ -180,7 +180,7 @@ class KVCache(BlockTables):
         return flags[:, :n_tokens] != 0
 
     def leave_out(self, sequence: Sequence, stage: int, rows: NDArray[np.int64]) -> None:
-        """Take note that a stage and those behind it lack rows of a sequence, whose blocks are its own."""
+        """Record that a stage and those after it lack rows of a sequence, whose blocks are its own."""
         blocks = np.array(sequence.blocks)[rows // abi.BLOCK_TOKENS]
         self.pruned_mask[stage - 1 :, blocks, rows % abi.BLOCK_TOKENS] = 1
 
@@ -190,7 +190,7 @@ class KVCache(BlockTables):
         return planes.keys(layer, head, sequence.blocks)
 
     def make_room(self, sequence: Sequence, n_tokens: int, gone: int) -> None:
-        """Give an empty sequence the blocks for n tokens, and of layers with a window those behind the first `gone`, as
+        """Give an empty sequence the blocks for n tokens, and of layers with a window those after the first `gone`, as
         far as a sequence may hold them."""
         super().extend(sequence, n_tokens)
         if self.recent:

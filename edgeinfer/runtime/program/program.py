@@ -74,7 +74,7 @@ class Program:
         return sum(r.bytes_read for r in self.instructions)
 
     def check(self, regions: Mapping[str, int]) -> None:
-        """Prove that every operand's extent lies inside its region.
+        """Prove that every operand's extent is inside its region.
 
         Parameters
         ----------

@@ -1,1 +1,1 @@
-"""Weights in memory: loaded at the start, streamed, or read when a token wants them."""
+"""Weights in memory: loaded at the start, streamed, or read when a token needs them."""

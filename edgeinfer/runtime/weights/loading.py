@@ -87,7 +87,7 @@ def _sources(region: NDArray[np.uint8], allocation: Placement, weight: Weight, o
 
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:
-    """Cosines and sines per position of each rotation, each padded to vectors of 16; behind them ALiBi's slopes."""
+    """Cosines and sines per position of each rotation, each padded to vectors of 16; after them ALiBi's slopes."""
     nbytes = plan.request.ctx * plan.rope_row_bytes
     for i, rope in enumerate(model.rotations):
         half = model.turned(rope) // 2

@@ -24,7 +24,7 @@ def read_layers(executor: Executor, bundle: Bundle, plan: MemoryPlan) -> None:
 
 def read_on_demand(executor: Executor, bundle: Bundle, plan: ColdPlan | ExpertsPlan, region: str,
                    ranges: list[tuple[int, int]]) -> None:
-    """Start the threads that read weights when a token wants them.
+    """Start the threads that read weights when a token needs them.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def read_on_demand(executor: Executor, bundle: Bundle, plan: ColdPlan | ExpertsP
         Cold neurons are read from their own file, experts from that of the weights.
     region : name of the region of their slots
     ranges : of int
-        First instruction that waits for them, and the one behind the last, for each layer.
+        First instruction that waits for them, and the one after the last, for each layer.
     """
     cold = read_cold(bundle) if isinstance(plan, ColdPlan) else None
     path, state = (cold.path, bundle.state(cold.path.name)) if cold else (bundle.weights_path, bundle.weights_state)

@@ -1,4 +1,4 @@
-"""Neurons and experts that are read when a token wants them: their cache, and the threads that read.
+"""Neurons and experts that are read when a token needs them: their cache, and the threads that read.
 
 The inner half is kernels/ops/neuron_ffn/neuron_resolve.py or experts_resolve.py, which fills the cache, and
 kernels/ops/stream.py, which reads.
@@ -45,14 +45,14 @@ class Slots(Readers):
     ----------
     plan : ColdPlan or ExpertsPlan
     cold : Cold or None
-        Where clusters of neurons lie in the file.
+        Where clusters of neurons are in the file.
     region : uint8 array
         Memory of the region ``cold`` or ``experts``.
     file : File
     state : os.stat_result
         Of the file, when its contents were checked.
     ranges : sequence of (int, int)
-        Numbers of the instructions that use what was found: from behind the one that looks up to the layer's last one.
+        Numbers of the instructions that use what was found: from after the one that looks up to the layer's last one.
     events, kernels, ctx : as for `Readers`
     """
 
@@ -84,9 +84,9 @@ class Slots(Readers):
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
         """Wait for reads that a pass has left which was cancelled; after one that failed, forget all slots, but for a
-        forward pass that goes on within an FFN: it ends where it wants what did not come.
+        forward pass that continues within an FFN: it ends where it needs what did not come.
 
-        Raises `EdgeInferError` if the forward pass begins within an FFN whose weights it has not asked for.
+        Raises `EdgeInferError` if the forward pass begins within an FFN whose weights it has not requested.
         """
         self.passes += 1
         continues, inside = first == self._stopped, any(begin <= first < end for begin, end in self._ranges)

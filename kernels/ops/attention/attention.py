@@ -86,7 +86,7 @@ def single_step(r, start, step, leave):
 
     @inline
     def single(inst, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
-        """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
+        """One split of some rows; `fresh` says that the queries are not in their slot yet."""
         t, h, split = unit
         queries = tile + queries_at(inst, padded, slot)
         if fresh:

@@ -159,7 +159,7 @@ class KvKind(NamedTuple):
     prepare: Callable[[int], Any]
     """Makes what puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
     scores: Callable[[int, int, Any], Any]
-    """Makes the scores of a block for r rows, in so many chains, and says how V is asked for meanwhile."""
+    """Makes the scores of a block for r rows, in this many chains, and says how V is requested meanwhile."""
     v_scales: Any
     weigh: Any
     """Gives the weights of a part the form that the sums want."""

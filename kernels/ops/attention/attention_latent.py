@@ -20,9 +20,9 @@ from .attention_rows import T_TURNED, T_VALUES
 
 @cache
 def turned_values(element):
-    """Make ``turn(inst, ctx, tile, t, span, padded)``, for a stored type of so many bytes.
+    """Make ``turn(inst, ctx, tile, t, span, padded)``, for a stored type of this many bytes.
 
-    It says of all blocks of a span where their V lies: in scratch, made of their K.
+    It says of all blocks of a span where their V is: in scratch, made of their K.
     """
     if element == 1:
         @inline

@@ -50,7 +50,7 @@ def block_table(inst, ctx, t):
 def block_parts(layer, kv_heads, n_blocks, size, h, block):
     """Addresses of K, V and scales of KV head h in a block; K and V of a head in a block have `size` bytes.
 
-    Each lies in a plane of its own, and there head by head the blocks of the pool (abi.BLOCK_TOKENS).
+    Each is in a plane of its own, and there head by head the blocks of the pool (abi.BLOCK_TOKENS).
     """
     number = h * n_blocks + block
     values = layer + kv_heads * n_blocks * size
@@ -85,7 +85,7 @@ def sequence_block(inst, blocks, head, b):
 
 @inline
 def value_at(values, row, padded):
-    """Address of element 0 of a row in a block of V of int8; the next element is 4 bytes behind it."""
+    """Address of element 0 of a row in a block of V of int8; the next element is 4 bytes after it."""
     return values + (row >> 2) * 4 * padded + (row & 3)
 
 
@@ -109,7 +109,7 @@ def split_scales(tile, origin, b):
 
 @inline
 def set_split_block(tile, origin, b, parts):
-    """Say where block b of the split lies. Distances from the KV head's K are kept: they make for the better loops."""
+    """Say where block b of the split is. Distances from the KV head's K are kept: they make for the better loops."""
     keys, values, scales = parts
     store_i64(tile + T_KEYS + 8 * b, keys - origin)
     store_i64(tile + T_VALUES + 8 * b, values - origin)
@@ -144,13 +144,13 @@ def position_of(ctx, t):
 
 @inline
 def _in_work(mask, b):
-    """Whether bit b of the mask is set; it may lie outside of it."""
+    """Whether bit b of the mask is set; it may be outside of it."""
     return 0 <= b < 8 * 8 and mask >> b & 1 != 0
 
 
 @cache
 def path_gather(element):
-    """Make ``gather(inst, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
+    """Make ``gather(inst, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of this many bytes.
 
     In work are the blocks first + b of the context for each bit b of the mask, one after the other. Those in which
     token t's path has left its rows are put into scratch, and their addresses into the tile: the stored block first,

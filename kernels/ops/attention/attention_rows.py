@@ -1,9 +1,9 @@
 """Rows of attention: (token, query head) pairs that share a KV head; their queries, sums and how splits are merged.
 
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
-this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
+this split and merged sums, and a path. Behind it are the queries of all tiles of a unit of work, which serve one split
 after the other. Those of a tile of r rows are: scales, offsets, (first, last) position that each row sees, slopes of
-ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each
+ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they are at constant distances from each
 other.
 """
 
@@ -49,9 +49,9 @@ WEIGHT_BLOCKS = 4
 T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
 """Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
 T_UNIT, T_CHOSEN = 256, 264
-"""attention_values: a unit of work, and which blocks of V it wants."""
+"""attention_values: a unit of work, and which blocks of V it needs."""
 T_TURNED = 272
-"""Latent KV: of which block table and split the thread's scratch has V, then the first block and the one behind."""
+"""Latent KV: of which block table and split the thread's scratch has V, then the first block and the one after."""
 T_KEYS, T_VALUES, T_SCALES = 384, 384 + 8 * SPLIT_BLOCKS, 384 + 16 * SPLIT_BLOCKS
 """Addresses of K, V and scales of the split's blocks."""
 T_L, T_MERGED_L = ATTENTION_STATE, ATTENTION_STATE + 64 * ATTENTION_TILE

@@ -4,7 +4,7 @@ A row of them belongs to each of these tokens and query heads: a float for each 
 score of each block, then the largest score and the sum of exponentials of each split, then room for what is chosen
 (abi.score_row_bytes). A search for large scores reads those of few blocks. What a token does not see inside of a block
 is LOWEST, as is the largest of a block that it does not see; the scores of such a block are not written. Pass 1 is that
-of attention, so a score has the same bits; V is not touched, and the K of the split that comes next is asked for
+of attention, so a score has the same bits; V is not touched, and the K of the split that comes next is requested
 meanwhile.
 
 Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores, 6 as in attention.py. Parameters:

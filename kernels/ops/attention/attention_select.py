@@ -37,13 +37,13 @@ def choice_at(inst, row):
 
 @inline
 def all_wanted(choice):
-    """Whether the head wants every row that is there."""
+    """Whether the head needs every row that is there."""
     return load_f32(choice + C_LEAST) <= first_lane(splat_f32(NEVER))
 
 
 @inline
 def wanted(row, choice, b):
-    """Bit i: the head wants row i of block b of the context."""
+    """Bit i: the head needs row i of block b of the context."""
     scores, least = load_f32x16(row + 64 * b), load_f32(choice + C_LEAST)
     up_to = min(max(load_i32(choice + C_POSITION) + 1 - 16 * b, 0), 16)
     return lanes_at_least(scores, least) & (lanes_above(scores, splat_f32(least)) | ((1 << up_to) - 1))
@@ -51,7 +51,7 @@ def wanted(row, choice, b):
 
 @inline
 def wanted_of_split(inst, row, choice, split):
-    """Bit b: the head wants a row of block b of a split."""
+    """Bit b: the head needs a row of block b of a split."""
     least = load_f32(choice + C_LEAST)
     if load_f32(split_sums(inst, row, split)) < least:
         return 0

@@ -1,6 +1,6 @@
 """One split of the context for a tile of rows: scores, softmax, weighted sum of V, a pass each.
 
-Each K line and V vector that is loaded serves all rows of the tile. Blocks lie anywhere, so the hardware cannot draft
+Each K line and V vector that is loaded serves all rows of the tile. Blocks are anywhere, so the hardware cannot predict
 the next one; the passes ask for memory themselves and keep the bus busy throughout: pass 1 reads K and asks for this
 split's V, pass 3 reads V and asks for the K of the split that the thread takes next.
 """
@@ -46,13 +46,13 @@ from .attention_paths import (
 from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCORES, T_WEIGHT, acc_at, bounds_at, key_width, slopes_at
 
 AHEAD = 4
-"""Blocks between the K in work and the K that is asked for, where the split before did not ask already."""
+"""Blocks between the K in work and the K that is requested, where the split before did not ask already."""
 
 
 def value_step(kind, r, widths, ahead_of):
-    """Pass 3 for r rows: widths[0] vectors of each row at once while there are so many, then widths[1], at last 1.
+    """Pass 3 for r rows: widths[0] vectors of each row at once while there are this many, then widths[1], at last 1.
 
-    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is asked for begins while block b is in work.
+    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is requested begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
@@ -112,7 +112,7 @@ def _rounded_bias(slope, positions):
 @outlined
 def _edit_scores(inst, queries, at, r, first):
     """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118); then ALiBi (arXiv 2108.12409),
-    the head's slope times how far the key lies behind the query."""
+    the head's slope times how far the key is after the query."""
     if parameter(inst, ATTENTION.cap):
         for i in range(r):
             row = at + SCORES * i

@@ -4,7 +4,7 @@ They may be the last tokens of a forward pass over many: then their units, which
 the others, so that all threads end at once.
 
 All rows of a unit go through while its K and V are in this core's cache, so several draft tokens, or the branches of a
-tree, read a context once. Of a tree's tokens only what lies before the tree is read together; the splits behind it go
+tree, read a context once. Of a tree's tokens only what is before the tree is read together; the splits after it go
 token by token, each along its path.
 """
 
@@ -18,7 +18,7 @@ from .attention_paths import has_path, position_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 
 UNITS = 4
-"""Units of work that each thread should find: a sequence's tokens are parted where there are fewer."""
+"""Units of work that each thread should find: a sequence's tokens are parted if there are fewer."""
 
 
 @inline
@@ -92,7 +92,7 @@ def _alone(ctx, t, split):
 
 
 def few_tokens(large, small, many, some, one, runs=True, shift=SPLIT_SHIFT):
-    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
+    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be requested.
 
     Tokens go through one by one where not `runs`. Splits have ``1 << shift`` positions.
     """

@@ -74,12 +74,12 @@ STRETCH_SHIFT = SPLIT_SHIFT + STRETCH_SPLITS.bit_length() - 1
 _SPLIT = (1 << SPLIT_BLOCKS) - 1
 """Bits of the blocks of a stretch's first split."""
 AHEAD = 2
-"""Blocks of a mean between the V in work and the V that is asked for."""
+"""Blocks of a mean between the V in work and the V that is requested."""
 
 
 @inline
 def _splits(inst, ctx, t, stretch):
-    """The splits of a stretch that token t sees: the first, and the one behind the last."""
+    """The splits of a stretch that token t sees: the first, and the one after the last."""
     high, first = position_of(ctx, t), stretch * STRETCH_SPLITS
     begin, end = first_visible(inst, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
     return max(first, begin), min(first + STRETCH_SPLITS, end)
@@ -87,7 +87,7 @@ def _splits(inst, ctx, t, stretch):
 
 @outlined
 def _wanted_blocks(inst, ctx, t, h, stretch, group):
-    """Bit b: some head of KV head h wants a row of block b of the stretch."""
+    """Bit b: some head of KV head h needs a row of block b of the stretch."""
     begin, end = _splits(inst, ctx, t, stretch)
     found = 0
     for head in range(h * group, (h + 1) * group):
@@ -120,7 +120,7 @@ def _first_blocks(chosen):
 
 @outlined
 def _some_want_all(inst, ctx, t, h, group):
-    """Whether a head of KV head h wants all that is there: then splits stay apart, though they may lack rows."""
+    """Whether a head of KV head h needs all that is there: then splits stay apart, though they may lack rows."""
     whole = False
     for head in range(h * group, (h + 1) * group):
         whole = whole or all_wanted(choice_at(inst, score_row(inst, ctx, t, head)))
@@ -129,7 +129,7 @@ def _some_want_all(inst, ctx, t, h, group):
 
 @outlined
 def _ask(inst, ctx, tile, unit, group, coming, n, origin):
-    """Say what V is asked for while n blocks are summed: one of the blocks that come next each; the others at once, and
+    """Say what V is requested while n blocks are summed: one of the blocks that come next each; the others at once, and
     all their scores.
     """
     t, h, stretch = unit
@@ -153,7 +153,7 @@ def _ask(inst, ctx, tile, unit, group, coming, n, origin):
 
 @inline
 def mean_at(inst, ctx, t, h, padded):
-    """Address of the mean of V of a token and KV head, and behind it of how many rows it is."""
+    """Address of the mean of V of a token and KV head, and after it of how many rows it is."""
     row = (t - first_scored(inst, ctx)) * parameter(inst, ATTENTION.kv_heads) + h
     return operand(inst, ctx, 7) + row * (4 * padded + 64)
 
@@ -169,7 +169,7 @@ def mean_blocks(position):
 
 @inline
 def _in_mean(inst, tile, span, ahead, b):
-    """V that is asked for while a mean is formed."""
+    """V that is requested while a mean is formed."""
     _begin, end, _base, origin = span
     wanted = min(b + AHEAD, end - 1)
     return split_values(tile, origin, wanted), split_scales(tile, origin, wanted)

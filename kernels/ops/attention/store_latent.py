@@ -1,8 +1,8 @@
 """Latent keys (MLA, arXiv 2405.04434): the norm of a token's latent, rotary embedding, and K in the layer's KV blocks.
 
-A layer has one KV head. Its key is the latent, normed, and behind it the rotated part that all heads share; V is the
+A layer has one KV head. Its key is the latent, normed, and after it the rotated part that all heads share; V is the
 latent and not stored. A row of queries has of each head what is multiplied with the latent, which another instruction
-writes, and behind it the rotated part, which is copied here; behind all heads comes the key. Blocks are as in rope.py,
+writes, and after it the rotated part, which is copied here; after all heads comes the key. Blocks are as in rope.py,
 without V; both halves of the scales of int8 are those of K.
 
 Operands: 0 rows of queries, 1 rows with the queries' parts that turn, 2 rows with latent and the key's part, 3 table,

@@ -1,4 +1,4 @@
-"""Matmuls of an MoE model's experts, whose matrices in tile16 lie at equal distances.
+"""Matmuls of an MoE model's experts, whose matrices in tile16 are at equal distances.
 
 `experts_gated_*` is act(x G^T) * (x U^T) of each (token, expert) of the list, in its order; `experts_down_*` adds the
 weighted f D^T of each token's experts to its row, or without FLAG_RESIDUAL to zeros. Both run the register blocks of
@@ -10,7 +10,7 @@ goes with them through all experts, so it alone adds to them, by expert: which t
 there are and where chunks end changes no bit. A pass of one token reads the row of `route` itself as the list, and its
 threads quantise its rows themselves.
 
-With FLAG_SLOTS matrices lie where `experts_resolve` has put them, and an instruction computes some of the experts: then
+With FLAG_SLOTS matrices are where `experts_resolve` has put them, and an instruction computes some of the experts: then
 the instructions of a matmul follow each other, by experts, and give the bits of the one.
 
 Operands: 0 weights, or slots, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of
@@ -114,7 +114,7 @@ def location_of(inst, ctx, expert, field):
 
 @inline
 def part_of(inst, work):
-    """The first of the segments that the instruction computes, and the one behind the last."""
+    """The first of the segments that the instruction computes, and the one after the last."""
     first, stop = 0, work.segments
     if flags(inst) & FLAG_SLOTS:
         while first < stop and expert_of(work, first) < parameter(inst, LINEAR.since):
@@ -161,7 +161,7 @@ def _register_gated(name, chunk_of):
 def add_weighted(rows, n, tiles, gap, entries, out, stride):
     """Add `tiles` x n vectors of 16 outputs, times the weights of n entries, to the rows of the entries' tokens.
 
-    In these rows a tile's outputs lie `gap` vectors behind those of the one before.
+    In these rows a tile's outputs are `gap` vectors after those of the one before.
     """
     for j in range(n):
         entry = entries + ROUTE_BYTES * j

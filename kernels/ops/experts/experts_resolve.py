@@ -180,7 +180,7 @@ def post_missing(inst, ctx, stream, decoded, missing):
 
 @kernel("experts_resolve")
 def experts_resolve(inst, ctx, tid, n_threads):
-    """Find the experts that this forward pass wants of a layer, and have those read that are missing."""
+    """Find the experts that this forward pass needs of a layer, and have those read that are missing."""
     if tid:
         return 0
     decoded = count(ctx, COUNT_DECODED) == count(ctx, parameter(inst, EXPERTS_RESOLVE.rows))

@@ -216,7 +216,7 @@ def starts_of(routes, stride, tokens, active, experts, starts, segments):
 
 @kernel("sort_routes")
 def sort_routes(inst, ctx, tid, n_threads):
-    """Entries of all tokens in one list by expert, segments behind it; scratch has room for a row of logits."""
+    """Entries of all tokens in one list by expert, segments after it; scratch has room for a row of logits."""
     tokens, active = count(ctx, parameter(inst, ROUTE.rows)), parameter(inst, ROUTE.active)
     if claim(ctx) != 0 or tokens == 0:
         return 0

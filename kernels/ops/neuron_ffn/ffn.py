@@ -41,7 +41,7 @@ class Ffn(NamedTuple):
     lines: int
     """64-byte lines that hold the codes of a part."""
     resident: int
-    """Neurons, the first ones, that lie at `gates` and `pairs`; the others lie in slots, by clusters."""
+    """Neurons, the first ones, that are at `gates` and `pairs`; the others are in slots, by clusters."""
     table: int
     """Address of the slot of each cluster."""
     slots: int
@@ -68,7 +68,7 @@ class Tokens(NamedTuple):
 def open_ffn(inst, ctx, family, bits, bias, table):
     """Read an instruction whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`.
 
-    The slots of cold neurons are the operand behind `table`.
+    The slots of cold neurons are the operand after `table`.
     """
     neurons, part, weights = parameter(inst, family.neurons), parameter(inst, family.part_bytes), operand(inst, ctx, 0)
     groups, group = parameter(inst, family.groups), parameter(inst, family.group)
@@ -82,7 +82,7 @@ def open_ffn(inst, ctx, family, bits, bias, table):
 
 @inline
 def in_slot(ffn, neuron):
-    """Return the address of a cold neuron, whose parts lie together."""
+    """Return the address of a cold neuron, whose parts are together."""
     at = load_i32(ffn.table + 4 * (neuron >> ffn.shift)) * ffn.cluster
     return ffn.slots + at + (neuron & ((1 << ffn.shift) - 1)) * (2 + ffn.up) * ffn.part
 
@@ -95,7 +95,7 @@ def row_at(ffn, neuron):
 
 @inline
 def column_at(ffn, neuron):
-    """Return the address of a neuron's down column; its up row stands a part before it."""
+    """Return the address of a neuron's down column; its up row is a part before it."""
     if neuron < ffn.resident:
         return ffn.pairs + ((neuron << ffn.up) + ffn.up) * ffn.part
     return in_slot(ffn, neuron) + (1 + ffn.up) * ffn.part
@@ -103,7 +103,7 @@ def column_at(ffn, neuron):
 
 @inline
 def fetch(address, nbytes):
-    """Ask for the lines of so many bytes."""
+    """Ask for the lines of this many bytes."""
     for at in range(address, address + nbytes, 64):
         prefetch(at)
 

@@ -19,7 +19,7 @@ DRELU = ACTIVATIONS["drelu"]
 # lines gives the size of.
 GATES = 64 * NEURON_TOKENS
 MASKS = 2 * GATES
-NUMBERS = MASKS + 64  # behind the addresses of masks the thresholds
+NUMBERS = MASKS + 64  # after the addresses of masks the thresholds
 FOUND = NUMBERS + 4 * NEURON_CLAIM
 VALUES = FOUND + 8 * NEURON_CLAIM
 AREAS = VALUES + 4 * NEURON_CLAIM * NEURON_TOKENS
@@ -65,14 +65,14 @@ def areas_of(scratch, lines, x_bytes):
 
 @inline
 def gate_at(ffn, window, k):
-    """Return the address of a chosen neuron's gate row; behind the list's end it is the last one's."""
+    """Return the address of a chosen neuron's gate row; after the list's end it is the last one's."""
     return row_at(ffn, load_i32(window.numbers + 4 * min(k, window.n - 1)))
 
 
 @inline
 def upcoming(ffn, areas, window, live, part):
     """Return the address of a part of the live neurons, up, column, up, ... in one stream, then of what follows."""
-    before = ffn.up & ~part  # 1 of an up row: it stands a part before the column
+    before = ffn.up & ~part  # 1 of an up row: it is a part before the column
     if part < live << ffn.up:
         return load_i64(areas.scratch + FOUND + 8 * (part >> ffn.up)) - ffn.part * before
     part -= live << ffn.up

@@ -1,6 +1,6 @@
 """An FFN stored neuron by neuron (layout neuron): f = act(x G^T) * (x U^T), then f D^T.
 
-If neurons have no gate (`ungated`), f = act(x G^T): their one row stands where a gate would, and there are no ups.
+If neurons have no gate (`ungated`), f = act(x G^T): their one row is where a gate would be, and there are no ups.
 
 Only live neurons cost memory traffic: up rows and down columns are read where the gate's activation is not exactly 0,
 unless FLAG_DENSE asks for all. With FLAG_MASK decoded tokens compute the gates of the neurons in their masks alone.
@@ -9,8 +9,8 @@ One token (`neuron_block.py`): `neuron_gated_*` goes through blocks of neurons. 
 then its live neurons are known, and their pairs of up row and down column come one batch ahead of use. A block leaves f
 and the sum of its columns, and `neuron_down_*` (`neuron_down.py`) adds up these sums. More tokens: `neuron_gated_*`
 computes f, `neuron_down_*` the sums, split by outputs among threads. Both ways share their steps (`neuron_batch.py`):
-gates, which of them are alive, ups of these. `ffn.py` says where neurons lie and which are chosen,
-`neuron_parts.py` multiplies a row with tokens and adds a column up.
+gates, which of them are alive, ups of these. `ffn.py` says where neurons are and which are chosen, `neuron_parts.py`
+multiplies a row with tokens and adds a column up.
 
 A row's sum is 16 lanes that grow line by line. An output is summed neuron by neuron within fixed blocks of neurons,
 then block by block, and adding 0 changes nothing. So no bit depends on the number of tokens, on threads, on what was
@@ -36,7 +36,7 @@ from .neuron_block import compute
 from .neuron_parts import TOKENS, make_form, q8_block, zero
 
 MANY_CHUNKS = 16
-"""Chunks that are claimed together where there are many tokens, because x is laid out as lines once a claim."""
+"""Chunks that are claimed together if there are many tokens, because x is laid out as lines once a claim."""
 
 
 @inline
@@ -96,7 +96,7 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
     chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
     x, numbers, before = operand(ffn.inst, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.inst, NEURON_GATED.before)
     start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.inst, NEURON_GATED.behind)
-    if tokens < TOKENS:  # tokens that are not there are multiplied too, and what lies there may be denormal: slow
+    if tokens < TOKENS:  # tokens that are not there are multiplied too, and what is there may be denormal: slow
         zero(areas.x, TOKENS * ffn.lines * form.x_bytes)
     while start < last:
         end = min(start + chunk, last)

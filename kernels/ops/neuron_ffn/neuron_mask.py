@@ -57,7 +57,7 @@ def signs_of(block, j, n, columns, to):
         bits = 0
         for k in range(16):
             column = 64 * word + 4 * k
-            if column < columns:  # values behind the last column are 0
+            if column < columns:  # values after the last column are 0
                 four = load_i32(block + column * n + 4 * j)
                 bits |= (four >> 7 & 1 | four >> 14 & 2 | four >> 21 & 4 | four >> 28 & 8) << (4 * k)
         store_i64(to + 8 * word, bits)

@@ -58,7 +58,7 @@ def make_form(dtype, n):
 def quarters(scales, each, q):
     """Scales of 16 quarters from the q-th of a part on, as floats: `each` quarters share one.
 
-    A whole vector is read: up to 30 bytes behind the scales (the writer ends weights.bin with zeros).
+    A whole vector is read: up to 30 bytes after the scales (the writer ends weights.bin with zeros).
     """
     if each == 1:
         return neuron_rows.scales_1(scales + 2 * q)
@@ -115,7 +115,7 @@ def _as_lines(dtype, bits, columns, x_bytes):
 
 
 def _row_sums(dtype, n, x_bytes):
-    """Multiply the row at w with n tokens, whose lines lie at x; 16 lanes of each go to `sums`.
+    """Multiply the row at w with n tokens, whose lines are at x; 16 lanes of each go to `sums`.
 
     The row at `ahead` is fetched meanwhile.
     """

@@ -176,7 +176,7 @@ def fill(inst, ctx, stream, masks, tokens, epoch):
 
 @kernel("neuron_resolve")
 def neuron_resolve(inst, ctx, tid, n_threads):
-    """Find the clusters that this forward pass wants of a layer, and have those read that are missing."""
+    """Find the clusters that this forward pass needs of a layer, and have those read that are missing."""
     tokens, early = count(ctx, parameter(inst, NEURON_RESOLVE.rows)), flags(inst) & FLAG_EARLY
     masks = operand(inst, ctx, 0) if count(ctx, COUNT_DECODED) == tokens else 0
     if tid or (early and masks):

@@ -64,7 +64,7 @@ from .sample_numbers import (
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
 _NO_CANDIDATE = (LOWEST_ORDER - 1) << 32
-"""The place of a candidate where there are too few: a logit of -inf, whose weight is 0."""
+"""The place of a candidate if there are too few: a logit of -inf, whose weight is 0."""
 _BLOCKS = SAMPLE_CHUNK // SAMPLE_BLOCK
 
 

@@ -25,9 +25,9 @@ _MOST_GUMBEL = 37.0
 
 @inline
 def tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, shift):
-    """Count the tokens, and add up their weights, by the byte of their bits behind a prefix.
+    """Count the tokens, and add up their weights, by the byte of their bits after a prefix.
 
-    Left out are logits below `least` and what lies behind the limit, which is a cut.
+    Left out are logits below `least` and what is behind the limit, which is a cut.
     """
     for b in range(256):
         store_i64(bins + 16 * b, 0)
@@ -53,9 +53,9 @@ def tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties,
 
 @outlined
 def cut_at(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, count, share, total):
-    """The cut behind the first token with which so many, or this share of the total, is reached: (bits, equals kept).
+    """The cut after the first token with which this many, or this share of the total, is reached: (bits, equals kept).
 
-    A total below 0 stands for that of the tokens before the limit. Where there are too few tokens nothing is cut.
+    A total below 0 stands for that of the tokens before the limit. If there are too few tokens nothing is cut.
     """
     prefix, n, reached, mass, b = 0, 0, 0.0, share * total, 0
     for level in range(4):

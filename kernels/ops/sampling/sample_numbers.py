@@ -16,7 +16,7 @@ LOWEST_ORDER = -0x7F800000
 
 @inline
 def logits_at(logits, mask, i, vocab_size):
-    """16 logits from number i on, a multiple of 16; -inf behind the last one, and where a mask (or 0) forbids one."""
+    """16 logits from number i on, a multiple of 16; -inf after the last one, and where a mask (or 0) forbids one."""
     v = load_f32x16(logits + 4 * i)
     if mask:
         v = allow(v, load_u16(mask + (i >> 3)))

@@ -62,9 +62,9 @@ class Partial(NamedTuple):
 
 
 def score(q: Doubles, k: Doubles, cap: float = 0.0, bias: Doubles | None = None) -> tuple[Doubles, Doubles]:
-    """Scores (heads, positions) of scaled queries, capped where there is a cap, and how far float32 may be from each.
+    """Scores (heads, positions) of scaled queries, capped if there is a cap, and how far float32 may be from each.
 
-    A cap is cap x tanh(score / cap) (Gemma 2, arXiv 2408.00118); `bias` (heads, positions) is added behind it.
+    A cap is cap x tanh(score / cap) (Gemma 2, arXiv 2408.00118); `bias` (heads, positions) is added after it.
     """
     scores, slack = q @ k.T, TOLERANCES["attention"] * (1 + np.abs(q) @ np.abs(k).T)
     if cap:

@@ -94,7 +94,7 @@ class Path(NamedTuple):
 
     @property
     def splits(self) -> range:
-        """The splits that these positions lie in."""
+        """The splits that these positions are in."""
         return range(self.low // SPLIT_TOKENS, (self.low + len(self.rows) - 1) // SPLIT_TOKENS + 1)
 
 

@@ -1,4 +1,4 @@
-"""Reference of the choice of rows of V, and which rows and blocks a choice wants."""
+"""Reference of the choice of rows of V, and which rows and blocks a choice needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of the weighted sums of those blocks of V of which some head wants a row, and of the mean for the rest."""
+"""Reference of the weighted sums of those blocks of V of which some head needs a row, and of the mean for the rest."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _inputs(view: InstructionView, routes: Routes, group: int, columns: int) -> 
 
 def _weights(view: InstructionView, expert: int, tiles: int, dtype: str, group: int,
              field: int) -> tuple[Doubles, Doubles]:
-    """The matrix and the bias of an expert that has so many tiles."""
+    """The matrix and the bias of an expert that has this many tiles."""
     p = view.parameters(LINEAR)
     at = expert * p.expert_bytes
     if view.flags & FLAG_SLOTS:

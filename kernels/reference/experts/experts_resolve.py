@@ -1,4 +1,4 @@
-"""Reference of the instruction that finds slots for the experts of a forward pass: which expert lies where after it."""
+"""Reference of the instruction that finds slots for the experts of a forward pass: which expert is where after it."""
 
 from __future__ import annotations
 

@@ -126,6 +126,6 @@ class Routes:
         self.weights = memory(address + ROUTE_WEIGHT, np.float32, (n,), (ROUTE_BYTES,)).astype(np.float64)
 
     def segments(self) -> list[tuple[int, slice]]:
-        """Experts, and where their entries stand, in the list's order."""
+        """Experts, and where their entries are, in the list's order."""
         edges = [0, *(np.flatnonzero(np.diff(self.experts)) + 1), len(self.experts)]
         return [(int(self.experts[a]), slice(int(a), int(b))) for a, b in pairwise(edges) if a < b]

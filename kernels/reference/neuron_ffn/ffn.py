@@ -47,7 +47,7 @@ def _chosen(view: InstructionView, p: Any, tokens: int) -> NDArray[np.bool_]:
 def _parts(view: InstructionView, p: Any, dtype: str, table: int) -> Doubles:
     """Gate rows, up rows and down columns, dequantised: (parts, neurons, columns with the padding of groups).
 
-    There are no up rows where the instruction says so. Cold neurons lie in slots, which are the operand behind `table`;
+    There are no up rows where the instruction says so. Cold neurons are in slots, which are the operand after `table`;
     those that are in none are zeros.
     """
     n, hot = 3 - p.ungated, p.neurons - p.cold

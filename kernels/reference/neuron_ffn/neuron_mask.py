@@ -13,7 +13,7 @@ from ..view import InstructionView
 
 
 def _masks(view: InstructionView, scores: NDArray[np.float32]) -> list[Expected]:
-    """The masks of all decoded tokens; bits behind the last neuron count for nothing and may be anything."""
+    """The masks of all decoded tokens; bits after the last neuron count for nothing and may be anything."""
     p = view.parameters(NEURON_MASK)
     chosen = scores > view.array(1, np.float32, (p.neurons,))
 

@@ -1,4 +1,4 @@
-"""Reference of the instruction that finds slots for the cold neurons of a forward pass: which cluster lies where after
+"""Reference of the instruction that finds slots for the cold neurons of a forward pass: which cluster is where after
 it.
 """
 
@@ -29,9 +29,9 @@ class Cache(NamedTuple):
 
 
 def resolve(cache: Cache, wanted: NDArray[np.int64], prompt: bool = False, held: bool = False) -> list[int]:
-    """Give wanted clusters slots by the clock's rule; return those that have to be read, in their order.
+    """Give wanted clusters slots by the clock's rule; return those that have to be read, in order.
 
-    A `prompt` takes slots in their order. If an early instruction has `held` the completion events, its epoch goes on.
+    A `prompt` takes slots in order. If an early instruction has `held` the completion events, its epoch continues.
     """
     hand, epoch = int(cache.words[abi.COLD_HAND // 8]), int(cache.words[abi.COLD_EPOCH // 8]) + (not held)
     there = cache.table[wanted][cache.table[wanted] >= 0]

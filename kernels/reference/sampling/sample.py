@@ -92,7 +92,7 @@ def edit_reference(view: InstructionView) -> list[Expected]:
 
 
 def _chunks(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of SAMPLE_CHUNK logits, -inf behind the last one."""
+    """Rows of SAMPLE_CHUNK logits, -inf after the last one."""
     padded = np.full(-(-len(logits) // abi.SAMPLE_CHUNK) * abi.SAMPLE_CHUNK, -np.inf, np.float32)
     padded[: len(logits)] = logits
     return padded.reshape(-1, abi.SAMPLE_CHUNK)

@@ -58,7 +58,7 @@ class Operand(NamedTuple):
     """Length in bytes; `Program.check` proves that it ends inside its region."""
 
     def behind(self, skipped: int) -> Operand:
-        """Return what of it lies behind so many bytes."""
+        """Return what of it is after this many bytes."""
         return Operand(self.region, self.offset + skipped, self.nbytes - skipped)
 
 
@@ -88,7 +88,7 @@ class Lowering:
         self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 
     def program(self) -> Program:
-        """Lower all operations, in their order; behind the last that reads a streamed part its buffer is released."""
+        """Lower all operations, in order; after the last that reads a streamed part its buffer is released."""
         instructions: list[Instruction] = []
         last = {part: i for i, op in enumerate(self.graph.ops) if (part := self.part(op)) is not None}
         early = self._early()

@@ -59,7 +59,7 @@ from .base import (
 __all__ = ["Lowering", "Operand", "lower", "rows"]
 
 NEURON_BEHIND = 30
-"""Bytes that kernels of layout neuron read behind an FFN; the writer ends weights.bin with zeros."""
+"""Bytes that kernels of layout neuron read after an FFN; the writer ends weights.bin with zeros."""
 MERGE_KERNEL = "attention_merge"
 
 
@@ -80,7 +80,7 @@ def _input(op: MatMul, at: Lowering) -> dict[str, int | float]:
 
 def _matmul(op: Linear | GatedLinear, at: Lowering, units: int, unit_tiles: int, **more: int
             | float) -> list[Instruction]:
-    """Units of so many tiles of 16 rows are claimed in chunks."""
+    """Units of this many tiles of 16 rows are claimed in chunks."""
     stored, cols = at.types[op.weight.name], op.weight.shape[1]
     size = stored.tile_bytes(cols)
     chunk = matmul_chunk(unit_tiles * size, unit_tiles, units, at.threads)
@@ -216,7 +216,7 @@ def _heads(op: RopeStore | RotateQueries | Attention, at: Lowering) -> dict[str,
 
 
 def _pruned_mask(op: Attention, at: Lowering) -> Operand:
-    """Return the flags of prompt tokens that a layer behind a boundary lacks."""
+    """Return the flags of prompt tokens that a layer after a boundary lacks."""
     pruned = at.plan.pruned
     stage = sum(boundary <= (op.layer or 0) for boundary in at.plan.boundaries)
     if not pruned or not stage:
@@ -270,7 +270,7 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
 
 def _attention_operands(op: Attention, at: Lowering) -> list[Operand]:
     slopes = NOTHING
-    if op.alibi:  # behind the tables of rotations
+    if op.alibi:  # after the tables of rotations
         tables = len(at.graph.config.rotations) * at.plan.request.ctx * at.plan.rope_row_bytes
         slopes = Operand("constants", tables, 4 * op.heads)
     return [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, _pruned_mask(op, at),
