@@ -66,7 +66,7 @@ def test_help_shows_what_people_need_under_headings_and_help_all_the_rest() -> N
     few = edgeinfer("run", "--help").out
     headings = re.findall(r"^(\w+):$", few, re.MULTILINE)
     assert headings == ["Arguments", *GROUPS, "Help"]
-    assert len(re.findall(r"^  (?:-\w, )?--[a-z]", few.split("\nHelp:")[0], re.MULTILINE)) == 20
+    assert len(re.findall(r"^  (?:-\w, )?--[a-z]", few.split("\nHelp:")[0], re.MULTILINE)) == 21
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
