@@ -315,7 +315,7 @@ def test_a_pool_without_a_block_is_refused(tmp_path: Path) -> None:
     with session(path, **OPTIONS, kv_memory=block) as opened:
         assert opened.plan.kv_blocks == 1
         opened.prefill(opened.new_sequence(), tokens(16))
-    sentence = rf"^A KV pool of \d\S* \S+ holds no block of a sequence, which takes {block} bytes; raise --kv-memory\.$"
+    sentence = r"^The KV pool of \d\S* \S+ is too small for one block of 16 tokens, which takes [\d,]+ bytes; r"
     with pytest.raises(BudgetError, match=sentence) as caught, session(path, **OPTIONS, kv_memory=block - 1):
         pass
     plan = caught.value.plan
