@@ -298,7 +298,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if None not in (self.kv_tokens, self.kv_memory):
-            raise UsageError(f"kv_tokens {self.kv_tokens} and kv_memory {self.kv_memory} size the KV pool; give one.")
+            raise UsageError(f"kv_tokens {self.kv_tokens} and kv_memory {self.kv_memory} size one KV pool; use one.")
 
 
 def check_own_layout(config: RuntimeConfig) -> None:

@@ -67,5 +67,6 @@ def pool_error(plan_of: PlanOf, config: RuntimeConfig, budget: int | None) -> Bu
     plan = plan_of(to_request(config))
     if (least := plan.region("kv").nbytes) <= config.kv_memory:
         return None
-    return BudgetError(f"A KV pool of {format_size(config.kv_memory)} holds no block of a sequence, which takes "
-                       f"{least} bytes; raise --kv-memory.", plan, budget)
+    said = (f"The KV pool of {format_size(config.kv_memory)} is too small for one block of {plan.request.kv_tokens} "
+            f"tokens, which takes {least:,} bytes; raise --kv-memory.")
+    return BudgetError(said, plan, budget)

@@ -34,13 +34,14 @@ def test_the_pool_of_a_server_as_people_see_it(no_variables: None) -> None:
     lines = done.out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("serving"))
     assert lines[start:start + 4] == [
-        "serving  a KV pool of 355 MB holds 29856 tokens; at once fit",
+        "serving  the KV pool of 355 MB holds 29856 tokens; these fit at once:",
         "         64  sequences of   256  tokens",
         "         29  sequences of  1024  tokens",
         "          7  sequences of  4096  tokens"]
     assert not [line for line in lines if len(line) > 80 and " private " not in line]
     out = edgeinfer("plan", "gemma-3-4b", "--serve", "--budget", "4GiB", "-c", 32768).out
-    assert "tokens, 17296 in layers with a window; at once fit\n" in out
+    assert "tokens, 17296 in layers with a window; these fit at once:" in " ".join(out.split())
+    assert not [line for line in out.splitlines() if len(line) > 80 and " private " not in line]
     assert "serving" not in edgeinfer("plan", "demo").out
 
 
@@ -113,18 +114,18 @@ def test_without_a_budget_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch, no
 
 @pytest.mark.parametrize(("given", "said"), [
     (("--serve", "--samples", 2),
-     "--samples is of one request, and --serve plans for many; give --max-sequences instead."),
-    (("--serve", "--beams", 2), "--beams is of one request, and --serve plans for many; give --max-sequences instead."),
+     "--samples belongs to one request, and --serve plans for many; use --max-sequences."),
+    (("--serve", "--beams", 2), "--beams belongs to one request, and --serve plans for many; use --max-sequences."),
     (("--serve", "--max-sequences", 65), "--max-sequences is 65; it must be from 1 to 64."),
     (("--serve", "--max-sequences", 0), "--max-sequences is 0; it must be from 1 to 64."),
-    (("--max-sequences", 4), "--max-sequences 4 is of a server; add --serve, or give --samples."),
+    (("--max-sequences", 4), "--max-sequences 4 is for serving; add --serve, or use --samples."),
     (("--kv-memory", "5"), "--kv-memory: Size '5' cannot be read; did you mean 5GiB or 5MB?"),
     (("--kv-memory", "1GiB", "--device", "onnx-cpu"),
      "--kv-memory is not offered with --kv-layout slots, where each sequence has a slot with room for a whole context; "
      "choose pages (on cuda), or lower --ctx."),
     (("--serve", "--device", "onnx-cpu", "--draft", "demo"),
-     "A KV cache that fills the memory of device onnx-cpu leaves none to a draft model; give its size (--kv-memory, "
-     "with --kv-layout pages), or leave --draft out."),
+     "A KV cache that fills the memory of device onnx-cpu leaves none to a draft model; limit it (--kv-memory with "
+     "--kv-layout pages), or omit --draft."),
 ])
 def test_what_a_plan_for_serving_refuses(given: tuple[object, ...], said: str, no_variables: None) -> None:
     done = edgeinfer("plan", "demo", *given)
@@ -158,8 +159,8 @@ def test_pools_that_do_not_fit(no_variables: None) -> None:
     for command in (("plan", "demo"), ("run", "demo", "Once", "-n", 2)):
         done = edgeinfer(*command, "--kv-memory", "5kB")
         assert done.code == 3
-        assert done.err.endswith("edgeinfer: A KV pool of 5.0 kB holds no block of a sequence, which takes "
-                                 f"{BLOCK + 64} bytes; raise --kv-memory.\n")
+        assert done.err.endswith("The KV pool of 5.0 kB is too small for one block of 16 tokens, which takes "
+                                 f"{BLOCK + 64:,} bytes; raise --kv-memory.\n")
         assert "1 blocks (16 tokens in all)" in done.out + done.err
         report = planned(*command, "--kv-memory", "300MB", "--budget", "200MB", code=3)
         assert report["fits"] is False and report["total_bytes"] > 400_000_000
@@ -169,10 +170,10 @@ def test_pools_that_do_not_fit(no_variables: None) -> None:
         again = planned(*command, "--kv-memory", f"{memory}B", "--budget", "200MB")
         assert again.get("total_bytes", again.get("planned_bytes")) == report["alternatives"][0]["total_bytes"]
     out = edgeinfer("plan", "demo", "--kv-memory", "5kB").out
-    assert out.startswith("It does not fit: the KV pool holds no block;")
-    with pytest.raises(UsageError, match=r"^kv_tokens 64 and kv_memory 90000000 size the KV pool; give one\.$"):
+    assert out.startswith("It does not fit: the KV pool is too small for one block;")
+    with pytest.raises(UsageError, match=r"^kv_tokens 64 and kv_memory 90000000 size one KV pool; use one\.$"):
         LLM("demo", kv_tokens=64, kv_memory="90MB")
-    with pytest.raises(BudgetError, match="holds no block"):
+    with pytest.raises(BudgetError, match="too small for one block"):
         LLM("demo", kv_memory=100)
 
 
@@ -192,8 +193,8 @@ def test_pages_of_a_card(no_variables: None) -> None:
     assert given["serving"] is None and given["max_sequences"] == 1
     assert next(r["bytes"] for r in given["regions"] if r["name"] == "kv") == 24 * 256 * 524288 == 3 << 30
     few = planned(*PAGES, "--kv-memory", "1MB", code=3)
-    assert few["error"]["message"].startswith("A KV pool of 1.0 MB holds no block of a sequence, which takes 134217728")
-    assert edgeinfer(*PAGES, "--kv-memory", "1MB").out.startswith("It does not fit: the KV pool holds no block; ")
+    assert few["error"]["message"].startswith("The KV pool of 1.0 MB is too small for one block of 256 tokens, which ")
+    assert edgeinfer(*PAGES, "--kv-memory", "1MB").out.startswith("It does not fit: the KV pool is too small for one ")
     many = planned(*PAGES, "--kv-memory", "300GiB", code=3)
     memory = many["alternatives"][0]["options"]["kv_memory"]
     assert planned(*PAGES, "--kv-memory", f"{memory}B")["fits"]
@@ -239,5 +240,5 @@ def test_pages_of_an_open_model(tmp_path: Path) -> None:
     with on_device("pages") as device, LLM(path, ctx=64, threads=1, kv_memory=100_000, **device) as llm:
         assert 0 < llm.plan.region("kv").nbytes <= 100_000 and llm.plan.kv_blocks > 4
         assert llm.runner.config.max_sequences == 1
-    with on_device("pages") as device, pytest.raises(BudgetError, match="holds no block"):
+    with on_device("pages") as device, pytest.raises(BudgetError, match="too small for one block"):
         LLM(path, ctx=64, threads=1, kv_memory=100, **device)

@@ -88,8 +88,8 @@ def fill_device(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Me
 def check_draft(config: RuntimeConfig, device: str) -> None:
     """Raise `UsageError` for a KV cache that fills the memory of a device, of which a draft model needs a part."""
     if fills(config):
-        raise UsageError(f"A KV cache that fills the memory of device {device} leaves none to a draft model; give its "
-                         "size (--kv-memory, with --kv-layout pages), or leave --draft out.")
+        raise UsageError(f"A KV cache that fills the memory of device {device} leaves none to a draft model; limit it "
+                         "(--kv-memory with --kv-layout pages), or omit --draft.")
 
 
 def smaller(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Iterator[Alternative]:

@@ -93,7 +93,7 @@ def plan(
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
     sequences = _served(given, max_sequences) if serve else max(given.n, beams)
     if max_sequences is not None and not serve:
-        raise UsageError(f"--max-sequences {max_sequences} is of a server; add --serve, or give --samples.")
+        raise UsageError(f"--max-sequences {max_sequences} is for serving; add --serve, or use --samples.")
     config = given.runtime(max_sequences=sequences, draft_tokens=drafting.rows, fill_budget=serve,
                            own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
     if given.ctx is not None and given.ctx > LONGEST_CTX:
@@ -121,7 +121,7 @@ def _served(given: options.Given, most: int | None) -> int:
     """Return how many sequences a server runs at once; it has no use for the options of single requests."""
     for name, flag in ((options.SAMPLES, "--samples"), ("beams", "--beams")):
         if given.by_flag(name):
-            raise UsageError(f"{flag} is of one request, and --serve plans for many; give --max-sequences instead.")
+            raise UsageError(f"{flag} belongs to one request, and --serve plans for many; use --max-sequences.")
     return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
 
 

@@ -148,7 +148,7 @@ def _fits(report: dict[str, Any]) -> str:
     words = {None: "Whether it fits is not known", True: "It fits", False: "It does not fit"}[report["fits"]]
     if report["fits"] is False and (report["remaining_bytes"] or 0) >= 0 \
             and report.get("device_bytes", 0) <= (report.get("device_budget_bytes") or 0):
-        return f"{words}: the KV pool holds no block"
+        return f"{words}: the KV pool is too small for one block"
     if taken := report.get("device_bytes"):
         has = report["device_budget_bytes"]
         gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.units import format_size
-from ..output import table
+from ..output import folded, table
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import MemoryPlan
@@ -33,7 +33,7 @@ def serving_object(plan: MemoryPlan, block_tokens: int) -> dict[str, Any]:
 def serving_lines(found: dict[str, Any]) -> Iterator[str]:
     """Return the lines for people."""
     kept = "" if found["window_tokens"] is None else f", {found['window_tokens']} in layers with a window"
-    yield (f"serving  a KV pool of {format_size(found['kv_bytes'])} holds {found['kv_tokens']} tokens{kept}; at once "
-           "fit")
+    yield from folded(f"the KV pool of {format_size(found['kv_bytes'])} holds {found['kv_tokens']} tokens{kept}; these "
+                      "fit at once:", "serving  ")
     rows = ((str(row["sequences"]), "sequences of", str(row["tokens"]), "tokens") for row in found["fits"])
     yield from (" " * 9 + line for line in table(rows, right=[0, 2]))
