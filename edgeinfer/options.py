@@ -175,6 +175,8 @@ OPTIONS: tuple[Option, ...] = (
             commands=(_RUN, _PLAN, _BENCH)),
     _option("max_kld", "NATS", "Use an approximation automatically only if its measured KL divergence is at most "
             "this; 0 uses none.", default=MAX_KLD, commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _INFO)),
+    _option("prefix_file", "FILE", "Keep the KV blocks of prompts in FILE, for later prompts that begin alike.",
+            group=SPEED, commands=_REQUEST, shared=False),
 
     _option("logprobs", "K", "With --json: report the log-probability of each token and of the K most likely ones.",
             kind=int, group=OUTPUT, commands=_REQUEST, shared=False),

@@ -55,7 +55,7 @@ def _of(kind: type) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_of(RuntimeConfig), **_of(GenerationConfig),
-    "model": PATH, "source": PATH, "destination": PATH, "prompt_cache": PATH, "draft": PATH,
+    "model": PATH, "source": PATH, "destination": PATH, "prompt_cache": PATH, "prefix_file": PATH, "draft": PATH,
     "budget": _SIZE, "kv_memory": _SIZE, "beams": BEAMS, "max_kld": NATS,
     "recipe": Rule("a Recipe, or text such as fuse_input+sparse:mode=off", _recipe),
     "device": TEXT,

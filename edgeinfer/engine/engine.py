@@ -50,7 +50,7 @@ class Engine:
         self.runner, self.closed, self.process = runner, False, os.getpid()
         self.scheduler = Scheduler(runner, max_itl)
         self._steps = Steps(self.scheduler, lambda: self.closed)
-        self._most_waiting = max_queue
+        self._most_waiting, self._closes = max_queue, False
         self._inbox: SimpleQueue[Request[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.RLock()
@@ -117,23 +117,29 @@ class Engine:
     def cancel(self) -> None:
         """Cancel all requests that run, or would but for older ones; from any thread or a signal handler."""
         for request in (*self.scheduler.running, *self.scheduler.waiting):
-            if request.preemptions or request in self.scheduler.running:
+            if request.task.preemptions or request in self.scheduler.running:
                 request.cancel()
 
     def close(self) -> None:
         """End what runs, refuse what waits and close the runner. Callable twice, and from any thread."""
+        if self.stop():
+            self.runner.close()
+
+    def stop(self) -> bool:
+        """End what runs and refuse what waits; returns whether the runner is the caller's to close from then on."""
         self.closed = True
         if self.process != os.getpid():  # forked: the thread does not exist here
-            self.runner.close()
-            return
+            return True
         self.cancel()
         self.wake()
         thread = self._thread
-        if thread is not None and not self.inside:
+        if self.inside:  # in a callback of a request: the thread closes the runner when it has left it
+            self._closes = True
+            return False
+        if thread is not None:
             thread.join()
-        if not self.inside:
-            self._refuse(ClosedError(CLOSED))
-            self.runner.close()
+        self._refuse(ClosedError(CLOSED))
+        return True
 
     # -- its own thread ----------------------------------------------------------------------------------------------
 
@@ -151,7 +157,7 @@ class Engine:
                     self._refuse(ClosedError(CLOSED))
                 if self._thread is threading.current_thread():
                     self._thread = None
-            if self.closed:
+            if self._closes:
                 self.runner.close()
 
     def _receive(self) -> bool:

@@ -312,6 +312,7 @@ class Generation(Task[Completion]):
             first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,
             tok_per_s, first.finish_reason, self.seed, first.logprobs, choices,
             self.speculation.report(self._usage) if self.speculation and self._usage else None, waited,
+            self.preemptions,
         )
 
     def sampler(self, index: int) -> Sampler:

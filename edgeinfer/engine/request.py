@@ -48,14 +48,12 @@ class Request(Generic[Result]):
     ----------
     number : int
         Requests that were made later have larger ones.
-    preemptions : int
-        How often its sequences were taken away for others.
     """
 
     def __init__(self, engine: Engine | None, task: Task[Result], reuse: bool = False, prompt_cache: Path | None = None,
                  salt: bytes = b""):
         self.task, self.reuse, self.prompt_cache, self.salt = task, reuse, prompt_cache, salt
-        self.number, self.preemptions = next(_numbers), 0
+        self.number = next(_numbers)
         self.arrived = 0.0
         """When the engine took it in, by time.monotonic()."""
         self.saved_tokens = 0

@@ -130,7 +130,7 @@ class Scheduler:
             return False
         task.begin(sequence)
         task.join([one.task for one in self.running])
-        if not request.preemptions:
+        if not request.task.preemptions:
             task.tell()
         return True
 
@@ -146,7 +146,7 @@ class Scheduler:
         """Return a sequence that holds a proper prefix of what the request knows, as far as that is kept somewhere."""
         ids = request.task.known_ids
         file = request.prompt_cache
-        if file is not None and not request.preemptions and os.path.exists(file):
+        if file is not None and not request.task.preemptions and os.path.exists(file):
             sequence = self.runner.load(file)
             saved = shared(sequence.tokens, ids, len(ids))
             kept = self.runner.can_truncate(sequence, min(saved, len(ids) - 1))
@@ -269,7 +269,7 @@ class Scheduler:
             return
         task.release()
         task.begin(found)
-        if not request.preemptions:
+        if not request.task.preemptions:
             task.cached_tokens = max(task.cached_tokens, len(found))
 
     def preempt(self, request: Request[Any]) -> None:
@@ -279,7 +279,7 @@ class Scheduler:
         self.running.remove(request)
         self.waiting.append(request)
         self.waiting.sort(key=lambda one: one.number)
-        request.preemptions += 1
+        request.task.preemptions += 1
         self.preemptions += 1
         request.wait_again()
 

@@ -117,7 +117,7 @@ class Steps:
         for request in tuple(self.scheduler.running):
             self._conclude(request, error if failed else None)
         for request in tuple(self.scheduler.waiting):
-            self._conclude(request, error if failed or not request.preemptions else None)
+            self._conclude(request, error if failed or not request.task.preemptions else None)
 
     # -- the forward pass --------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Steps:
     def _save(self, request: Request[Any]) -> None:
         """Write a prompt that is complete to its file, if that has less of it."""
         task, n_prompt = request.task, len(request.task.prompt_ids)
-        if request.prompt_cache is not None and request.saved_tokens < n_prompt and not request.preemptions \
+        if request.prompt_cache is not None and request.saved_tokens < n_prompt and not request.task.preemptions \
                 and task.sequence is not None and len(task.sequence) == n_prompt:
             self._runner.save(task.sequence, request.prompt_cache)
 

@@ -78,6 +78,9 @@ class LLM(Embeddings):
         Tokens that the KV pool holds of all sequences together; by default as many as these may have.
     kv_memory : int or str, optional
         Memory of the KV pool, in bytes or as ``"1GiB"``, instead of its tokens.
+    prefix_file : str or Path, optional
+        File to take the prefix cache from, if it exists, and to write it to when the model is closed, so that prompts
+        that begin alike need not be computed again.
     beams : int, optional
         Maximum number of beams of a search (the option `beams` of requests); by default 1.
     mlock : bool, optional
@@ -178,6 +181,7 @@ class LLM(Embeddings):
         own_tokens: int | None = None,
         kv_tokens: int | None = None,
         kv_memory: int | str | None = None,
+        prefix_file: str | Path | None = None,
         beams: int | None = None,
         mlock: bool | None = None,
         mmap: bool | None = None,
@@ -194,6 +198,7 @@ class LLM(Embeddings):
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
             own_tokens=own_tokens, kv_tokens=kv_tokens, mlock=mlock, mmap=mmap, kv_layout=kv_layout,
             **plain({"recipe": recipe, "kv_memory": kv_memory}))
+        files = plain({"prefix_file": prefix_file})
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
@@ -210,11 +215,19 @@ class LLM(Embeddings):
         self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
         self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
         self._engine = Engine(self.runner)
+        self._prefix_file, self._closed = files["prefix_file"], False
         self._times = Times()
         self._preparing: set[Cancellation] = set()
         self._eos_ids = frozenset(self.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
+        if self._prefix_file and Path(self._prefix_file).exists():
+            try:
+                self.runner.load_prefixes(self._prefix_file)
+            except BaseException:
+                self._prefix_file = None  # which stays as it is
+                self.close()
+                raise
 
     def _open(self, config: RuntimeConfig, on: tuple[str | None, Provider | None, str | None],
               bound: float | None, progress: OnProgress | None) -> None:
@@ -393,10 +406,15 @@ class LLM(Embeddings):
         """End the running request and give all memory back; requests that wait raise `ClosedError`."""
         for wish in tuple(self._preparing):
             wish.cancel()
-        self._engine.close()
-        if self.draft:
-            self.draft.close()
-        self._bundle.close()
+        try:
+            if self._engine.stop() and self._prefix_file and not self._closed:
+                self._closed = True
+                self.runner.save_prefixes(self._prefix_file)
+        finally:
+            self._engine.close()
+            if self.draft:
+                self.draft.close()
+            self._bundle.close()
 
     def settle(self) -> None:
         """Return when all memory is there that was planned; measured peaks mean nothing before."""

@@ -11,6 +11,7 @@ import pytest
 
 from edgeinfer import LLM, AsyncLLM
 from edgeinfer.errors import CancelledError, RequestError, UsageError
+from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import free_blocks
 
 PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
@@ -58,6 +59,24 @@ def test_ten_turns_reuse_all_full_blocks(llm: LLM) -> None:
         held = (len(ids) + 8) // 16 * 16  # the last token of an answer is never run
         ids = [*ids, *done.token_ids, *llm.tokenizer.encode(f" Turn {turn}.", add_bos=False)]
     assert all(cached[1:])
+
+
+def test_a_prefix_file_outlives_the_model(tmp_path: Path) -> None:
+    file, prompt = tmp_path / "prefixes.kv", "The king and the queen lived in a castle by the sea. " * 3
+    with LLM("demo", ctx=256, threads=1, prefix_file=file) as model:
+        first = model.complete(prompt, reuse=True, **GREEDY)
+    with LLM("demo", ctx=256, threads=1, prefix_file=file) as model:
+        again = model.complete(prompt, reuse=True, **GREEDY)
+        model.close()
+        written = file.read_bytes()
+    assert first.cached_tokens == 0 and again.cached_tokens == (first.prompt_tokens - 1) // 16 * 16
+    assert again.token_ids == first.token_ids and file.read_bytes() == written
+    run = ("run", "demo", prompt, "--temp", "0", "-n", "20", "--json", "--prefix-file", file)
+    assert edgeinfer(*run).json["token_ids"] == list(first.token_ids)
+    damaged = written[: len(written) // 2]
+    file.write_bytes(damaged)
+    refused = edgeinfer(*run)
+    assert refused.code == 1 and "is damaged or cut short" in refused.err and file.read_bytes() == damaged
 
 
 # -- answers that go on ------------------------------------------------------------------------------------------------

@@ -87,11 +87,11 @@ def run(
         opened |= dict(
             kv=given.kv_on(given.device or CPU), max_sequences=samples, beams=beams,
             own_tokens=max(given.max_tokens, 1) if beams > 1 else None, mmap=not given.no_mmap,
-            weights=weights, group_size=group_size, progress=progress,
+            weights=weights, group_size=group_size, progress=progress, prefix_file=given.prefix_file,
         )
         llm = LLM(model, **opened, **techniques)
         load_ms = 1000 * (time.perf_counter() - began)
-    asked["prompt_cache"] = given.prompt_cache
+    asked |= {"prompt_cache": given.prompt_cache, "reuse": given.prefix_file is not None}
     with llm:
         announce(llm.runner, llm.choice, approximation(llm.runner, llm.approximated), given.max_kld,
                  quiet=given.json)
