@@ -280,7 +280,7 @@ def test_ctrl_c_in_a_users_program_leaves_the_model_usable(slow: LLM) -> None:
 
 @pytest.mark.timing
 def test_close_ends_what_runs_and_refuses_what_waits(tmp_path: Path) -> None:
-    llm = LLM(write_slow_bundle(tmp_path / "bundle"), ctx=CTX)
+    llm = LLM(write_slow_bundle(tmp_path / "bundle"), ctx=CTX, max_sequences=1)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(llm.complete, [7] * (CTX - 100), max_tokens=50, ignore_eos=True)
         time.sleep(0.3)
