@@ -27,11 +27,26 @@ above: Callable[[str], bool] | None = None
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, if there is one."""
     sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold a file name with control characters
+    text = folded_for_terminal(f"edgeinfer: {sentence}")
     printer = above  # another thread may end the bar meanwhile
-    if printer is not None and printer(f"edgeinfer: {sentence}"):
+    if printer is not None and printer(text):
         return
     if sys.stderr is not None:  # print would take standard output instead
-        print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+
+
+def folded_for_terminal(text: str) -> str:
+    """Return a text for standard error, folded between words where that is a terminal with shorter lines."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    except (AttributeError, OSError, ValueError):  # there is no standard error, or it is no file
+        columns = 0
+    if not columns or max(map(len, text.split("\n"))) <= columns:
+        return text
+    import textwrap
+
+    return "\n".join(textwrap.fill(line, max(columns, 20), break_long_words=False, break_on_hyphens=False,
+                                   replace_whitespace=False) for line in text.split("\n"))
 
 
 def check_process(opened: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..base.process import folded_for_terminal as folded_for_terminal
 from ..base.process import say as say
 from ..base.units import format_size
 from ..errors import UsageError, printable

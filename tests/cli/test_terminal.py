@@ -48,10 +48,14 @@ def demo() -> None:
 class Terminal:
     """A program on a pseudo-terminal."""
 
-    def __init__(self, *arguments: object, **variables: str):
+    def __init__(self, *arguments: object, columns: int = 0, **variables: str):
+        import fcntl
         import pty
+        import struct
+        import termios
 
         self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.child = subprocess.Popen(
             [*PYTHON, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
             env=environment(**{"TERM": "dumb", **variables}), start_new_session=True,
@@ -385,3 +389,13 @@ def test_clearing_the_cache_asks(tmp_path: Path, terminals: list[Terminal]) -> N
         terminal.type(f"{answer}\n")
         assert terminal.ended() == code
         assert (tmp_path / "bundles" / "tiny").exists() == (answer == "n")
+
+
+def test_sentences_are_folded_between_words_on_a_narrow_terminal(terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", "demo", "x", "--budget", "50MB", columns=40)
+    terminals.append(terminal)
+    assert terminal.ended() == 3
+    lines = terminal.shown.splitlines()
+    sentence = lines[next(i for i, line in enumerate(lines) if line.startswith("edgeinfer: ")):]
+    assert len(sentence) > 2 and max(map(len, sentence)) <= 40
+    assert " ".join(sentence).endswith("so no model fits; raise --budget.")

@@ -12,7 +12,7 @@ from ...base.process import peak_rss_bytes
 from ...base.units import format_size
 from ...errors import CancelledError, ContextError, EdgeInferError
 from ..generating import cancelling
-from ..output import figures, folded, say
+from ..output import figures, folded, folded_for_terminal, say
 from ..progress import ProgressLine
 from .conversation import SETTINGS, Conversation
 from .line_editor import EDITOR_BYTES, draws, editing_reader, message, plain_reader
@@ -204,7 +204,8 @@ class Chat:
         if last is None:
             _tell("No answer yet.")
             return
-        print(figures(last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
+        statistics = figures(last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes)
+        print(folded_for_terminal(statistics), file=sys.stderr)
         if llm.runner.prefill_strategy and (prompt := llm.runner.prefill_strategy.last):
             _tell(str(prompt))
 

@@ -20,7 +20,7 @@ from ...registry import agreed, reports
 from ...technique import Reported
 from .. import options
 from ..generating import cancelling, reading
-from ..output import figures, print_json, say
+from ..output import figures, folded_for_terminal, print_json, say
 from ..progress import ProgressLine
 from ..reports import streaming
 from ..reports.decision import announce, approximation
@@ -234,10 +234,10 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
-        print(figures(completion, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
+        statistics = figures(completion, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes)
         techniques = (field["said"] for field in fields.values() if field)
-        for line in filter(None, (*techniques, sentence(predicted), streaming.line(usage.report()))):
-            print(line, file=sys.stderr)
+        for line in filter(None, (statistics, *techniques, sentence(predicted), streaming.line(usage.report()))):
+            print(folded_for_terminal(line), file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS
     if llm.choice and not disturbed and completion.plain_tpot_ms and alone:
