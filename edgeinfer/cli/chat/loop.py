@@ -145,14 +145,14 @@ class Chat:
               if before else f"This message alone fills the context of {conversation.ctx} tokens. Options:")
         if skipped:
             self._waiting = text
-            _tell(f"  /drop      forget the {_oldest(skipped)} of {len(conversation.turns)} and answer")
-            _tell("  /clear     start a new conversation and ask again")
+            _option("/drop", f"forget the {_oldest(skipped)} of {len(conversation.turns)} and answer")
+            _option("/clear", "start a new conversation and ask again")
         else:
             _tell("  send a shorter message")
         if larger := self._larger():
             ctx, nbytes = larger
-            _tell(f"  -c {ctx:<7} /save FILE and /bye, then edgeinfer run {self._llm.name} -c {ctx} (takes "
-                  f"{format_size(nbytes)}) and /load FILE")
+            _option(f"-c {ctx}", f"/save FILE and /bye, then edgeinfer run {self._llm.name} -c {ctx} (takes "
+                                 f"{format_size(nbytes)}) and /load FILE")
         elif conversation.ctx >= self._llm.runner.model.max_position_embeddings:
             _tell("A larger context is not possible with this model.")
         else:
@@ -190,7 +190,7 @@ class Chat:
 
     def _show(self, rest: str) -> None:
         conversation = self._conversation
-        used = len(conversation.ids("")) if conversation.turns else 0
+        used = min(len(conversation.ids("")), conversation.ctx) if conversation.turns else 0
         rows = [("model", self._llm.name), ("context", f"{used:,} of {conversation.ctx:,} tokens, "
                                             f"{_turns(len(conversation.turns))}")]
         if conversation.template:
@@ -252,6 +252,10 @@ def _turns(n: int) -> str:
 
 def _oldest(n: int) -> str:
     return "oldest turn" if n == 1 else f"{n} oldest turns"
+
+
+def _option(name: str, meaning: str) -> None:
+    print("\n".join(folded(meaning, f"  {name:<10} ")), file=sys.stderr)
 
 
 def _tell(text: str) -> None:
