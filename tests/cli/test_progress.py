@@ -184,7 +184,8 @@ def test_stages_of_a_probe_have_names_and_units_or_none(clock: Clock, monkeypatc
     shown = screen(monkeypatch, False)
     with ProgressLine() as tell:
         for stage in ("neurons", "calibration"):
-            for clock.now in (clock.now, clock.now + 3, clock.now + 14):
+            for seconds in (0, 3, 11):
+                clock.now += seconds
                 tell(stage, 1, 2, "")
     lines = shown.shown().splitlines()
     assert "edgeinfer: measuring FFNs: 50 %, 14 s so far" in lines
