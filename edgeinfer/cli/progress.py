@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
-    "look": "looking at models", "prompt": "reading the prompt",
+    "look": "reading headers", "prompt": "reading the prompt",
     "wait": "waiting", "export": "exporting", "lower": "lowering the model for onnxruntime",
     "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
-    "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
+    "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage", "neurons": "measuring FFNs",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
     "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
 WAITING = "waiting for the process that compiles the kernels"
 IN_BYTES = ("download", "convert", "verify", "write", "load", "export", "lower")
-IN_TOKENS, ONE_BY_ONE = ("prompt", "evaluate"), ("compile", "look")
-COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "look": " models"}
+IN_TOKENS, ONE_BY_ONE = ("prompt", "evaluate"), ("compile", "look", "calibration")
+COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "look": " models",
+           "calibration": " models"}
 """Units of the stages that count something other than bytes and have a name for it."""
 REPEAT_SECONDS, TICK_SECONDS, LINE_SECONDS = 0.1, 0.25, 10.0
 """Between two drawings of the bar, between two looks at the clock while nothing is reported, and between two lines."""
@@ -145,9 +146,10 @@ class ProgressLine:
             return ""
         if self._stage in ONE_BY_ONE:
             return f"{self._done:,} of {self._total:,}{COUNTED[self._stage]}"
-        size = format_size(self._total) if self._stage in IN_BYTES else \
-            f"{self._total:,}{COUNTED.get(self._stage, '')}"
-        return f"{100 * self._done // self._total:3d} % of {size}"
+        share = f"{100 * self._done // self._total:3d} %"
+        if self._stage in IN_BYTES:
+            return f"{share} of {format_size(self._total)}"
+        return f"{share} of {self._total:,}{COUNTED[self._stage]}" if self._stage in COUNTED else share
 
     def _tuner(self, now: float) -> tuple[str, str]:
         """Return the rate of the last seconds, where it has a unit, and the time left, or the time taken so far."""

@@ -178,3 +178,15 @@ def test_a_request_reports_its_prompt(lazy: str | None) -> None:
         assert done == sorted(done) and done[0] == 0 and done[-1] == 300 and len(done) > 10
         with pytest.raises(UsageError, match="progress is 3; it must be a function"):
             llm.generate(ids, progress=3)
+
+
+def test_stages_of_a_probe_have_names_and_units_or_none(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = screen(monkeypatch, False)
+    with ProgressLine() as tell:
+        for stage in ("neurons", "calibration"):
+            for seconds in (0, 3, 11):
+                clock.now += seconds
+                tell(stage, 1, 2, "")
+    lines = shown.shown().splitlines()
+    assert "edgeinfer: measuring FFNs: 50 %, 14 s so far" in lines
+    assert "edgeinfer: running random models: 1 of 2 models, 14 s so far" in lines

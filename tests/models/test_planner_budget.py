@@ -125,6 +125,9 @@ def test_a_hopeless_budget_names_what_helps() -> None:
     assert str(error).startswith(f"The run needs {needs}, and the budget is 1.0 kB. edgeinfer itself takes 1")
     assert str(error).endswith(" MB of that, so no model fits; raise --budget.")
     assert error.alternatives == ()
+    python = planner_of("q4").plan(to_request(config_of(4096, "int8"))).region("python").bytes
+    error = refusal(4096, "int8", python + 1000)
+    assert str(error).endswith("No smaller setting of this model fits; use a smaller model or raise --budget.")
 
 
 def test_a_budget_that_is_hardly_short_shows_as_short() -> None:
