@@ -3,14 +3,15 @@
 Tokenising takes some 200 bytes of memory for each byte of its text and cannot be interrupted, so long texts are
 tokenised in parts:
 
-* The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) match letters greedily and without
-  lookahead, so a word ends between a letter and a non-letter. Merges never cross the ends of words. There is no cut
-  before a character that may compose with the letter before it (NFC).
+* If no pattern that splits text into words for byte-level BPE (GPT-2, Llama 3, Qwen, gpt-oss, DeepSeek) can match a
+  letter with a space or sign behind it (`patterns`), and one of them matches every letter, a word ends between the two.
+  Merges never cross the ends of words. There is no cut before a character that may compose with the letter before it
+  (NFC).
 * If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut lies between a
   letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
-* If spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that contains
-  the two characters beside the cut in sequence. If the vocabulary has no such token, no merge crosses. All parts but
-  the first are tokenised without the mark that the normaliser puts before a text.
+* If spaces become a mark and nothing splits the text (Llama 2, Gemma), a merge across a cut would make a token that
+  contains the two characters beside the cut in sequence. If the vocabulary has no such token, no merge crosses. All
+  parts but the first are tokenised without the mark that the normaliser puts before a text.
 
 Other tokenizers get their texts whole: a unigram model without splits at spaces adds scores along the whole text, and
 the sums of a part may round to another choice.
@@ -27,18 +28,18 @@ from typing import Any, TypeVar
 
 from ..base.dataclass import dataclass
 from ..errors import CancelledError
+from .patterns import matches_each, separates
 from .pieces import SPACE_MARK
 
 PART = 16_384
 """Characters of a part, but for the way to the next cut: a few megabytes and tens of milliseconds."""
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's pattern for splitting text into words; Llama 3 takes up to three digits together."""
-_LETTERS = ("A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
-            "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3")
-_ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000-\u3002\u300c-\u300f\uff01\uff0c\uff1f"
-"""Some letters, and some characters that are none and compose with none."""
+_ASCII = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_LETTERS = _ASCII + "".join(chr(code) for first, last in (
+    (0xC0, 0xD6), (0xD8, 0xF6), (0xF8, 0x2AF), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x410, 0x44F), (0x3041, 0x3096),
+    (0x30A1, 0x30FA), (0x4E00, 0x4FFF), (0xAC00, 0xAC7F), (0xB2E4, 0xB2E4), (0xC694, 0xC694),
+) for code in range(first, last + 1))
+_ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000\u3001\u3002\u300c\u300d\u300e\u300f\uff01\uff0c\uff1f"
+"""Some letters, among them frequent ones of each script, and some characters that are none and compose with none."""
 _CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 _WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
 _ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
@@ -46,6 +47,8 @@ _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
 _WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
 _ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
+_SPLIT_MARKED = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}]
+"""Gemma's, which finds no spaces: its normaliser has made marks of them."""
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
 """Normalisers that change a letter and a space behind it as each by itself."""
 _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
@@ -103,7 +106,7 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         return None
     narrow = not any(_is_near_spaces(token) for token in added)
     alone = not normalizer and [step["type"] for step in words] == ["Metaspace"]
-    if alone or (normalizer == _MARKS and not words):
+    if alone or (normalizer == _MARKS and not words) or (normalizer == _MARKS[1:] and words in ([], _SPLIT_MARKED)):
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         if any(token.single_word for token in added):
             return None
@@ -111,16 +114,15 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
             merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
             fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
             return between_pairs(vocabulary, fallback, [token.content for token in added])
-        return Cuts(_searching(_CUT), 1) if normalizer and narrow and not _any_across(vocabulary) else None
-    byte_level = bool(words) and words[-1]["type"] == "ByteLevel"
-    if not (byte_level and narrow) or [step["type"] for step in normalizer] not in ([], ["NFC"]):
+        skipped = int(normalizer == _MARKS)
+        return Cuts(_searching(_CUT), skipped) if normalizer and narrow and not _any_across(vocabulary) else None
+    if not narrow or [step["type"] for step in normalizer] not in ([], ["NFC"]):
         return None
-    splits = [step for step in words[:-1] if step["type"] != "Digits"]
-    if not (len(splits) == 1 and _is_known(splits[0]) if not words[-1].get("use_regex", True) else not splits):
-        return None
-    wide = not words[-1].get("add_prefix_space", True) and not any(
-        token.single_word or token.rstrip or _WIDE_CUT.search(token.content) for token in added)
-    return Cuts(_searching(_WIDE_CUT if wide else _CUT))
+    wide = not any(token.single_word or token.rstrip or _WIDE_CUT.search(token.content) for token in added) and not any(
+        step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in words)
+    if wide and _ends_words(words, _LETTERS, _ENDS):
+        return Cuts(_searching(_WIDE_CUT))
+    return Cuts(_searching(_CUT)) if _ends_words(words, _ASCII, " ") else None
 
 
 def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str]) -> Cuts:
@@ -188,9 +190,25 @@ def _any_across(vocabulary: Iterable[str]) -> bool:
     return any(map(re.compile(f"[A-Za-z]{SPACE_MARK}").search, vocabulary))
 
 
-def _is_known(split: dict[str, Any]) -> bool:
-    pattern = (split.get("pattern") or {}).get("Regex", "").replace(r"\p{N}{1,3}", r"\p{N}")
-    return pattern == QWEN2_SPLIT and split.get("behavior") == "Isolated" and not split.get("invert")
+def _ends_words(words: list[dict[str, Any]], letters: str, ends: str) -> bool:
+    """Return whether a word for byte-level BPE ends between each of these letters and each of these characters.
+
+    What follows the first pattern that ends words there sees each word by itself.
+    """
+    if "ByteLevel" not in [step["type"] for step in words]:
+        return False
+    for step in words:
+        if step["type"] == "ByteLevel" and step.get("use_regex", True):  # GPT-2's words
+            return True
+        if step["type"] in ("Digits", "Punctuation") and step.get("behavior", "Isolated") in ("Isolated", "Contiguous"):
+            continue  # they look at single characters
+        pattern = (step.get("pattern") or {}).get("Regex")
+        if step["type"] != "Split" or not pattern or step.get("behavior") != "Isolated" or step.get("invert") \
+                or not separates(pattern, letters, ends):
+            return False
+        if matches_each(pattern, letters):
+            return True
+    return False
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

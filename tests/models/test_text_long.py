@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.outside import watch
+from edgeinfer.converters.gguf import words as gguf_words
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
@@ -47,18 +49,22 @@ def tokenizers(tmp_path: Path) -> list[tuple[Tokenizer, bool]]:
     """Tokenizers, and whether their texts are cut."""
     from tokenizers import Regex, pre_tokenizers
 
-    from edgeinfer.text.cuts import QWEN2_SPLIT
-
     made = [(Tokenizer.open(demo_path()), True)]
     plain = pre_tokenizers.ByteLevel(use_regex=False)
+
+    def split(*patterns: str) -> Any:
+        return pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(one), "isolated") for one in patterns), plain])
+
     for i, (words, cut) in enumerate([
         (pre_tokenizers.ByteLevel(), True),
         (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
         (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel()]), True),
-        (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), plain]), True),
-        (pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), "isolated"), plain]), True),
-        (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"), plain]), False),
+        (pre_tokenizers.Sequence([  # as Falcon has it
+            pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False),
+            pre_tokenizers.Digits(), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]), True),
+        *((split(*gguf_words.WORDS[name].splits), name != "exaone-moe")
+          for name in ("qwen2", "llama3", "gpt-4o", "deepseek-v3", "deepseek-llm", "bloom", "exaone-moe")),
+        (split(r"\w+ \w+"), False),
         (plain, False),
     ]):
         directory = tmp_path / str(i)
@@ -82,10 +88,17 @@ def test_parts_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.Mon
             assert few == whole[: len(few)] and (5 < len(few) < len(whole)) == cut
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model", "gemma"])
 def test_texts_without_spaces_are_cut(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries, with Llama 2's rules: most of these characters have no token of their own."""
-    shutil.copyfile(demo_path() / kind, tmp_path / kind)
+    """Both libraries, with Llama 2's rules, and with Gemma's: most of these characters have no token of their own."""
+    if kind == "gemma":
+        data = json.loads((demo_path() / "tokenizer.json").read_bytes())
+        data |= {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+                 "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+                                   "invert": False}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    else:
+        shutil.copyfile(demo_path() / kind, tmp_path / kind)
     tokenizer = Tokenizer.open(tmp_path)
     units = ("吾輩は猫である。名前はまだ無い。\n", "\u2581A fox.", "e\u0301</s>🎉", "\u3000「", "a  b", "<0x0A>")
     text = "".join(units) * 20
