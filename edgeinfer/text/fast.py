@@ -13,13 +13,11 @@ from typing import Any
 
 from ..errors import TokenizerError
 from .continuation import without_leading_space
-from .cuts import PART, Cuts, check_wanted, cuts_of, interruptible, parts
+from .cuts import PART, WHITE, Cuts, check_wanted, cuts_of, interruptible, parts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
 
-WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
-"""Characters that an added token with `lstrip` takes before it."""
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
