@@ -56,6 +56,7 @@ def test_a_budget_too_small_is_refused_as_one(model: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_refusal_offers_the_exact_run_where_that_fits(model: Path) -> None:
     """As it was asked for, or with less context where nothing of the approximated run fits."""
     offered = set()
