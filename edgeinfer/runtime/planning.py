@@ -81,17 +81,20 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
 
 def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: Placer | None,
               beside: Beside | None) -> BudgetError:
-    """Return why a run does not fit, with the run without its approximations where that does."""
+    """Return why a run does not fit, with the run without its approximations where that does, or what of it does where
+    nothing else would.
+    """
     exact = without_approximations(config.recipe)
     if exact == config.recipe:
         return error
-    try:
-        found = plan_run(bundle, replace(config, recipe=exact), place, beside).plan
-    except BudgetError:
-        return error
     left_out: dict[str, str | int] = {step.name: "exact" for step in config.recipe.steps if step not in exact.steps}
     kept: tuple[Alternative, ...] = error.alternatives  # type: ignore[assignment]
-    options = [Alternative(left_out, found.total_bytes, found.streamed_bytes), *kept]
+    try:
+        found = plan_run(bundle, replace(config, recipe=exact), place, beside).plan
+        options = [Alternative(left_out, found.total_bytes, found.streamed_bytes), *kept]
+    except BudgetError as other:
+        smaller: tuple[Alternative, ...] = () if kept else other.alternatives  # type: ignore[assignment]
+        options = [*kept, *(replace(one, options=left_out | one.options) for one in smaller)]
     plan: MemoryPlan = error.plan  # type: ignore[assignment]
     return BudgetError(refusal(plan, error.budget_bytes or 0, options), plan, error.budget_bytes, tuple(options))
 

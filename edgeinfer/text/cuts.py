@@ -7,11 +7,11 @@ tokenised in parts:
   letter with a space or sign behind it (`patterns`), and one of them matches every letter, a word ends between the two.
   Merges never cross the ends of words. There is no cut before a character that may compose with the letter before it
   (NFC).
-* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut is between a
+* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut lies between a
   letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
-* If spaces become a mark and nothing splits the text (Llama 2, Gemma), a merge across a cut would make a token that
-  contains the two characters beside the cut in sequence. If the vocabulary has no such token, no merge crosses. All
-  parts but the first are tokenised without the mark that the normaliser puts before a text.
+* If spaces become a mark and nothing splits the text (Llama 2, Gemma), a merge across a cut before a space or sign
+  would make a token that contains the two characters beside the cut in sequence. If the vocabulary has no such token,
+  no merge crosses. All parts but the first are tokenised without the mark that the normaliser puts before a text.
 
 Other tokenizers get their texts whole: a unigram model without splits at spaces adds scores along the whole text, and
 the sums of a part may round to another choice.
@@ -23,7 +23,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from ..base.dataclass import dataclass
@@ -40,8 +39,11 @@ _LETTERS = _ASCII + "".join(chr(code) for first, last in (
 ) for code in range(first, last + 1))
 _ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000\u3001\u3002\u300c\u300d\u300e\u300f\uff01\uff0c\uff1f"
 """Some letters, among them frequent ones of each script, and some characters that are none and compose with none."""
+WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+"""Characters that an added token with `lstrip` takes before it."""
 _CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 _WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
+_END, _PAIR = re.compile(f"[{_ENDS}{SPACE_MARK}]"), re.compile(f"(?s)(?=(.[{_ENDS}]))")
 _ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
 _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
@@ -50,7 +52,7 @@ _ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
 _SPLIT_MARKED = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}]
 """Gemma's, which finds no spaces: its normaliser has made marks of them."""
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
-"""Normalisers that change a letter and a space after it as each by itself."""
+"""Normalisers that change a letter and a space behind it as each by itself."""
 _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 """Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -64,7 +66,7 @@ class Cuts:
     """Places where a tokenizer's texts can be cut."""
 
     find: Callable[[str, int], int | None]
-    """Returns the first cut of a text at an index or after it; it looks at two characters after a cut at most."""
+    """Returns the first cut of a text at an index or behind it; it looks at two characters behind a cut at most."""
     skipped: int = 0
     """Characters that are left out at a cut."""
     continues: bool = False
@@ -82,7 +84,7 @@ def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
         while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
             yield text[start:found]
             start = found + cuts.skipped
-        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters after it
+        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters behind it
         text = text[start:]
     yield text
 
@@ -113,7 +115,8 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         if not (model.ignore_merges or (normalizer and any(token.normalized for token in added))):
             merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
             fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
-            return between_pairs(vocabulary, fallback, [token.content for token in added])
+            strips = any(token.lstrip or token.rstrip for token in added)
+            return between_pairs(vocabulary, fallback, [token.content for token in added], strips)
         skipped = int(normalizer == _MARKS)
         return Cuts(_searching(_CUT), skipped) if normalizer and narrow and not _any_across(vocabulary) else None
     if not narrow or [step["type"] for step in normalizer] not in ([], ["NFC"]):
@@ -125,32 +128,29 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
     return Cuts(_searching(_CUT)) if _ends_words(words, _ASCII, " ") else None
 
 
-def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str]) -> Cuts:
-    """Return the cuts between two characters that no token has one after the other.
+def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str], strips: bool) -> Cuts:
+    """Return the cuts before a space or sign that no token has behind the character before it.
 
     Parameters
     ----------
     pieces : all that merges can make, spaces as marks
     any_character : characters that are not pieces become bytes, which are not merged; else they may be joined, so that
         there is no cut beside them
-    added : tokens that are found in a text before merging; there is no cut after or before one either
+    added : tokens that are found in a text before merging; there is no cut behind or before one either
+    strips : some of these take the white space beside them; there is no cut behind white space
     """
-    pairs: set[str] = set()
-    single: set[str] = set()
-    for piece in (*pieces, *added):
-        piece = piece.replace(SPACE_MARK, " ")
-        pairs.update(map("".join, pairwise(piece)))
-        if len(piece) == 1:
-            single.add(piece)
-    firsts, lasts = {one[0] for one in added}, {" ", SPACE_MARK, *(one[-1] for one in added)}
+    joined = "\0".join((*pieces, *added)).replace(SPACE_MARK, " ")
+    pairs = {found[1] for found in _PAIR.finditer(joined)}
+    single = set() if any_character else set(re.findall(r"(?s)(?<![^\0])[^\0](?![^\0])", joined))
+    firsts, lasts = {one[0] for one in added}, {SPACE_MARK, *(WHITE if strips else " "), *(one[-1] for one in added)}
 
     def find(text: str, start: int) -> int | None:
-        for at in range(max(start, 1), len(text)):
-            left, right = text[at - 1], text[at].replace(SPACE_MARK, " ")
-            if left + right in pairs or left in lasts or text[at] in firsts:
+        for end in _END.finditer(text, max(start, 1)):
+            left, right = text[end.start() - 1], end[0].replace(SPACE_MARK, " ")
+            if left + right in pairs or left in lasts or end[0] in firsts:
                 continue
             if any_character or (left in single and right in single):
-                return at
+                return end.start()
         return None
 
     return Cuts(find, continues=True)

@@ -13,19 +13,17 @@ from typing import Any
 
 from ..errors import TokenizerError
 from .continuation import without_leading_space
-from .cuts import PART, Cuts, check_wanted, cuts_of, interruptible, parts
+from .cuts import PART, WHITE, Cuts, check_wanted, cuts_of, interruptible, parts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
 
-WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
-"""Characters that an added token with `lstrip` takes before it."""
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Qwen2's pattern for splitting text into words."""
 GAP = 4096
-"""Ids in a row without a token, after which no further ones are expected."""
+"""Ids in a row without a token, behind which no further ones are expected."""
 
 
 class FastTokenizer:
@@ -181,7 +179,7 @@ class FastTokenizer:
         return b"" if piece is None else self.rules.to_bytes(piece)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the ids of a text depend on; what decodes, or is around a text, does not belong to it."""
+        """Return all that the ids of a text depend on; what decodes, or stands around a text, does not belong to it."""
         data = json.loads(self._tokenizer.to_str())
         model = data["model"]
         vocab, merges = model.pop("vocab", {}), model.pop("merges", [])

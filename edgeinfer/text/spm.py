@@ -130,7 +130,8 @@ class SentencePieceTokenizer:
             return None
         texts = [own.id_to_piece(i) for i in pieces if not (own.is_control(i) or own.is_unknown(i) or own.is_byte(i))]
         added = [text for text, token_id in self._ids.items() if token_id not in self.special_ids]
-        return between_pairs(texts, bool(settings.get(_FALLBACK)), added)
+        strips = any(token.get("rstrip") is True for token in self._added.values())
+        return between_pairs(texts, bool(settings.get(_FALLBACK)), added, strips)
 
     def _with_prefix(self, prefixed: bool) -> Any:
         if prefixed or not self.rules.n_leading_spaces:

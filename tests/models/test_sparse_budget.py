@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import PREDICTOR_FILE, Bundle, BundleWriter, Predictor, weights_identity
-from edgeinfer.config import Recipe
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import build_graph, requested_types
 from edgeinfer.registry import recipe_with
+from edgeinfer.runtime import plan_run
 from tests.helpers.sessions import TINY, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
@@ -53,6 +54,27 @@ def test_a_budget_too_small_is_refused_as_one(model: Path) -> None:
     with pytest.raises(BudgetError, match="The run needs"), \
             session(model, ctx=256, recipe=PREDICT, budget_bytes=1_000_000):
         pass
+
+
+@pytest.mark.slow
+def test_a_refusal_offers_the_exact_run_where_that_fits(model: Path) -> None:
+    """As it was asked for, or with less context where nothing of the approximated run fits."""
+    offered = set()
+    with Bundle.open(model) as bundle:
+        config = RuntimeConfig(256, threads=1, prefill_chunk=64, recipe=PREDICT)
+        most = plan_run(bundle, replace(config, budget_bytes=1 << 40)).plan.total_bytes
+        for less in (*range(700_000, 800_000, 20_000), *range(1_080_000, 1_160_000, 20_000)):
+            try:
+                plan_run(bundle, replace(config, budget_bytes=(budget := most - less)))
+            except BudgetError as error:
+                first = next(iter(error.alternatives), None)
+                if first is None or "sparse" not in first.options:
+                    continue
+                assert f"Fits: --sparse exact{' --ctx' * ('ctx' in first.options)}" in str(error)
+                other = replace(config, ctx=first.options.get("ctx", 256), recipe=recipe_with(sparse="exact"))
+                assert plan_run(bundle, replace(other, budget_bytes=budget)).plan.total_bytes == first.total_bytes
+                offered.add("ctx" in first.options)
+    assert offered == {True, False}
 
 
 def test_the_plan_says_of_each_region_what_lies_there(model: Path) -> None:
