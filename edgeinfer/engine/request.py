@@ -99,7 +99,7 @@ class Request(Generic[Result]):
 
     def start_whole(self) -> None:
         """Hand it to the engine for a client that reads no text before the end."""
-        self._whole = not self._started
+        self._whole = self._whole or not self._started
         self.start()
 
     def finish(self) -> Result:

@@ -81,10 +81,6 @@ class Scheduler:
         self._common = {pair: n for pair, n in self._common.items() if request.number not in pair}
         self._retry = True
 
-    def freed(self) -> None:
-        """Record that blocks have become free or shareable."""
-        self._retry = True
-
     # -- admission ---------------------------------------------------------------------------------------------------
 
     def admit(self) -> list[tuple[Request[Any], Exception]]:

@@ -34,7 +34,7 @@ class TokenBudget:
         return min(max(fitting, LEAST_CHUNK), self._most)
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
-        """Record of a step over this many decoding sequences and prompt tokens."""
+        """Record the time of a step over this many decoding sequences and prompt tokens."""
         if not prompt:
             self._decode[decoding] = _blend(self._decode.get(decoding, 0.0), seconds)
         elif prompt >= LEAST_CHUNK:
