@@ -1,8 +1,8 @@
 """Controller of speculation: chooses the number of draft tokens by measured pass times and acceptance.
 
-With a drafted tokens right on the average, verifying g of them gives E(g) tokens: 1, and for each drafted token the
-probability that it and all before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of
-them; here each place in a draft has its own). It pays where E(g) is above what drafting and verifying cost, in steps of
+Verifying g drafted tokens gives E(g) tokens on average: 1, and for each drafted token the probability that it and all
+before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of them; here each place in a
+draft has its own). It pays where E(g) is above what drafting and verifying cost, in steps of
 the same run without speculation, which takes several steps in a pass where the model is small. All costs are measured:
 on processors they depend on the model, the depth and other load.
 
@@ -269,7 +269,7 @@ class Speculation:
             self._pause()  # looking at the text costs too much of such short steps
 
     def verified(self, proposals: Items[list[int]], accepted: Items[int]) -> None:
-        """Instruction a pass that verified drafts, and how many tokens of each text were right."""
+        """Take note of a pass that verified drafts, and of how many tokens of each text were right."""
         seconds, texts, drafted = self._elapsed(), len(proposals), sum(map(len, proposals))
         step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
         verifying = seconds - self._reading - (0.0 if self.drafter.free else self._drafting)

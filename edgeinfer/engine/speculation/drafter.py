@@ -70,7 +70,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-        """Draft token up to n tokens, one or more, that follow each of the texts.
+        """Draft up to n tokens, one or more, that follow each of the texts.
 
         Returns
         -------
