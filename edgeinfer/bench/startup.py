@@ -70,5 +70,6 @@ def _first_ms(command: list[str], path: str) -> float:
         first = None
     if not isinstance(first, float):
         said = done.stderr.strip().splitlines()
-        raise EdgeInferError(f"A process that was to print its first token failed: {said[-1] if said else 'no text'}.")
+        raise EdgeInferError(f"A process that was to print its first token failed: "
+                             f"{said[-1].rstrip('.') if said else 'no text'}.")
     return first

@@ -125,7 +125,7 @@ class Completion:
     queued_ms: float = 0.0
     """Part of `ttft_ms` before its first forward pass, while others had the blocks or sequences that it needs."""
     preemptions: int = 0
-    """How often its KV blocks were taken for older requests, and computed again."""
+    """Number of times that its KV blocks were taken for older requests, and computed again."""
 
     @property
     def score(self) -> float | None:

@@ -88,7 +88,7 @@ class Task(abc.ABC, Generic[Result]):
         self.prompt_ids = checked_prompt(prompt_ids, runner)
         self.cached_tokens = 0
         self.preemptions = 0
-        """How often its sequences were taken away for others."""
+        """Number of times that its sequences were taken away for others."""
         self.cancellation = Cancellation()
         self.told: OnProgress | None = None
         """Called as the prompt is processed, with the stage ``prompt`` and tokens."""

@@ -257,7 +257,7 @@ def test_run_says_what_it_reads(tmp_path: Path) -> None:
     found = done.json["offload"]
     assert found["decision"] == "sparse from flash" and 0 < found["hot_share"] < 1 and 0 <= found["hit_rate"] < 1
     assert 0 < found["flash_bytes_per_token"] <= found["flash_bytes"] and found["walks"] >= 8
-    assert "of the FFNs' neurons are in memory; the others are read from storage when a token wants them" in done.err
+    assert "of the FFNs' neurons are in memory; the others are read from storage on demand" in done.err
     said = edgeinfer(*arguments[:-1], "--budget", f"{needs - 150_000}B", "abc").err
     assert re.search(r"sparse from flash: .* from storage per token, hit rate \d+% \(.* in \d+ forward passes\), .* "
                      r"spent", said)

@@ -70,7 +70,7 @@ def test_a_refusal_offers_the_exact_run_where_that_fits(model: Path) -> None:
                 first = next(iter(error.alternatives), None)
                 if first is None or "sparse" not in first.options:
                     continue
-                assert f"Fits: --sparse exact{' --ctx' * ('ctx' in first.options)}" in str(error)
+                assert f"It fits with --sparse exact{' --ctx' * ('ctx' in first.options)}" in str(error)
                 other = replace(config, ctx=first.options.get("ctx", 256), recipe=recipe_with(sparse="exact"))
                 assert plan_run(bundle, replace(other, budget_bytes=budget)).plan.total_bytes == first.total_bytes
                 offered.add("ctx" in first.options)

@@ -187,7 +187,7 @@ def test_a_process_without_its_first_token_is_reported(monkeypatch: pytest.Monke
 
     config = RuntimeConfig(threads=1, recipe=Recipe(()))
     tokenizer = Tokenizer.open(demo_path(), {"bos_token_id": 1})
-    with pytest.raises(EdgeInferError, match="was to print its first token failed: edgeinfer: Unknown model"):
+    with pytest.raises(EdgeInferError, match="was to print its first token failed: edgeinfer: There is no file"):
         first_token_ms(tmp_path / "absent", tokenizer, (), config, 1)
     monkeypatch.setattr(startup, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(EdgeInferError, match=r"has not done so in 0\.01 s; use --no-startup"):
@@ -261,10 +261,10 @@ def test_a_model_without_tokenizer_has_no_first_token(tmp_path: Path, capsys: py
     ("arguments", "sentence"),
     [
         (["--shape", "tinylama"], "There is no shape 'tinylama'; did you mean 'tinyllama-1.1b'"),
-        (["--shape", "xyz"], "There is no shape 'xyz'; shapes are deepseek-r1"),
+        (["--shape", "xyz"], "There is no shape 'xyz'; shapes include deepseek-r1"),
         (["demo", "-p", "-5"], "-p -5 is out of range"),
         (["demo", "-d", "1000"], "pp512 @ d1000 needs a context of 1512 tokens, and the model allows 1024"),
-        (["demo", "-n", "12,"], "-n '12,' cannot be read; write a number of tokens, or several as in 128,512"),
+        (["demo", "-n", "12,"], "-n '12,' is not a number of tokens; write one, or several as in 128,512"),
         (["demo", "-r", "0"], "-r is 0; it must be from 1 to 1000 repetitions"),
         ([], "Give either MODEL or --shape"),
         (["demo", "--shape", "llama-2-7b"], "Give either MODEL or --shape"),

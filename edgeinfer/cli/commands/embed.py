@@ -41,7 +41,7 @@ def embed(
     \b
     Examples:
       edgeinfer embed ./my-bundle "The fox and the crow" "A tale of a bird"
-      edgeinfer embed ./my-bundle --pooling last < sentences.txt
+      echo "The fox and the crow" | edgeinfer embed ./my-bundle --pooling last
     """
     given = texts or _lines()
     if not given:
