@@ -134,15 +134,17 @@ class Layer:
             splits=self.splits, tokens=tile or self.tile, recent=self.recent,
         )
 
-    def attend(self, isa: str, threads: int = 1, tile: int | None = None) -> np.ndarray:
-        """Attention in one instruction."""
+    def attend(self, isa: str, threads: int = 1, tile: int | None = None, prompted: int | None = None) -> np.ndarray:
+        """Attention in one instruction, of tokens of prompts; of decoded ones after the first ones, if stated."""
         self.bench.counts[abi.COUNT_MERGE] = 0
+        self.bench.counts[abi.COUNT_PROMPTED] = len(self.positions) if prompted is None else prompted
         name = f"attention_{self.kv}"
         return self._run(isa, name, threads, tile)
 
-    def attend_in_splits(self, isa: str, threads: int = 1, last: int | None = None) -> np.ndarray:
+    def attend_in_splits(self, isa: str, threads: int = 1, last: int | None = None, prompted: int = 0) -> np.ndarray:
         """Attention in two instructions: splits, then their merge; of the last tokens, if not of all."""
         self.bench.counts[abi.COUNT_MERGE] = len(self.positions) if last is None else last
+        self.bench.counts[abi.COUNT_PROMPTED] = prompted
         whole = self._run(isa, f"attention_{self.kv}", threads, keep=True)
         return np.concatenate([whole, self._run(isa, "attention_merge", threads)])
 
@@ -317,9 +319,12 @@ def test_the_last_tokens_of_a_pass_are_split_beside_a_prompt(kv: str, past: int)
     for isa in ISAS:
         layer.store(isa)
         whole = layer.attend(isa)
+        for tile, threads in ((1, 1), (3, 2), (10, 3)):
+            np.testing.assert_array_equal(layer.attend(isa, threads, tile, prompted=21), whole)
+            np.testing.assert_array_equal(layer.attend(isa, threads, tile, prompted=0), whole)
         for last in (1, 5, 9, 11):
             for threads in (1, 3):
-                np.testing.assert_array_equal(layer.attend_in_splits(isa, threads, last), whole)
+                np.testing.assert_array_equal(layer.attend_in_splits(isa, threads, last, prompted=21), whole)
 
 
 @pytest.mark.slow(keep=1)

@@ -1,9 +1,10 @@
-"""Decoded tokens beside a prompt: their attention is split along the context, with the bits of a pass of their own."""
+"""Decoded tokens beside a prompt have the bits of a pass of their own, however many of them are split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +56,9 @@ def rows_of(opened: Session, segments: Items[Segment]) -> list[np.ndarray]:
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoded_tokens_have_the_bits_of_a_pass_of_their_own(tmp_path: Path, family: str, threads: int) -> None:
-    """One token each, then draft tokens and a tree: of more tokens than can be split the last whole segments are."""
+def test_decoded_tokens_have_the_bits_of_a_pass_of_their_own(tmp_path: Path, family: str, threads: int,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token each, then draft tokens and a tree; as many are split as the rule says, and other numbers."""
     model, recipe = FAMILIES[family]
     path = write_model(tmp_path, replace(model, max_position_embeddings=2048))
     with session(path, ctx=LONG + 80, max_sequences=5, outputs=30, threads=threads, recipe=recipe) as opened:
@@ -65,12 +67,14 @@ def test_decoded_tokens_have_the_bits_of_a_pass_of_their_own(tmp_path: Path, fam
         single = [Segment(sequence, [number], (0,), DECODE) for number, sequence in enumerate(deep)]
         drafts = [Segment(sequence, tokens(n, seed=n), tuple(range(n)), DECODE, parents)
                   for sequence, n, parents in zip(deep, (7, 6, 5, 4), (None, None, TREE, None), strict=True)]
-        for segments, most in ((single, 4), (drafts, 15)):
+        for segments, counts in ((single, (None, 0, 1, 4)), (drafts, (None, 0, 6, 16))):
             alone = [rows_of(opened, [segment])[0] for segment in (*segments, prompt)]
-            for mixed in ([*segments, prompt], [prompt, *segments], segments):
-                found = rows_of(opened, mixed)
-                if len(mixed) > 4 or mixed is drafts:
-                    assert split(opened) == most
+            for mixed, count in product(([*segments, prompt], [prompt, *segments], segments), counts):
+                with monkeypatch.context() as patch:
+                    if count is not None:
+                        patch.setattr(opened, "_split", lambda segments, offset, count=count: count)
+                    found = rows_of(opened, mixed)
+                assert split(opened) == count or (count is None and (split(opened) == 15 or segments is single))
                 for segment, rows in zip(mixed, found, strict=True):
                     want = alone[[*map(id, (*segments, prompt))].index(id(segment))]
                     assert rows.tobytes() == want.tobytes()
@@ -83,19 +87,3 @@ def test_decoded_tokens_have_the_bits_of_a_pass_of_their_own(tmp_path: Path, fam
         for number, sequence in enumerate(deep):
             opened.decode([sequence], [number])
             assert opened.decode([sequence], [5 + number])[0].tobytes() == rows[number].tobytes()
-
-
-def test_what_is_not_split(tmp_path: Path) -> None:
-    """Prompts, contexts that are too short, and one segment of too many tokens."""
-    path = write_model(tmp_path)
-    with session(path, ctx=900, max_sequences=3, outputs=30) as opened:
-        deep, low = prompted(opened, 700), prompted(opened, SPLIT - 8)
-        chunk, long = Segment(opened.new_sequence(), tokens(30)), tokens(17, seed=2)
-        for segments, count in (
-            ([chunk], 0), ([chunk, Segment(low, [1], (), DECODE)], 0), ([chunk, Segment(deep, [1])], 0),
-            ([chunk, Segment(deep, [1], (), DECODE)], 1), ([Segment(deep, long, (), DECODE)], 0),
-            ([chunk, Segment(deep, [1], (), DECODE), Segment(low, long, (), DECODE)], 0),
-            ([chunk, Segment(low, long, (), DECODE), Segment(deep, [1], (), DECODE)], 1),
-        ):
-            rows_of(opened, segments)
-            assert split(opened) == count, segments

@@ -17,13 +17,12 @@ from edgeinfer.runner import DECODE, Cancellation, Runner, Segment
 from ..kv.sequence import KVCache
 from ..program.program import Program
 from .executor import Executor
-from .tables import Tables
+from .splits import SPLIT_ROWS, tokens_to_split
+from .tables import Tables, decoded_last
 from .thread_tuner import ThreadTuner
 from .threads import Pool
 
 Logits = NDArray[np.float32]
-SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
-"""Rows of a context from which on the attention of few tokens is split."""
 
 
 class ModelRunner(Runner):
@@ -82,9 +81,9 @@ class ModelRunner(Runner):
              cancel: Cancellation | None, further: int = 0, rows: NDArray[np.int64] | None = None) -> Logits:
         """Describe a forward pass and run it."""
         with self.executor.pool.turn:
-            n, outputs, highest, sampled = self._tables.write(segments, offset, rows)
+            n, outputs, sampled = self._tables.write(segments, offset, rows)
             decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
-            split = self._split(segments, n, highest, offset)
+            split = self._split(segments, offset)
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
                       (abi.COUNT_SAMPLES, outputs if sampled else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
@@ -97,23 +96,8 @@ class ModelRunner(Runner):
             self.executor.run(first, stop, cancel, further)
         return logits
 
-    def _split(self, segments: Items[Segment], n: int, highest: int, offset: int) -> int:
-        """Return how many of the last of n tokens have their attention split along the context: all if they are few,
-        else as many decoded ones, of whole segments, as there are partial results for.
-        """
-        if n > abi.ATTENTION_TOKENS:
-            n, highest = 0, 0
-            for segment in reversed([segment for segment in segments if segment.role == DECODE]):
-                if n + len(segment.ids) > abi.ATTENTION_TOKENS:
-                    break
-                n += len(segment.ids)
-                highest = max(highest, len(segment.sequence) + offset + len(segment.ids) - 1)
-        return n if highest >= SPLIT_ROWS * self._splits_from(n) else 0
-
-    def _splits_from(self, n: int) -> int:
-        """From how many splits of context on attention of n tokens goes split by split: there are more units of work
-        then, whose last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a
-        tenth and a fifth is lost below 512 rows, nothing from 1024 on (docs/explanation/attention.md).
-        """
-        units = n * self.model.num_attention_heads // 32  # of forward passes that are not split
-        return 1 if n <= 4 else 4 if units >= 4 * self.plan.request.threads else 2
+    def _split(self, segments: Items[Segment], offset: int) -> int:
+        """Return how many of the last tokens of a pass have their attention split along the context."""
+        model = self.model
+        return tokens_to_split(decoded_last(segments), offset, self.plan.request.threads, model.num_attention_heads,
+                               model.num_key_value_heads)

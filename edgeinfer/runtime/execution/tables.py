@@ -42,7 +42,7 @@ class Tables:
         self._counting = np.arange(tokens)
 
     def write(self, segments: Items[Segment], offset: int = 0,
-              rows: NDArray[np.int64] | None = None) -> tuple[int, int, int, bool]:
+              rows: NDArray[np.int64] | None = None) -> tuple[int, int, bool]:
         """Describe one pass, of tokens `offset` rows after the ends of their sequences, or of one segment whose tokens
         are the `rows` after its end, ascending.
 
@@ -50,18 +50,16 @@ class Tables:
 
         Returns
         -------
-        tokens, outputs, highest : int
-            How many there are of each, and the highest row of a token.
+        tokens, outputs : int
+            How many there are of each.
         sampled : bool
             Whether an output has a sample spec.
         """
-        n = n_outputs = highest = 0
+        n = n_outputs = 0
         sampled, starts = False, []
-        ordered = _decoded_last(segments)
+        ordered = decoded_last(segments)
         for number, (sequence, ids, *_) in enumerate(ordered):
-            last = len(sequence.tokens) + (offset + len(ids) - 1 if rows is None else int(rows[-1]))
             self._list(number, sequence)
-            highest = max(highest, last)
             starts.append(n)
             n += len(ids)
         if ordered is not segments:
@@ -78,7 +76,7 @@ class Tables:
             self._write_many(ordered, offset, n)
             if rows is not None:
                 self._set_rows(segments[0].sequence, rows)
-        return n, n_outputs, highest, sampled
+        return n, n_outputs, sampled
 
     def chosen(self, sequences: int, further: int, left: int) -> list[list[int]]:
         """Return the tokens that each sequence gained in a pass of several steps, `further` of which were allowed."""
@@ -137,8 +135,8 @@ class Tables:
             slots[:, which] = table[blocks] * abi.BLOCK_TOKENS + within
 
 
-def _decoded_last(segments: Items[Segment]) -> Items[Segment]:
-    """Return the segments with those in decode role last."""
+def decoded_last(segments: Items[Segment]) -> Items[Segment]:
+    """Return the segments with those in decode role last: the order of their tokens in the table."""
     if len(segments) == 1 or len({segment.role for segment in segments}) == 1:
         return segments
     return sorted(segments, key=lambda segment: segment.role == DECODE)

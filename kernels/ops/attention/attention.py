@@ -15,7 +15,7 @@ Parameters: parameters.ATTENTION. Reference: reference/attention/attention.py.
 
 from __future__ import annotations
 
-from ...abi import FLAG_ALIBI, TOKEN_ROW
+from ...abi import COUNT_PROMPTED, FLAG_ALIBI, TOKEN_ROW
 from ...parameters import ATTENTION
 from ...registry import kernel
 from ...vector.instruction import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
@@ -148,6 +148,21 @@ def _tile_step(kind, r, widths, chains):
     return whole, single_step(r, start, step, _leave)
 
 
+@inline
+def _run_end(ctx, t, first, tokens, step):
+    """The end of the run of one sequence that begins with token t; t itself if none begins there.
+
+    Runs are of `step` tokens at most, counted from the first token.
+    """
+    within = t - first - div_i64(t - first, step) * step
+    if within > 0 and not has_path(ctx, t) and together(ctx, t - 1, t):
+        return t
+    end, most = t + 1, min(t + step - within, tokens)
+    while end < most and not has_path(ctx, t) and together(ctx, t, end):
+        end += 1
+    return end
+
+
 def _prompt(large, small, many, some, one):
     """Attention of tiles of tokens, each with all splits."""
 
@@ -168,12 +183,21 @@ def _prompt(large, small, many, some, one):
 
     @inline
     def prompt(inst, ctx, tile, group, padded, tokens):
-        """The first tokens; returns the claimed unit that is none of theirs, and how many theirs are."""
+        """The first tokens; returns the claimed unit that is none of theirs, and how many theirs are.
+
+        A unit is a tile of tokens of prompts, of any sequences, or one decoded token with the following ones of its
+        sequence: decoded tokens of different sequences read different contexts.
+        """
         kv_heads, step = parameter(inst, ATTENTION.kv_heads), parameter(inst, ATTENTION.tokens)
-        unit, units = claim(ctx), div_i64(tokens + step - 1, step) * kv_heads
+        prompted = min(count(ctx, COUNT_PROMPTED), tokens)
+        tiles = div_i64(prompted + step - 1, step)
+        unit, units = claim(ctx), (tiles + tokens - prompted) * kv_heads
         while unit < units:
             token_tile = div_i64(unit, kv_heads)
-            t, end = token_tile * step, min(token_tile * step + step, tokens)
+            t, end = token_tile * step, min(token_tile * step + step, prompted)
+            if token_tile >= tiles:
+                t = prompted + token_tile - tiles
+                end = _run_end(ctx, t, prompted, tokens, step)
             while t < end:
                 stop = t + 1
                 while stop < end and not has_path(ctx, t) and together(ctx, t, stop):

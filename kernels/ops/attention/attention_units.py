@@ -17,6 +17,8 @@ from ...vector.scalars import div_i64
 from .attention_paths import has_path, position_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 
+PIECES = 8
+"""Pieces of consecutive units for each thread: it continues where it has read, as prefetchers expect."""
 UNITS = 4
 """Units of work that each thread should find: a sequence's tokens are parted if there are fewer."""
 
@@ -48,16 +50,21 @@ def _run(inst, ctx, t, tokens, most, shift):
 
 
 @inline
+def _count_units(inst, ctx, begin, tokens, most, shift):
+    """Units of work of some tokens, in runs of at most so many."""
+    units, t = 0, begin
+    while t < tokens:
+        t, _first, splits = _run(inst, ctx, t, tokens, most, shift)
+        units += parameter(inst, ATTENTION.kv_heads) * splits
+    return units
+
+
+@inline
 def _most(inst, ctx, begin, tokens, group, large, n_threads, shift):
     """Most tokens of a run: as many as leave enough units for all threads, else those that fill a tile."""
-    kv_heads = parameter(inst, ATTENTION.kv_heads)
     most, least = max(1, min(ATTENTION_TOKENS, div_i64(ATTENTION_ROWS, group))), max(1, div_i64(large, group))
     while most > least:
-        units, t = 0, begin
-        while t < tokens:
-            t, _first, splits = _run(inst, ctx, t, tokens, most, shift)
-            units += kv_heads * splits
-        if units >= UNITS * n_threads:
+        if _count_units(inst, ctx, begin, tokens, most, shift) >= UNITS * n_threads:
             break
         most = max(least, most >> 1)
     return most
@@ -83,6 +90,24 @@ def _unit(number, run):
     t, end, first, splits, start = run
     h = div_i64(number - start, splits)
     return t, end, h, first + number - start - h * splits
+
+
+@inline
+def _pieces(units, n_threads):
+    """How units are claimed: (units of a piece, how many pieces); those after the last piece one by one, while a thread
+    may still work on a piece.
+    """
+    piece = max(1, div_i64(units, PIECES * n_threads))
+    return piece, max(0, div_i64(units - piece * (n_threads - 1), piece))
+
+
+@inline
+def _piece(number, pieces):
+    """The first unit of a claim, and how many units it has."""
+    piece, n = pieces
+    if number < n:
+        return number * piece, piece
+    return n * piece + number - n, 1
 
 
 @inline
@@ -124,12 +149,15 @@ def few_tokens(large, small, many, some, one, runs=True, shift=SPLIT_SHIFT):
     def decode(inst, ctx, tile, group, padded, n_threads, begin, tokens, claimed, before):
         """Tokens begin .. tokens, from the unit that was claimed on; `before` them there were others' units."""
         most = _most(inst, ctx, begin, tokens, group, large, n_threads, shift) if runs else 1
-        number = claimed - before
+        pieces = _pieces(_count_units(inst, ctx, begin, tokens, most, shift), n_threads)
+        number, left = _piece(claimed - before, pieces)
         end, first, splits = _run(inst, ctx, begin, tokens, most, shift)
         run = _seek(inst, ctx, number, (begin, end, first, splits, 0), tokens, most, shift)
         held_t, held_h = -1, -1
         while run[0] < tokens:
-            following = claim(ctx) - before
+            following, rest = number + 1, left - 1
+            if rest == 0:
+                following, rest = _piece(claim(ctx) - before, pieces)
             after = _seek(inst, ctx, following, run, tokens, most, shift)
             unit = _unit(number, run)
             _t, end, h, split = _unit(following, after) if after[0] < tokens else unit
@@ -137,6 +165,6 @@ def few_tokens(large, small, many, some, one, runs=True, shift=SPLIT_SHIFT):
             fresh = alone or held_t != unit[0] or held_h != unit[2] or group > ATTENTION_ROWS
             attend(inst, ctx, tile, unit, group, padded, fresh, (end - 1, h, split))
             held_t, held_h = -1 if alone else unit[0], unit[2]
-            number, run = following, after
+            number, left, run = following, rest, after
 
     return decode
