@@ -16,7 +16,7 @@ from edgeinfer.runner import DECODE, Segment
 SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
 """Rows of a context from which on the attention of few tokens is split."""
 TILES = 4
-"""How often a unit of several tokens reads its context: once for each of its tiles of rows."""
+"""Reads of a context by a unit of several tokens: one for each of its tiles of rows."""
 SHARE = 16
 """Threads may wait for 1 / SHARE of the whole work of attention."""
 

@@ -94,8 +94,8 @@ def _unit(number, run):
 
 @inline
 def _pieces(units, n_threads):
-    """How units are claimed: (units of a piece, how many pieces); those after the last piece one by one, while a thread
-    may still work on a piece.
+    """The claims of units: (units of a piece, number of pieces). After the last piece units are claimed one by one,
+    while threads may still work on pieces.
     """
     piece = max(1, div_i64(units, PIECES * n_threads))
     return piece, max(0, div_i64(units - piece * (n_threads - 1), piece))
