@@ -64,7 +64,7 @@ def convert_apart(
             if progress:
                 progress(*told)
         ended = True
-        raise EdgeInferError(f"The process that converts {source} was ended from outside (exit code {child.wait()}); "
+        raise EdgeInferError(f"The process that converts {source} was killed (exit code {child.wait()}); "
                              "the system may have been short of memory; try again.")
     finally:
         _end(child, ask=not ended)

@@ -60,7 +60,7 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
                 remarks.append(f"{HEAD} differs from {embedding} and is left out: tie_word_embeddings is true.")
             continue
         raise CheckpointError(
-            f"The tensor {name} in {checkpoint.files[name].path} belongs to no part of a {config.model_type} model; "
+            f"The tensor {name} in {checkpoint.files[name].path} is not part of a {config.model_type} model; "
             f"{checkpoint.says} and the weights do not fit together."
         )
     return remarks

@@ -110,7 +110,7 @@ def scores_of(metadata: Mapping[str, Any], n: int, source: str) -> NDArray[np.fl
     """Return the score of each token, which must be numbers."""
     scores = items(metadata, "scores", source)
     if scores is None:
-        raise damaged(source, f"it has no scores ({PREFIX}scores), which say what is merged first")
+        raise damaged(source, f"it has no scores ({PREFIX}scores), which define the order of merges")
     if len(scores) != n:
         raise damaged(source, f"it has {n} tokens but {len(scores)} scores")
     try:

@@ -277,7 +277,7 @@ def _measurement(row: Any) -> Measurement:
     names = {field.name: field.type for field in fields(Measurement)}
     row = {"text": "", **row} if isinstance(row, dict) else row
     if not isinstance(row, dict) or set(row) != set(names) or not isinstance(row["setting"], dict):
-        raise ValueError("a measurement has not the fields that it should have")
+        raise ValueError("a measurement lacks a field or has an unknown one")
     values = row["setting"]
     if not all(type(value) is str for value in values.values()):
         raise ValueError("a setting has values that are not text")
