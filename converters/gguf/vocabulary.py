@@ -1,4 +1,4 @@
-"""The vocabulary that a GGUF file's metadata holds, checked: as long as it says, every id inside, no piece twice."""
+"""The vocabulary in a GGUF file's metadata, validated: its length, the range of its ids, and that no piece repeats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One gate for all approximations: what may be enabled automatically, and what is said of what was requested.
+"""The quality gate: the approximations that may be enabled automatically, and the verdict on requested ones.
 
-Divergences of techniques do not add, so a setting is all of them together, and only a measurement of exactly this
-setting, of exactly these weights, counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
+The divergences of techniques do not add up, so a setting comprises all of them, and only a measurement of exactly that
+setting with exactly these weights counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Prompts in stages of layers: between two of them it is chosen which tokens continue (LazyLLM, arXiv 2407.14057).
+"""Prompt pruning: the prompt runs in stages of layers, and fewer tokens enter each stage (LazyLLM, arXiv 2407.14057).
 
-All chunks of a prompt go through the layers of a stage, then those of its tokens that continue through the next:
-importance is how much the prompt's last tokens attend to a token, and only the end of the prompt knows it. A token that
-was left behind keeps its position, its K and V in the layers that it has gone through, and a flag in the others
-(`abi.FLAG_PRUNED`).
+All chunks of a prompt go through the layers of one stage before any goes through the next. A token's importance is how
+much the prompt's last tokens attend to it, which is known only at the end of the prompt. A pruned token keeps its
+position, its K and V in the layers that computed it, and a flag in the others (`abi.FLAG_PRUNED`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forward passes as calls of the model, whatever its attention is: those of a prompt, and steps that are bound once."""
+"""Forward passes as calls of an ONNX model: chunks of a prompt, and decoding steps whose tensors are bound once."""
 
 from __future__ import annotations
 
