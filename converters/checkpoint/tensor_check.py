@@ -26,7 +26,7 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
     Parameters
     ----------
     checkpoint : Checkpoint
-        If head and embedding are one matrix under the head's name, it is told so.
+        If head and embedding are one matrix under the head's name, its `aliases` are extended.
     graph : Graph
     compare : bool
         Whether a head that should be the embedding is compared with it, element by element.

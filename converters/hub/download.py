@@ -86,7 +86,7 @@ def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
         raise ModelNotFoundError(f"{repo_id!r} is not the name of a model on the hub; names look like owner/model.")
     offline = bool(constants.HF_HUB_OFFLINE)
     why = "" if offline else _silence(repo_id, revision or "main")
-    log = logging.getLogger("huggingface_hub")  # it tells of each new attempt; an error is told here, once
+    log = logging.getLogger("huggingface_hub")  # it logs each new attempt; here an error is reported once
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
