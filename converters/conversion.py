@@ -76,7 +76,7 @@ def convert(
     origin : str
         What the bundle says that it was made of, beside the model's own name; by default that name alone.
     announce : callable, optional
-        Told in a sentence how large the bundle will be and how long it takes, once it is known that there is room.
+        Called with a sentence on the size of the bundle and the time it takes, once the disk is known to have space.
     progress : callable, optional
         Called with (done_bytes, total_bytes, name of the tensor) as the checkpoint is read.
 

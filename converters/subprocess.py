@@ -49,22 +49,22 @@ def convert_apart(
                "group_size": group_size, "origin": origin}
     child, ended = _start(), False
     try:
-        with suppress(OSError):  # of a child that has ended already, which is told below
+        with suppress(OSError):  # of a child that has ended already, which is reported below
             child.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
             child.stdin.flush()  # type: ignore[union-attr]
         for line in child.stdout or ():
-            what, told = json.loads(line)
+            what, content = json.loads(line)
             ended = what != "progress"
             if what == "done":
-                return list(told)
+                return list(content)
             if what == "error":
-                raise getattr(errors, told[0])(told[1])
+                raise getattr(errors, content[0])(content[1])
             if what == "bug":
-                raise RuntimeError(f"The process that converts {source} failed:\n{told}")
+                raise RuntimeError(f"The process that converts {source} failed:\n{content}")
             if progress:
-                progress(*told)
+                progress(*content)
         ended = True
-        raise EdgeInferError(f"The process that converts {source} was ended from outside (exit code {child.wait()}); "
+        raise EdgeInferError(f"The process that converts {source} was killed (exit code {child.wait()}); "
                              "the system may have been short of memory; try again.")
     finally:
         _end(child, ask=not ended)
@@ -106,13 +106,13 @@ def main() -> int:
     commands = sys.stdin.buffer
     request = json.loads(commands.readline())
 
-    def tell(what: str, told: Any = None) -> None:
-        answers.write(json.dumps([what, told]).encode() + b"\n")
+    def tell(what: str, content: Any = None) -> None:
+        answers.write(json.dumps([what, content]).encode() + b"\n")
         answers.flush()
 
     threading.Thread(target=_obey, args=(commands,), daemon=True).start()
     try:
-        outcome: tuple[str, Any] = ("done", _convert(request, lambda *told: tell("progress", told)))
+        outcome: tuple[str, Any] = ("done", _convert(request, lambda *content: tell("progress", content)))
     except EdgeInferError as error:
         outcome = "error", (type(error).__name__, str(error))
     except KeyboardInterrupt:

@@ -304,5 +304,5 @@ class RuntimeConfig:
 def check_own_layout(config: RuntimeConfig) -> None:
     """Raise `UsageError` for a layout of KV that our own kernels have not."""
     if config.kv_layout == SLOTS:
-        raise UsageError("--kv-layout slots is not offered on device cpu, whose KV cache has pages of 16 tokens; leave "
-                         "it out, or run with --device cuda.")
+        raise UsageError("--kv-layout slots is not available on device cpu, whose KV cache has pages of 16 tokens; "
+                         "leave it out, or run with --device cuda.")

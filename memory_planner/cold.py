@@ -125,7 +125,7 @@ class ColdPlan:
 
     @property
     def queue_bytes(self) -> int:
-        """Of what readers are told: pieces, of which no more are under way than there are slots, and parts."""
+        """Size of the read queue: pieces, no more of them than there are slots, and parts."""
         return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.events
 
 

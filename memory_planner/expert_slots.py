@@ -132,7 +132,7 @@ class ExpertsPlan:
         """Of the region."""
         return self.wanted + round_up(4 * self.experts, 64) + 64
 
-    # -- what readers are told -----------------------------------------------------------------------------------------
+    # -- the read queue ------------------------------------------------------------------------------------------------
 
     @property
     def events(self) -> int:

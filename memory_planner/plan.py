@@ -1,4 +1,4 @@
-"""The memory plan of a run: the request, every region with its bytes and their reason, and the positions in them.
+"""The memory plan of a run: the request, every region with its size and the reason for it, and the allocations inside.
 
 planner.py makes it before anything is allocated.
 """

@@ -1,4 +1,4 @@
-"""Why regions of a plan have the size they have, in words."""
+"""Explanations of the sizes of a plan's regions, in words."""
 
 from __future__ import annotations
 

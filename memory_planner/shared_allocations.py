@@ -1,4 +1,4 @@
-"""Weights that share an allocation: the matrices of a layer's experts, which are expert by expert beside each other."""
+"""Weights that share an allocation: the matrices of a layer's experts, stored expert by expert."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Layers with a window keep the K and V that it sees: how many blocks that takes, in a pool of their own.
+"""Layers with sliding-window attention: the number of KV blocks they need, in a pool of their own.
 
-All such layers share one pool and one block table a sequence, so the largest window decides: no model that is known has
-two that differ, and a table for each window would cost every pass. Layers keep all where that takes no more blocks.
+All such layers share one pool and one block table per sequence, so the largest window decides: no known model has
+windows of different sizes, and a table for each size would cost time in every pass. If keeping all positions takes no
+more blocks, the layers keep them all.
 """
 
 from __future__ import annotations

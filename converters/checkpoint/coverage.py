@@ -52,7 +52,7 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
             owner[rows] = i
         if free.any():
             raise CheckpointError(
-                f"{_named(uses[0][1].name, shape, np.flatnonzero(free), columns)} in {path} belong to no part of a "
+                f"{_named(uses[0][1].name, shape, np.flatnonzero(free), columns)} in {path} are not part of a "
                 f"{model_type} model; config.json and the weights do not fit together."
             )
 

@@ -26,7 +26,7 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
     Parameters
     ----------
     checkpoint : Checkpoint
-        If head and embedding are one matrix under the head's name, it is told so.
+        If head and embedding are one matrix under the head's name, its `aliases` are extended.
     graph : Graph
     compare : bool
         Whether a head that should be the embedding is compared with it, element by element.
@@ -60,7 +60,7 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
                 remarks.append(f"{HEAD} differs from {embedding} and is left out: tie_word_embeddings is true.")
             continue
         raise CheckpointError(
-            f"The tensor {name} in {checkpoint.files[name].path} belongs to no part of a {config.model_type} model; "
+            f"The tensor {name} in {checkpoint.files[name].path} is not part of a {config.model_type} model; "
             f"{checkpoint.says} and the weights do not fit together."
         )
     return remarks

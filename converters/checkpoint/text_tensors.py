@@ -1,5 +1,4 @@
-"""Tensors that a checkpoint calls otherwise than its architecture does: with a prefix more or less, or beside pictures.
-"""
+"""Tensors that a checkpoint names differently from its architecture, with another prefix or inside a larger model."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """LongRoPE's factors, of runs beyond the context of the training and of others."""
 PURPOSES = {"imatrix": "an importance matrix, which a quantiser reads", "mmproj": "the image encoder of a vision model",
-            "adapter": "an adapter, which changes a model and is none", "vocab": "a vocabulary without weights"}
+            "adapter": "an adapter, which modifies another model", "vocab": "a vocabulary without weights"}
 """Files that are not models, by their general.type, with a description."""
 _PLAIN = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
@@ -171,7 +171,7 @@ def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str
     one, *others = counts.values() or (None,)
     if any(count != one for count in others):
         said = ", ".join(f"{what} {count}" for what, count in counts.items())
-        raise CheckpointError(f"{header.path} disagrees with itself on its vocabulary: {said}; download it again.")
+        raise CheckpointError(f"{header.path} has contradictory vocabulary sizes: {said}; download it again.")
     return next(iter(counts.values()), None)
 
 

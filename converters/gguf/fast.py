@@ -92,8 +92,8 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], source: str) 
     """Return the merges as lines of two pieces, or as pairs where lines would not tell the pieces apart."""
     lines = items(metadata, "merges", source)
     if lines is None:
-        raise TokenizerError(f"{source} has a BPE vocabulary without merges ({PREFIX}merges), which say how its pieces "
-                             "are made; take a file that a newer converter wrote.")
+        raise TokenizerError(f"{source} has a BPE vocabulary but no merges ({PREFIX}merges), which say how its pieces "
+                             "are made; use a file that a newer converter wrote.")
     return lines if _are_lines(lines, vocab) else [_pair(line, rank, vocab, source) for rank, line in enumerate(lines)]
 
 

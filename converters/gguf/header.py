@@ -134,9 +134,9 @@ class HeaderReader:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in (1, *VERSIONS):
             raise CheckpointError(f"{self._path} is a big-endian GGUF file (version {swapped}); convert it to "
-                                  "little-endian, which is what can be read.")
+                                  "little-endian, the supported byte order.")
         remedy = "download a newer conversion" if version < min(VERSIONS) else "update edgeinfer"
-        raise CheckpointError(f"{self._path} has GGUF version {version}; versions 2 and 3 can be read: {remedy}.")
+        raise CheckpointError(f"{self._path} has GGUF version {version}; versions 2 and 3 are supported: {remedy}.")
 
     def _alignment(self, fields: Mapping[str, Any]) -> int:
         value = fields.get("general.alignment", 32)
@@ -153,7 +153,7 @@ class HeaderReader:
             sizes = sizes[:-1]
         number, offset = struct.unpack("<IQ", self._take(12))
         if not all(sizes) or prod(sizes) > MAX_ELEMENTS:
-            raise self._bad(f"the tensor {name:.60} has the dimensions {list(sizes)}, which no tensor has")
+            raise self._bad(f"the tensor {name:.60} has the dimensions {list(sizes)}, which are impossible")
         if number not in GGUF_TYPES:
             raise CheckpointError(f"The tensor {name:.60} of {self._path} has GGUF type {number}, which this version "
                                   f"of edgeinfer does not know (it knows types up to {max(GGUF_TYPES)}); take a "

@@ -1,4 +1,4 @@
-"""Latent attention in GGUF files: the matrices of heads apart, as newer files have them."""
+"""Latent attention in GGUF files: newer files store the up-projections of K and V as separate tensors per head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WEIGHT = re.compile(r"layers\.([0-9]+)\.([kv]_b)")
 
 
 def with_heads_apart(weight: Weight, config: ModelConfig, names: Collection[str]) -> Weight:
-    """Return the matrices of heads as newer files have them: two stacks, keys transposed already."""
+    """Return the weight with the sources that newer files have: one stack per projection, that of K transposed."""
     found = _WEIGHT.fullmatch(weight.name) if config.latent else None
     if not found or (name := f"blk.{found[1]}.attn_{found[2]}.weight") not in names:
         return weight

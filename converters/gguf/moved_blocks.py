@@ -31,7 +31,7 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
     weight : Weight
     stored : WeightType
     count : callable
-        Told the name of a tensor and how many elements of it were read.
+        Called with the name of a tensor and the number of its elements that were read.
     """
     kinds = {files[source.name].tensors[source.name].dtype for source in weight.sources}
     kind = _common(kinds, stored)

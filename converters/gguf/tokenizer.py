@@ -23,7 +23,7 @@ MODELS = (BPE, SENTENCEPIECE, "bert", "t5")
 """Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, WordPiece, and Unigram; BPE that is not
 byte-level is named as its family's (`Family.pre_tokenizers`)."""
 _TEMPLATE = "tokenizer.chat_template"
-_NO_PRE = "{source} does not say how its text is cut into words (tokenizer.ggml.pre); llama.cpp's default is taken."
+_NO_PRE = "{source} does not say how text is split into words (tokenizer.ggml.pre); llama.cpp's default is used."
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _around(
     for role, presumed in (("bos", bos), ("eos", eos)):
         wanted = flag(metadata, f"add_{role}_token", presumed, vocabulary.source) or (always and role == "bos")
         if wanted and role not in vocabulary.named and PREFIX + f"add_{role}_token" in metadata:
-            remarks.append(f"{vocabulary.source} wants its {role} token added to texts but names none; none is added.")
+            remarks.append(f"{vocabulary.source} asks for a {role} token around texts but names none; none is added.")
         found.append(wanted and role in vocabulary.named)
     return found[0], found[1]
 

@@ -34,7 +34,7 @@ def dequantise(blocks: Bytes, kind: str) -> Floats:
         There is no code for this type.
     """
     if kind not in _VALUES:
-        raise UnsupportedModelError(f"Tensors of the GGUF type {kind} cannot be read; types that can: "
+        raise UnsupportedModelError(f"Tensors of the GGUF type {kind} cannot be read; supported types: "
                                     f"{', '.join(_VALUES)}.")
     with np.errstate(all="ignore"):  # the caller refuses values that are not finite
         return _VALUES[kind](blocks)

@@ -1,4 +1,4 @@
-"""The vocabulary that a GGUF file's metadata holds, checked: as long as it says, every id inside, no piece twice."""
+"""The vocabulary in a GGUF file's metadata, validated: its length, the range of its ids, and that no piece repeats."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def scores_of(metadata: Mapping[str, Any], n: int, source: str) -> NDArray[np.fl
     """Return the score of each token, which must be numbers."""
     scores = items(metadata, "scores", source)
     if scores is None:
-        raise damaged(source, f"it has no scores ({PREFIX}scores), which say what is merged first")
+        raise damaged(source, f"it has no scores ({PREFIX}scores), which define the order of merges")
     if len(scores) != n:
         raise damaged(source, f"it has {n} tokens but {len(scores)} scores")
     try:

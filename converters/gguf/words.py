@@ -103,7 +103,7 @@ def words_of(name: str, source: str) -> PreTokenizer:
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, 3, 0.5) or "llama-bpe qwen2 gpt-2".split()
         raise TokenizerError(
-            f"{source} has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which edgeinfer does not know; near it "
-            f"are {', '.join(near)}. A guess would cut words wrongly without a sign of it: upgrade edgeinfer, or "
-            "convert the checkpoint that the file was made from.")
+            f"{source} has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which edgeinfer does not know; "
+            f"similar names are {', '.join(near)}. A wrong choice would split words wrongly without a sign: upgrade "
+            "edgeinfer, or convert the checkpoint that the file was made from.")
     return known[name]

@@ -86,7 +86,7 @@ def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
         raise ModelNotFoundError(f"{repo_id!r} is not the name of a model on the hub; names look like owner/model.")
     offline = bool(constants.HF_HUB_OFFLINE)
     why = "" if offline else _silence(repo_id, revision or "main")
-    log = logging.getLogger("huggingface_hub")  # it tells of each new attempt; an error is told here, once
+    log = logging.getLogger("huggingface_hub")  # it logs each new attempt; here an error is reported once
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -95,7 +95,7 @@ def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
             say(f"the hub cannot be reached ({why}); {repo_id} is the copy in its cache")
     except errors.GatedRepoError:
         raise ModelNotFoundError(
-            f"The model {repo_id} may only be read with permission: accept its terms on the hub, then log in with "
+            f"The model {repo_id} requires permission: accept its terms on the hub, then log in with "
             "`hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RevisionNotFoundError:
@@ -105,7 +105,7 @@ def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
             f"The hub has no model {repo_id}, or it is private: check the name, or log in."
         ) from None
     except errors.LocalEntryNotFoundError:
-        reason = "HF_HUB_OFFLINE forbids to ask the hub: unset it" if offline else (
+        reason = "HF_HUB_OFFLINE forbids access to the hub: unset it" if offline else (
             f"the hub cannot be reached{why and f' ({why})'}: connect")
         raise CheckpointError(f"The model {repo_id} is not in the hub's cache, and {reason}, or give a directory"
                               f"{_shape(repo_id)}.") from None
@@ -154,7 +154,7 @@ def _shape(repo_id: str) -> str:
 
 
 def _no_config(repo_id: str) -> CheckpointError:
-    return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is not a checkpoint.")
+    return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
 
 
 def reporter(progress: OnStageProgress | None, repo_id: str) -> Any:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place in a word of AutoAWQ, lowest bits first, of each of the 8 outputs that it holds."""
+"""Position in a word of AutoAWQ, lowest bits first, of each of the 8 outputs that it holds."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """Values of the codes of MXFP4 (OCP Microscaling Formats 1.0, table 5)."""
 

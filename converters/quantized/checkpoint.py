@@ -90,7 +90,7 @@ class PackedCheckpoint(Checkpoint):
     def remarks(self) -> tuple[str, ...]:
         """Omissions."""
         scales = sum(name.endswith("scale") for name in self.no_weights)
-        said = f"{scales} scales of activations, K or V are left out: edgeinfer takes its own, by group and token."
+        said = f"{scales} scales of activations, K or V are left out: edgeinfer computes its own, by group and token."
         return (*super().remarks, said) if scales else super().remarks
 
     @property

@@ -102,7 +102,7 @@ def _fp4(name: str, parts: Parts, recent: Recent) -> PackedTensor:
             whole = parts.floats("weight_global_scale")[0]
             if whole <= 0:
                 raise CheckpointError(f"The module {parts.name:.100} in {parts.path} has a weight_global_scale of "
-                                      f"{whole}, by which nothing can be divided; download the file again.")
+                                      f"{whole}, which cannot be divided by; download the file again.")
             scales = scales / whole
         return Loaded(lambda start, stop: nibbles(parts.rows("weight_packed", start, stop, "u1")), scales, levels=E2M1)
 

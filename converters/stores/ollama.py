@@ -77,14 +77,14 @@ def _model_digest(manifest: dict[str, Any], name: str, path: Path) -> str:
     layers = layers if isinstance(layers, list) else []
     models = [layer for layer in layers if isinstance(layer, dict) and layer.get("mediaType") == MODEL_LAYER]
     if not models:
-        raise CheckpointError(f"The manifest {path} has no layer with a model ({MODEL_LAYER}): {name} is an adapter or "
+        raise CheckpointError(f"The manifest {path} has no model layer ({MODEL_LAYER}): {name} is an adapter or "
                               "runs elsewhere; choose another tag.")
     if any(isinstance(layer, dict) and layer.get("mediaType") == ADAPTER_LAYER for layer in layers):
-        raise CheckpointError(f"ollama's model {name} is a model with an adapter, and edgeinfer applies none; choose "
+        raise CheckpointError(f"ollama's model {name} has an adapter, which edgeinfer does not support; choose "
                               "a tag without one.")
     digest = models[0].get("digest")
     if len(models) > 1 or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckpointError(f"The manifest {path} is damaged: its layer with the model has the digest "
+        raise CheckpointError(f"The manifest {path} is damaged: its model layer has the digest "
                               f"{digest!r:.80}; pull it again: ollama pull {name}.")
     return digest
 

@@ -90,7 +90,7 @@ class Sparsity:
         if ffn_layout != "neuron":
             raise UsageError(f"Sparse random models are stored neuron by neuron, not as {ffn_layout}.")
         if not family_of(config.model_type).ffn_biases:
-            raise UsageError(f"Sparse random models need biases in their FFN, which {config.model_type} has not; "
+            raise UsageError(f"Sparse random models need biases in their FFN, which {config.model_type} does not have; "
                              "choose the shape of a llama, or OPT's.")
         if self.rank > config.hidden_size:
             raise UsageError(f"rank is {self.rank}; hidden_size is {config.hidden_size}.")

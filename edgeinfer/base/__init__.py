@@ -1,1 +1,1 @@
-"""The ground that everything is on: values, files, locks, this process."""
+"""Helpers that every other package may import: values, files, locks, the process."""

@@ -1,4 +1,4 @@
-"""This process: what the operating system says of its memory and age, and what it says of its own doings."""
+"""The process: its memory and age as the operating system reports them, and its log."""
 
 from __future__ import annotations
 

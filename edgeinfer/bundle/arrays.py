@@ -92,7 +92,7 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
     for row in rows:
         kind, size = np.dtype(KINDS[row["kind"]]), prod(row["shape"])
         if row["name"] in arrays or row["offset"] != round_up(end, LINE_BYTES):
-            raise BundleError(f"{path.name}: the array {row['name'][:60]!r} occurs twice, or not behind the one before "
+            raise BundleError(f"{path.name}: the array {row['name'][:60]!r} occurs twice, or not after the one before "
                               "it.")
         end = row["offset"] + size * kind.itemsize
         if end > nbytes:

@@ -133,7 +133,7 @@ def _check_layout(header: Header) -> None:
     except BundleError as error:
         raise BundleError(f"the end of the tensors {error}.") from None
     if header.config.experts and not any(entry.pieces for entry in header.tensors):
-        raise BundleError("the matrices of an expert lie apart, as bundles once had them; convert the model again.")
+        raise BundleError("the matrices of an expert are not contiguous, as in older bundles; convert the model again.")
     if header.weights_bytes != (want := end_of_file(layout.end, header.version)):
         raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
     for entry in header.tensors if header.version < 3 else ():

@@ -131,7 +131,7 @@ def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
         return made
     if any((signs[..., -1:] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
             and bundle.config.hidden_size % 64:
-        raise BundleError(f"{where} has signs behind the model's last column; make it again.")
+        raise BundleError(f"{where} has signs after the model's last column; make it again.")
     columns = {"inner": bundle.config.hidden_size, "outer": rank}
     for name, cols in columns.items():
         for i, matrix in enumerate(getattr(made, name)):
@@ -220,7 +220,7 @@ def open_part(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[
     except BundleError as error:
         raise BundleError(f"Cannot use the bundle {bundle.path}: its {part} {error}") from None
     if sorted(about) != sorted(("part", "weights", *fields)) or about["part"] != part:
-        raise BundleError(f"{where} does not say what a {part} says of itself; make it again.")
+        raise BundleError(f"{where} does not have the fields of a {part}; make it again.")
     if about["weights"] != weights_identity(bundle.header.tensors):
         raise BundleError(f"{where} was made for other weights; make it again for these.")
     return about, arrays, where

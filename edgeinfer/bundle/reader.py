@@ -269,7 +269,7 @@ class Bundle:
         if missing := [name for name in expected if name not in self.tensors]:
             raise BundleError(f"the tensor {missing[0]!r} is missing.")
         if extra := [name for name in self.tensors if name not in expected]:
-            raise BundleError(f"the tensor {extra[0]!r} belongs to no part of a {self.config.model_type} model.")
+            raise BundleError(f"the tensor {extra[0]!r} is not part of a {self.config.model_type} model.")
         for name, shape in expected.items():
             if self.tensors[name].shape != tuple(shape):
                 have = list(self.tensors[name].shape)

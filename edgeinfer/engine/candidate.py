@@ -79,7 +79,7 @@ class Sample:
         return text + self._accept(self.sampler.sample(logits), room)
 
     def resume(self, token_ids: Items[int], room: int) -> None:
-        """Take tokens that were sampled and told elsewhere."""
+        """Take tokens that were sampled and reported elsewhere."""
         for token_id in token_ids:
             self._accept(Sampled(token_id), room)
 

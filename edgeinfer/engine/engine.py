@@ -147,12 +147,12 @@ class Engine:
         try:
             while not self.closed and self._receive():
                 self._steps.run()
-        except BaseException as error:  # of the engine itself: nobody may wait for ever
+        except BaseException as error:  # of the engine itself: no request may wait for ever
             failure = EdgeInferError(f"The engine failed ({type(error).__name__}: {error}); this is a bug.")
             failure.__cause__ = error
             self._refuse(failure, failed=True)
         finally:
-            with self._starting:  # a request comes before this, and is told, or starts a thread that tells it
+            with self._starting:  # a request that comes before this is concluded here; a later one starts a thread
                 if self.closed:
                     self._refuse(ClosedError(CLOSED))
                 if self._thread is threading.current_thread():

@@ -173,7 +173,7 @@ class Scheduler:
         return []
 
     def has_room(self, request: Request[Any]) -> bool:
-        """Return whether there are blocks for a pass that a request does not share, or nobody else will free any."""
+        """Return whether there are blocks for a pass over this request alone, or no other request will free any."""
         sequence = request.task.sequence
         return sequence is not None and (self.runner.fits([(sequence, request.task.next_tokens())])
                                          or len(self.running) == 1)

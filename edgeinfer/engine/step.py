@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PassCancellation:
-    """The wish to end a forward pass: once nobody is left who needs its logits, or the engine closes."""
+    """The wish to end a forward pass: no request needs its logits any more, or the engine closes."""
 
     __slots__ = ("_closed", "_wishes")
 
@@ -80,7 +80,7 @@ class Steps:
         except CancelledError:
             self.drop_cancelled()
             return
-        except Exception as error:  # of the model: all whose tokens were in this pass are told
+        except Exception as error:  # of the model: it ends all requests with tokens in this pass
             for request in [work.request for work in works] or list(self.scheduler.running):
                 self._conclude(request, error)
             return

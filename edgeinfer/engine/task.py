@@ -90,7 +90,7 @@ class Task(abc.ABC, Generic[Result]):
         self.preemptions = 0
         """Number of times that its sequences were taken away for others."""
         self.cancellation = Cancellation()
-        self.told: OnProgress | None = None
+        self.on_progress: OnProgress | None = None
         """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
         self._runner = runner
 
@@ -162,13 +162,13 @@ class Task(abc.ABC, Generic[Result]):
 
     def tell(self) -> None:
         """Report how much of the prompt is processed."""
-        if self.told is not None and self.sequence is not None:
-            self.told("prompt", min(len(self.sequence), len(self.prompt_ids)), len(self.prompt_ids), "")
+        if self.on_progress is not None and self.sequence is not None:
+            self.on_progress("prompt", min(len(self.sequence), len(self.prompt_ids)), len(self.prompt_ids), "")
 
     def telling(self) -> OnPromptProgress | None:
         """Return what a runner calls with (done, total) in tokens that it processes by itself."""
-        told, before = self.told, self.cached_tokens
-        return None if told is None else lambda done, total: told("prompt", before + done, before + total, "")
+        report, before = self.on_progress, self.cached_tokens
+        return None if report is None else lambda done, total: report("prompt", before + done, before + total, "")
 
 
 def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:

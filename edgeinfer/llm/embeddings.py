@@ -31,7 +31,7 @@ class Ranked:
     """A document and how relevant the model finds it."""
 
     index: int
-    """Place among the documents that were given."""
+    """Index among the documents that were given."""
     score: float
     """Probability of "yes" beside "no", from 0 to 1."""
 

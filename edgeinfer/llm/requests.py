@@ -87,7 +87,7 @@ class Requests(Prompts):
         from ..engine import BeamSearch, Generation, Request
 
         options = dict(options)
-        reuse, cache, told, generated = (options.pop(name, None)
+        reuse, cache, on_progress, generated = (options.pop(name, None)
                                          for name in ("reuse", "prompt_cache", "progress", "generated"))
         config = generation_config(options)
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
@@ -97,7 +97,7 @@ class Requests(Prompts):
         task: Task[Completion] = BeamSearch(*request) if config.beams > 1 else Generation(
             *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times),
             self._form(config.response_format), () if generated is None else checked("generated", generated, IDS))
-        task.told = None if told is None else checked("progress", told, FUNCTION)
+        task.on_progress = None if on_progress is None else checked("progress", on_progress, FUNCTION)
         return Request(self._engine, task, reuse, cache)
 
     def _form(self, form: TextForm | None) -> Callable[[], Constraint] | None:

@@ -138,8 +138,8 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     return Choice(found[0], tuple(found[1:]), tuple(refused), basis, basis != ASSUMED)
 
 
-def told(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
-         beside: Beside | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
+def strategy_report(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
+                    beside: Beside | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
     """Return what `run` would choose, and what reports say of it; neither where a bundle has nothing to choose from."""
     if not bundle.approximates:
         return None, None

@@ -32,7 +32,7 @@ def cached_bundle(
     may_make : False finds what can be opened, of an older format too
     format_1 : the directory's name in format 1, if that was another
     changed : patterns of the names of bundles that a new one replaces, because they were made of other files
-    progress : told while another process makes it
+    progress : called while another process makes it
 
     Raises
     ------
@@ -79,7 +79,7 @@ def _usable(paths: tuple[Path, ...], n_allowed: int, progress: OnProgress | None
             with Bundle.open(path) as bundle:
                 if number < n_allowed:
                     if n_allowed == 1:
-                        bundle.check_contents(progress=progress and partial(progress, "load"))  # to be mended, not told
+                        bundle.check_contents(progress=progress and partial(progress, "load"))  # or convert again
                     return path, ""
                 return None, f"was converted by {bundle.header.made_by} to bundle format {bundle.header.version}"
         except BundleError as error:
@@ -90,22 +90,22 @@ def _usable(paths: tuple[Path, ...], n_allowed: int, progress: OnProgress | None
 
 
 class _Waiting:
-    """Tells that another process makes what this one needs: a sentence once, then progress."""
+    """Reports that another process is converting the model: a sentence once, then progress."""
 
     def __init__(self, model: str, progress: OnProgress | None):
-        self._model, self._progress, self._told = model, progress, False
+        self._model, self._progress, self._said = model, progress, False
 
     def __call__(self) -> None:
-        if not self._told:
+        if not self._said:
             say(f"Another process is converting {self._model}; waiting for it.")
-            self._told = True
+            self._said = True
         if self._progress:
             self._progress("wait", 0, 0, "")
 
 
 def convert_into(source: str | Path, target: Path, progress: OnProgress | None, storage: Storage, origin: str,
                  hub: bool = False) -> None:
-    """Convert into the cache, as `edgeinfer convert` does; what is to be told of it is."""
+    """Convert into the cache, as `edgeinfer convert` does, and report the same."""
     from ..converters import convert_apart
 
     for remark in convert_apart(source, target, storage.weights, storage.group_size, hub=hub, origin=origin,

@@ -29,7 +29,7 @@ def resolve(model: str | Path, progress: OnProgress | None = None, convert: bool
     ----------
     model : a bundle directory, a checkpoint directory, a GGUF file (also ``ollama:NAME[:TAG]`` and
         ``hf:OWNER/REPO[:TYPE]``), a known name (``demo``), or an id on the hub (``owner/name``)
-    progress : told of downloads and conversions
+    progress : called during downloads and conversions
     convert : whether a checkpoint may be converted now; False finds bundles and earlier conversions only
     storage : how a checkpoint is stored when it is converted; a bundle that is stored otherwise is refused
 

@@ -10,8 +10,8 @@ from ..errors import ModelNotFoundError
 from .names import OLLAMA
 
 _BARE = re.compile(r"[A-Za-z0-9][\w.\-]*(:[\w.\-]+)?", re.ASCII)
-_told: set[str] = set()
-"""Names whose store this process has said."""
+_said: set[str] = set()
+"""Names whose store this process has reported."""
 
 
 def in_stores(name: str) -> Path | None:
@@ -44,8 +44,8 @@ def in_stores(name: str) -> Path | None:
         if not found:
             return None
         path, called = found[0], f"LM Studio's model {found[0]}"
-    if name not in _told:
-        _told.add(name)
+    if name not in _said:
+        _said.add(name)
         say(f"Using {called}.")
     return path
 

@@ -192,7 +192,7 @@ class _Sums:
         self._nll = self._reference_nll = self._kld = 0.0
         self._same = 0
         self._at = 0.99 * (total - 1)
-        """Place of the 99th percentile among all divergences in order, between two of them."""
+        """Rank of the 99th percentile among all divergences in order, between two of them."""
         self._most = total - math.floor(self._at)
         """So many of the largest are kept: the percentile is between the first two of these."""
         self._largest: list[float] = []

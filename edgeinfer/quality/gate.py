@@ -1,7 +1,7 @@
-"""One gate for all approximations: what may be enabled automatically, and what is said of what was requested.
+"""The quality gate: the approximations that may be enabled automatically, and the verdict on requested ones.
 
-Divergences of techniques do not add, so a setting is all of them together, and only a measurement of exactly this
-setting, of exactly these weights, counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
+The divergences of techniques do not add up, so a setting comprises all of them, and only a measurement of exactly that
+setting with exactly these weights counts. Measurements are in the bundle (part ``quality``) or in the user's cache.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _measurement(row: Any) -> Measurement:
     names = {field.name: field.type for field in fields(Measurement)}
     row = {"text": "", **row} if isinstance(row, dict) else row
     if not isinstance(row, dict) or set(row) != set(names) or not isinstance(row["setting"], dict):
-        raise ValueError("a measurement has not the fields that it should have")
+        raise ValueError("a measurement lacks a field or has an unknown one")
     values = row["setting"]
     if not all(type(value) is str for value in values.values()):
         raise ValueError("a setting has values that are not text")

@@ -29,7 +29,7 @@ class PrefillStrategy(Protocol):
         """Return whether it processes a prompt; the runner does so with others."""
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, spec: int,
-                told: Callable[[int, int], None] | None = None) -> Logits:
+                on_progress: Callable[[int, int], None] | None = None) -> Logits:
         """Process a prompt; see `Runner.prefill`."""
 
     def share(self, layer: int) -> float:

@@ -202,10 +202,10 @@ class Runner(Caching, abc.ABC):
     # -- common passes ------------------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                spec: int = 0, told: OnPromptProgress | None = None) -> Logits:
+                spec: int = 0, on_progress: OnPromptProgress | None = None) -> Logits:
         """Process a prompt in chunks; `spec` applies to its last token, see `Segment.sample_specs`.
 
-        `told` is called with (done, total) in tokens, before the first chunk and after each.
+        `on_progress` is called with (done, total) in tokens, before the first chunk and after each.
 
         Returns
         -------
@@ -214,7 +214,7 @@ class Runner(Caching, abc.ABC):
         """
         ids = integers("ids", ids)
         self.check(sequence, ids)
-        step, tell = self.config.prefill_chunk, told or (lambda done, total: None)
+        step, tell = self.config.prefill_chunk, on_progress or (lambda done, total: None)
         for start in range(0, len(ids) - step, step):
             tell(start, len(ids))
             self.forward([Segment(sequence, ids[start : start + step])], cancel)

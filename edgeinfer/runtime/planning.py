@@ -1,4 +1,4 @@
-"""From a bundle and a config to the run's graph and its plan: what `Session` takes, and what `choice` compares."""
+"""The graph and the memory plan of a run, from a bundle and a config; `Session` and the planner both start here."""
 
 from __future__ import annotations
 

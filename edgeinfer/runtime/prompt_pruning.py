@@ -1,9 +1,8 @@
-"""Prompts in stages of layers: between two of them it is chosen which tokens continue (LazyLLM, arXiv 2407.14057).
+"""Prompt pruning: the prompt runs in stages of layers, and fewer tokens enter each stage (LazyLLM, arXiv 2407.14057).
 
-All chunks of a prompt go through the layers of a stage, then those of its tokens that continue through the next:
-importance is how much the prompt's last tokens attend to a token, and only the end of the prompt knows it. A token that
-was left behind keeps its position, its K and V in the layers that it has gone through, and a flag in the others
-(`abi.FLAG_PRUNED`).
+All chunks of a prompt go through the layers of one stage before any goes through the next. A token's importance is how
+much the prompt's last tokens attend to it, which is known only at the end of the prompt. A pruned token keeps its
+position, its K and V in the layers that computed it, and a flag in the others (`abi.FLAG_PRUNED`).
 """
 
 from __future__ import annotations
@@ -125,16 +124,16 @@ class PruningStages:
         return self.last.tokens[self.schedule.stage(layer)] / self.last.tokens[0]
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, spec: int,
-                told: OnPromptProgress | None = None) -> Logits:
+                on_progress: OnPromptProgress | None = None) -> Logits:
         """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was.
 
-        `told` is called with the share of the prompt's tokens that is the share of the work done.
+        `on_progress` is called with the share of the prompt's tokens that is the share of the work done.
         """
         session = self._session
         session.check(sequence, ids)
         rows, last = np.arange(len(ids)), self._stages[-1]
         counts = self.schedule.tokens(len(ids), len(sequence))
-        tell = self._teller(counts, told)
+        tell = self._teller(counts, on_progress)
         with session.executor.pool.turn:  # closing the session must leave its memory alone until a forward pass ends
             session.reserve(sequence, len(ids))
             try:
@@ -154,7 +153,7 @@ class PruningStages:
         self._note(counts)
         return logits[0]
 
-    def _teller(self, counts: tuple[int, ...], told: OnPromptProgress | None
+    def _teller(self, counts: tuple[int, ...], on_progress: OnPromptProgress | None
                 ) -> Callable[[_PruningStage, int], None]:
         """Return a callback for when tokens have passed a stage, which reports progress over the whole prompt."""
         work = sum(n * (stage.stop - stage.first) for n, stage in zip(counts, self._stages, strict=True))
@@ -163,8 +162,8 @@ class PruningStages:
         def tell(stage: _PruningStage, n: int) -> None:
             nonlocal done
             done += n * (stage.stop - stage.first)
-            if told:
-                told(counts[0] * done // work, counts[0])
+            if on_progress:
+                on_progress(counts[0] * done // work, counts[0])
 
         tell(self._stages[0], 0)
         return tell
@@ -199,7 +198,7 @@ class PruningStages:
 
     def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats,
                 most: int, cancel: Cancellation | None) -> Rows:
-        """Return which of a stage's tokens, this many at most, continue, and record of the others."""
+        """Return which of a stage's tokens, this many at most, continue, and mark the others as pruned."""
         before, ended = len(sequence), partial(self._session.executor.ended, cancel)
         seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n, ended)
         forced = (rows >= n - RECENT) | (rows + before == 0)

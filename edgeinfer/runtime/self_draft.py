@@ -1,9 +1,9 @@
-"""A cheaper program over a session's own weights, KV and threads: it draft tokens what the session then checks.
+"""A cheaper program over a session's own weights, KV cache and threads, which drafts tokens for the session to verify.
 
-Early exit: the first layers, then the final norm and the head; or the model with masks where the session computes all
-neurons (arXiv 2309.08168 and 2411.12692). What it writes into the KV cache is after the ends of the sequences: a
-forward pass that verifies draft tokens computes K and V of all of them again, in each layer, before any row of them is
-read.
+The program is an early exit (the first layers, then the final norm and the head) or the model with neuron masks, where
+the session itself computes all neurons (arXiv 2309.08168 and 2411.12692). It writes into the KV cache after the ends
+of the sequences. The forward pass that verifies the draft tokens computes their K and V again in each layer before any
+of those rows is read.
 """
 
 from __future__ import annotations

@@ -108,11 +108,11 @@ class Session(SequenceOwner):
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                spec: int = 0, told: OnPromptProgress | None = None) -> Logits:
+                spec: int = 0, on_progress: OnPromptProgress | None = None) -> Logits:
         """Process a prompt in chunks, or as a technique says; see `Runner.prefill`."""
         if self.prefill_strategy and self.prefill_strategy.takes(ids := integers("ids", ids)):
-            return self.prefill_strategy.prefill(sequence, ids, cancel, spec, told)
-        return super().prefill(sequence, ids, cancel, spec, told)
+            return self.prefill_strategy.prefill(sequence, ids, cancel, spec, on_progress)
+        return super().prefill(sequence, ids, cancel, spec, on_progress)
 
     def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.forward`."""

@@ -4,10 +4,10 @@ Tokenising takes some 200 bytes of memory for each byte of its text and cannot b
 tokenised in parts:
 
 * If no pattern that splits text into words for byte-level BPE (GPT-2, Llama 3, Qwen, gpt-oss, DeepSeek) can match a
-  letter with a space or sign behind it (`patterns`), and one of them matches every letter, a word ends between the two.
+  letter with a space or sign after it (`patterns`), and one of them matches every letter, a word ends between the two.
   Merges never cross the ends of words. There is no cut before a character that may compose with the letter before it
   (NFC).
-* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut lies between a
+* If a text is split at its spaces and each word is tokenised by itself (Metaspace, as in T5), a cut is between a
   letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
 * If spaces become a mark and nothing splits the text (Llama 2, Gemma), a merge across a cut before a space or sign
   would make a token that contains the two characters beside the cut in sequence. If the vocabulary has no such token,
@@ -52,7 +52,7 @@ _ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
 _SPLIT_MARKED = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}]
 """Gemma's, which finds no spaces: its normaliser has made marks of them."""
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
-"""Normalisers that change a letter and a space behind it as each by itself."""
+"""Normalisers that change a letter and a space after it as each by itself."""
 _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 """Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -66,7 +66,7 @@ class Cuts:
     """Places where a tokenizer's texts can be cut."""
 
     find: Callable[[str, int], int | None]
-    """Returns the first cut of a text at an index or behind it; it looks at two characters behind a cut at most."""
+    """Returns the first cut of a text at an index or after it; it looks at two characters after a cut at most."""
     skipped: int = 0
     """Characters that are left out at a cut."""
     continues: bool = False
@@ -84,7 +84,7 @@ def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
         while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
             yield text[start:found]
             start = found + cuts.skipped
-        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters behind it
+        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters after it
         text = text[start:]
     yield text
 
@@ -129,15 +129,15 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
 
 
 def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str], strips: bool) -> Cuts:
-    """Return the cuts before a space or sign that no token has behind the character before it.
+    """Return the cuts before a space or sign that no token has after the character before it.
 
     Parameters
     ----------
     pieces : all that merges can make, spaces as marks
     any_character : characters that are not pieces become bytes, which are not merged; else they may be joined, so that
         there is no cut beside them
-    added : tokens that are found in a text before merging; there is no cut behind or before one either
-    strips : some of these take the white space beside them; there is no cut behind white space
+    added : tokens that are found in a text before merging; there is no cut after or before one either
+    strips : some of these take the white space beside them; there is no cut after white space
     """
     joined = "\0".join((*pieces, *added)).replace(SPACE_MARK, " ")
     pairs = {found[1] for found in _PAIR.finditer(joined)}

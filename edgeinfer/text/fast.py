@@ -23,7 +23,7 @@ QWEN2_SPLIT = (
 )
 """Qwen2's pattern for splitting text into words."""
 GAP = 4096
-"""Ids in a row without a token, behind which no further ones are expected."""
+"""Ids in a row without a token, after which no further ones are expected."""
 
 
 class FastTokenizer:
@@ -179,7 +179,7 @@ class FastTokenizer:
         return b"" if piece is None else self.rules.to_bytes(piece)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the ids of a text depend on; what decodes, or stands around a text, does not belong to it."""
+        """Return all that the ids of a text depend on; what decodes, or is around a text, does not belong to it."""
         data = json.loads(self._tokenizer.to_str())
         model = data["model"]
         vocab, merges = model.pop("vocab", {}), model.pop("merges", [])

@@ -1,4 +1,4 @@
-"""Analysis of regular expressions: whether a match can contain one character directly behind another.
+"""Analysis of regular expressions: whether a match can contain one character directly after another.
 
 That decides where a text can be cut between the words of a pre-tokenizer. What is answered holds for every text: an
 expression is read as the sequences of characters that its parts can begin and end with, and everything that looks at
@@ -28,9 +28,9 @@ class _Part(NamedTuple):
 
     empty: bool
     first: bool
-    """Whether one may begin with a character that must not be behind another."""
+    """Whether one may begin with a character that must not follow another."""
     last: bool
-    """Whether one may end with a character behind which it must not be."""
+    """Whether one may end with a character after which it must not be."""
 
 
 class _Reader:

@@ -1,11 +1,12 @@
-"""Matmuls with weights in tile16 (DESIGN: layouts): `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
+"""Matmuls with weights in the tile16 layout: `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
 
 A register block holds m row tiles x n tokens of accumulators: each load of activations serves m products and each line
-of weights n. Few tokens wait for memory, not for the units; they take more row tiles at once, for each is a stream that
-the hardware prefetches by itself. One body serves one token and many, and the operations on a row are the same in the
-same order in every block, so a row of the result has the same bits for any number of tokens.
+of weights serves n. With few tokens a matmul waits for memory, not for the execution units, so it takes more row tiles
+at once: each is a stream that the hardware prefetches by itself. The same code serves one token and many, and every
+block performs the operations on a row in the same order, so a row of the result has the same bits for any number of
+tokens.
 
-With `head_tiles`, `linear_*` takes as many matrices as there are heads, each with the x and to the columns of its own.
+With `head_tiles`, `linear_*` multiplies one matrix per head; each has its own columns of x and of the result.
 
 Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input. Parameters:
 parameters.LINEAR. Reference: reference/matmul.py.

@@ -1,7 +1,7 @@
-"""Norms beyond the plain one: of rows whose mean is taken off, with a bias, in place, or of what is added to a row.
+"""Norms beyond RMS norm: LayerNorm (mean subtracted, with a bias), in place, or of a term before it joins the residual.
 
-In files of their own because only some architectures want them; the RMS norm that a matmul may do itself, of a single
-token, is in elementwise.py.
+They have their own file because only some architectures use them. The RMS norm that a matmul can fuse for a single
+token is in elementwise.py.
 
 Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias, 5 scalar. Parameters: parameters.ROWS. Flags: FLAG_CENTRED,
 FLAG_BIAS, FLAG_RESIDUAL, FLAG_SCALED. Reference: reference/norms.py.

@@ -1,4 +1,4 @@
-"""Parameters of what gives a buffer of streamed weights back."""
+"""Parameters of the instruction that releases a buffer of streamed weights."""
 
 from __future__ import annotations
 

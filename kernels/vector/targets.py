@@ -1,7 +1,7 @@
-"""The operations that differ between instruction sets. An ISA level is the branches here and in `dots.py`, no more.
+"""The operations that differ between instruction sets; an ISA level is no more than branches in kernels/vector.
 
-`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for an level's name, so that
-a new ISA level is new features in `isa.py` and, where it has a better instruction, one more branch here.
+`use(isa)` is called once, before any kernel compiles. A branch tests for a feature, never for the name of a level, so
+a new ISA level needs its features in `isa.py` and one more branch where it has a better instruction.
 """
 
 from __future__ import annotations

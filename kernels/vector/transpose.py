@@ -1,4 +1,4 @@
-"""From lines of keys to rows of values: pieces of 4 tokens x 4 dimensions, turned."""
+"""Transposition of K lines into V-like rows, in pieces of 4 tokens x 4 dimensions."""
 
 from __future__ import annotations
 

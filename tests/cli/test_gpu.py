@@ -27,7 +27,7 @@ def test_run(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_KV", "int8")
     assert edgeinfer(*given, "--device", "onnx-cpu").json["kv"] == "f32"
     told = edgeinfer(*given[:-1], "--device", "onnx-cpu", "--kv", "int8")
-    assert told.code == 2 and told.sentence.startswith("--kv int8 is not offered on device onnx-cpu")
+    assert told.code == 2 and told.sentence.startswith("--kv int8 is not available on device onnx-cpu")
     assert edgeinfer(*given[:-1], "--device", "cuda").sentence.startswith("onnxruntime ")
 
 

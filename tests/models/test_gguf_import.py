@@ -157,7 +157,7 @@ def test_codes_are_kept_where_a_type_is_asked_for_that_holds_them(tmp_path: Path
 def test_values_are_those_of_the_package(kind: str) -> None:
     gguf = pytest.importorskip("gguf")
     if kind in ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64"):
-        with pytest.raises(UnsupportedModelError, match=f"GGUF type {kind} cannot be read; types that can: F32, F16"):
+        with pytest.raises(UnsupportedModelError, match=f"GGUF type {kind} cannot be read; supported types: F32, F16"):
             dequantise(np.zeros((1, BY_NAME[kind].nbytes), np.uint8), kind)
         return
     if kind == "F64":

@@ -144,6 +144,6 @@ def test_architectures_that_only_name_things_otherwise(name: str, tmp_path: Path
 def test_what_has_no_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")
-    with pytest.raises(UnsupportedModelError, match="has no form in ONNX"):
+    with pytest.raises(UnsupportedModelError, match="has no equivalent in ONNX"):
         export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx", Flavour())
     assert not list(tmp_path.glob("m.onnx*"))

@@ -398,10 +398,11 @@ def test_the_plan_of_a_gpu() -> None:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("given", "said"), [
     (("--device", "onnx-cpu", "--kv-layout", "pages"),
-     "--kv-layout pages is not offered on device onnx-cpu, for PagedAttention has no CPU kernel; choose slots, or run "
+     "--kv-layout pages is not available on device onnx-cpu, because PagedAttention has no CPU kernel; choose slots, "
+     "or run with --device cuda."),
+    (("--kv-layout", "slots"),
+     "--kv-layout slots is not available on device cpu, whose KV cache has pages of 16 tokens; leave it out, or run "
      "with --device cuda."),
-    (("--kv-layout", "slots"), "--kv-layout slots is not offered on device cpu, whose KV cache has pages of 16 tokens; "
-                               "leave it out, or run with --device cuda."),
     (("--kv-layout", "blocks"), "--kv-layout is 'blocks'; choose one of slots, pages."),
 ])
 def test_layouts_that_a_device_has_not(given: tuple[str, ...], said: str, no_variables: None) -> None:

@@ -82,7 +82,7 @@ def test_destinations_that_are_none(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "mixed" / "inner").mkdir(parents=True)
     (tmp_path / "mixed" / "genai_config.json").touch()
     for name, target, sentence in [
-        ("m.bin", "session", "is not a name for a model; it must end in .onnx."),
+        ("m.bin", "session", "is not a valid name for a model; it must end in .onnx."),
         ("m.onnx", "genai", "is the name of a file; with --for genai name a folder that is to be made."),
         ("dir.onnx", "session", "exists and is not a file, so it is not overwritten; remove it first."),
         ("full", "genai", "exists and has no genai_config.json, so it is not overwritten; remove it first."),
@@ -110,7 +110,7 @@ def test_operations_that_leave_something_out(bundle: Bundle) -> None:
     op = NeuronGated(out=out, x=out, weight=weight, activation="relu", mask=out)
     with pytest.raises(UnsupportedModelError, match=r"leaves out neurons, which ONNX cannot express; export the model"):
         lower(op, at)
-    with pytest.raises(UnsupportedModelError, match=r"has no form in ONNX, so it cannot be exported; leave out"):
+    with pytest.raises(UnsupportedModelError, match=r"has no equivalent in ONNX, so it cannot be exported; leave out"):
         lower(mock.Mock(label="screen"), at)
 
 
@@ -187,14 +187,14 @@ def test_altered_offsets_and_metadata_with_a_new_checksum(model: Path) -> None:
             verify_export(model.with_name("x.onnx"))
         assert sentence in str(caught.value)
 
-    change("does not lie right behind the one before it.", offset=str(10**12))
-    change("does not lie right behind the one before it.", offset="4097")
-    change("the tensor 'layers.1.o.codes' does not lie right behind the one before it.", length="-1")
+    change("does not directly follow the one before it.", offset=str(10**12))
+    change("does not directly follow the one before it.", offset="4097")
+    change("the tensor 'layers.1.o.codes' does not directly follow the one before it.", length="-1")
     change("its data do not end where its last tensor does.", data_bytes="1")
     change("it names no file of data beside it.", location="../m.data")
-    change("its metadata are not those of an export.", tensors="[1")
-    change("its metadata are not those of an export.", tensors="{}")
-    change("its metadata are not those of an export.", data_bytes="many")
+    change("its metadata do not belong to an export.", tensors="[1")
+    change("its metadata do not belong to an export.", tensors="{}")
+    change("its metadata do not belong to an export.", data_bytes="many")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "genai_config.json"])

@@ -317,9 +317,9 @@ def test_sequences_of_others_and_bad_passes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"kv": "int8"}, "--kv int8 is not offered on device onnx-cpu, for onnxruntime's int8 KV has constant scales"),
-    ({"lazy": Schedule.parse("keep=0.5")}, "--lazy is not offered on device onnx-cpu"),
-    ({"mlock": True}, "--mlock is not offered"), ({"mmap": False}, "--no-mmap is not offered"),
+    ({"kv": "int8"}, "--kv int8 is not available on device onnx-cpu: onnxruntime's int8 KV has constant scales"),
+    ({"lazy": Schedule.parse("keep=0.5")}, "--lazy is not available on device onnx-cpu"),
+    ({"mlock": True}, "--mlock is not available"), ({"mmap": False}, "--no-mmap is not available"),
     ({"recipe": recipe_with(attention="eps:0.01")},
      "has no pass attention:eps=0.01: leave it out, or run with --device"),
     ({"recipe": recipe_with(sparse="predict")}, "has no pass sparse:mode=predict"),

@@ -89,7 +89,7 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
             Sparsity(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="neuron by neuron, not as tile16"):
         write_random_bundle(SMALL, tmp_path / "m", sparsity=Sparsity(0.1))
-    with pytest.raises(UsageError, match="biases in their FFN, which qwen2 has not"):
+    with pytest.raises(UsageError, match="biases in their FFN, which qwen2 does not have"):
         write_random_bundle(replace(SMALL, model_type="qwen2"), tmp_path / "m", ffn_layout="neuron",
                             sparsity=Sparsity(0.1))
     with pytest.raises(UsageError, match="rank is 257; hidden_size is 256"):

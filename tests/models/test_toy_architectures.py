@@ -226,7 +226,7 @@ def altered(graph: Graph, weight: str, change: Callable[[tuple[Source, ...]], tu
 
 
 WRONG: list[tuple[str, str, Callable[[tuple[Source, ...]], tuple[Source, ...]], str]] = [
-    ("toy_fused", "layers.1.qkv", lambda s: s[1:], f"Rows 0 to 47 of the tensor {QKV} in FILE belong to no part of a "
+    ("toy_fused", "layers.1.qkv", lambda s: s[1:], f"Rows 0 to 47 of the tensor {QKV} in FILE are not part of a "
      "toy_fused model; config.json and the weights do not fit together."),
     ("toy_fused", "layers.1.qkv", lambda s: (s[0], s[2]), f"Rows 48 to 71 of the tensor {QKV} in FILE belong to no "),
     ("toy_fused", "layers.1.qkv", lambda s: (*s, s[1]), f"Rows 48 to 71 of the tensor {QKV} in FILE belong to both "

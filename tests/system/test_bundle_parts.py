@@ -121,7 +121,7 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     "long": (lambda weights: b"".join(GOOD.pack(weights)) + b"\0", "bytes of arrays; its table lists"),
     "no table": (lambda weights: b"hello", "is not a file of arrays"),
     "huge table": (lambda weights: b"\xff" * 64, "is not a file of arrays"),
-    "statistics": (lambda weights: b"".join(statistics().pack(weights)), "does not say what a predictor says"),
+    "statistics": (lambda weights: b"".join(statistics().pack(weights)), "does not have the fields of a predictor"),
 }
 
 
@@ -172,7 +172,7 @@ def table(rows: object, version: int = 1) -> bytes:
         (table([{"name": "a", "kind": "f32", "shape": [2**40, 2**40], "offset": 0}]), "has no usable shape"),
         (table([{"name": "a", "kind": "u8", "shape": [1] * 100, "offset": 0}]) + b"1", "has no usable shape"),
         (table([{"name": "a" * 999, "kind": "u8", "shape": [1], "offset": 0}]), r"ends within the array 'a{60}'"),
-        (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 64}]), "not behind the one before it"),
+        (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 64}]), "not after the one before it"),
         (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 0}]), "ends within the array 'a'"),
         ((56).to_bytes(8, "little") + b"{" * 56, "has a table that is not valid JSON"),
     ],

@@ -104,7 +104,7 @@ def test_wrong_shapes_and_names(source: Path) -> None:
     norm, up = np.ones(48, np.float32), np.ones((84, 48), np.float32)
     changed(source, model__norm__weight=norm, model__layers__2__mlp__up_proj__weight=up)
     assert refused(source) == (
-        "The tensor model.layers.2.mlp.up_proj.weight in model.safetensors belongs to no part of a llama model; "
+        "The tensor model.layers.2.mlp.up_proj.weight in model.safetensors is not part of a llama model; "
         "config.json and the weights do not fit together."
     )
 

@@ -93,7 +93,7 @@ def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
          "The hub has no model some/other, or it is private: check the name, or log in."),
         (["some/model", "nope"], None, "ModelNotFoundError", "The model some/model has no revision 'nope' on the hub."),
         (["some/model"], (403, "GatedRepo", "ask first"), "ModelNotFoundError",
-         "The model some/model may only be read with permission: accept its terms on the hub, then log in with "
+         "The model some/model requires permission: accept its terms on the hub, then log in with "
          "`hf auth login` or set HF_TOKEN."),
         (["some/model"], (500, "", "broken"), "CheckpointError",
          "The model some/model is not in the hub's cache, and the hub cannot be reached (it answers with the error "
@@ -110,7 +110,7 @@ def test_refusals(
 def test_offline_and_not_in_the_cache(hub: Hub, tmp_path: Path) -> None:
     result = fetched(hub, tmp_path / "home", "some/model", offline=True)
     assert result == {"error": "CheckpointError", "message": "The model some/model is not in the hub's cache, and "
-                      "HF_HUB_OFFLINE forbids to ask the hub: unset it, or give a directory."}
+                      "HF_HUB_OFFLINE forbids access to the hub: unset it, or give a directory."}
     assert hub.requests == []
 
 
@@ -194,7 +194,7 @@ def test_the_shape_of_the_same_name(repo_id: str, shape: str) -> None:
 def test_a_model_without_config(hub: Hub, tmp_path: Path) -> None:
     (hub.folder / "config.json").unlink()
     result = fetched(hub, tmp_path / "home", "some/model")
-    assert result["message"] == "The model some/model on the hub has no config.json, so it is not a checkpoint."
+    assert result["message"] == "The model some/model on the hub has no config.json, so it is no checkpoint."
 
 
 def test_other_failures_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_an_interrupted_parent_stops_the_child(source: Path, tmp_path: Path) -> 
 
 def test_a_killed_child_is_told_of(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "_start", lambda: start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]))
-    with pytest.raises(EdgeInferError, match=r"hf was ended from outside \(exit code -?\d+\); the system may have"):
+    with pytest.raises(EdgeInferError, match=r"hf was killed \(exit code -?\d+\); the system may have"):
         convert_apart(source, tmp_path / "bundle", "q4", 32)
 
 

@@ -56,8 +56,8 @@ def test_auto_takes_the_cpu_for_what_cuda_lacks(gpu_wheel: SimpleNamespace, no_v
     turned = RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=1024)
     model = replace(TINY, vocab_size=320)  # with a tokenizer
     path = write_model(tmp_path, replace(model, rope=turned) if lacking == "model" else model, "f32")
-    kv, why = (("f16", "a rotation that follows the context, which has no form in ONNX yet") if lacking == "model"
-               else ("f32", "--kv f32 is not offered on device cuda"))
+    kv, why = (("f16", "a rotation that follows the context, which has no equivalent in ONNX yet") if lacking == "model"
+               else ("f32", "--kv f32 is not available on device cuda"))
     given = (path, "-c", "64", "-t", "1", "--kv", kv, "--json")
     ran = edgeinfer("run", given[0], "a", "-n", "2", "--speculate", "off", *given[1:], "--device", "auto")
     assert ran.code == 0 and ran.json["kv"] == kv and not ran.json["isa"].startswith("onnxruntime")

@@ -190,8 +190,8 @@ def test_a_cancelled_stream_and_a_closed_model() -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"kv": "int8"}, "--kv int8 is not offered on device onnx-cpu"),
-    ({"attention": "eps:0.1"}, "has no pass attention"), ({"lazy": "keep=0.5"}, "--lazy is not offered"),
+    ({"kv": "int8"}, "--kv int8 is not available on device onnx-cpu"),
+    ({"attention": "eps:0.1"}, "has no pass attention"), ({"lazy": "keep=0.5"}, "--lazy is not available"),
     ({"speculate": "self"}, "speculate is 'self', and device onnx-cpu runs no part of a model by itself"),
     ({"recipe": "fuse_input+early_exit:layers=2"}, "has no pass early_exit"),
     ({"device": "x"}, "device is 'x'; choose"),

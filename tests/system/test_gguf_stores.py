@@ -88,8 +88,8 @@ def test_names_that_ollama_does_not_have(store: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ModelNotFoundError, match=message):
             resolve(f"ollama:{name}")
     manifest = store / "manifests/registry.ollama.ai/library/tiny/latest"
-    for layers, message in (([{"mediaType": "text/license"}], "has no layer with a model"), (None, "has no layer"),
-                            ([LAYER | {"digest": "../../x"}], "is damaged: its layer with the model has the digest"),
+    for layers, message in (([{"mediaType": "text/license"}], "has no model layer"), (None, "has no model layer"),
+                            ([LAYER | {"digest": "../../x"}], "is damaged: its model layer has the digest"),
                             ([LAYER | {"digest": "sha256:" + "0" * 64}], "lacks its file .*; pull it again")):
         manifest.write_text(json.dumps({"layers": layers}))
         with pytest.raises(CheckpointError, match=message):
@@ -269,7 +269,7 @@ def test_selecting_among_names() -> None:
 def test_a_file_of_the_hub_without_a_connection(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = edgeinfer("run", f"hf:owner/no-such-repository:{kind}".rstrip(":"), "x")
-    assert done.code == 1 and "is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub" in done.err
+    assert done.code == 1 and "is not in the hub's cache, and HF_HUB_OFFLINE forbids access to the hub" in done.err
 
 
 def test_info_of_a_file_says_what_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

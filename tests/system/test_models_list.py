@@ -189,8 +189,8 @@ def test_stores_that_are_damaged(home: Path, source: Path) -> None:
     hub_file(home, "o/lacks", "config.json").write_bytes((source / "config.json").read_bytes())
     hub_file(home, "o/lacks", "model-00001-of-00002.safetensors").write_bytes(b"1")
     found = by_name()
-    for name, reason in (("ollama:broken:latest", "JSON"), ("ollama:cloud:latest", "has no layer with a model"),
-                         ("ollama:gone:latest", "lacks its file"), ("ollama:lora:latest", "with an adapter"),
+    for name, reason in (("ollama:broken:latest", "JSON"), ("ollama:cloud:latest", "has no model layer"),
+                         ("ollama:gone:latest", "lacks its file"), ("ollama:lora:latest", "has an adapter"),
                          (str(blobs / "sha256-1-partial"), "not complete"), ("o/half", "is not complete"),
                          ("o/pickle", "only as a pickle"), ("o/lacks", "has no weights")):
         assert not found[name]["runs"] and reason in found[name]["reason"], (name, found[name])

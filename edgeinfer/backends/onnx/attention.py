@@ -59,8 +59,8 @@ def _(op: Attention, at: Lowering) -> None:
                         ("a rotation of its own", rope.table), ("a norm of its values", rope.value_norm),
                         ("sinks", op.sinks), ("keys that are its values", rope.keys_as_values)):
         if there:
-            raise UnsupportedModelError(f"The operation {op.label} has {what}, which has no form in ONNX yet, so the "
-                                        "model cannot be exported; run it with --device cpu.")
+            raise UnsupportedModelError(f"The operation {op.label} has {what}, which has no equivalent in ONNX yet, so "
+                                        "the model cannot be exported; run it with --device cpu.")
     fused = bool(rope.q_norm) and at.flavour.qk_norm == "fused" and not heads.padded
     apart = bool(rope.q_norm) and not fused
     packed = at.value(op.qkv)

@@ -1,4 +1,4 @@
-"""Choosing tokens from the best logits of rows, where these tell the tokens of the whole rows for certain."""
+"""Sampling from the largest logits of a row alone, where they provably give the same token as the whole row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from edgeinfer.kernels import abi, sampling
 from edgeinfer.runner import DECODE, Segment
 
 BEST = 64
-"""Logits of a row, the largest, that decode steps bring with their ids."""
+"""Number of a row's largest logits that decode steps return with their token ids."""
 
 
 def sampled(segment: Segment) -> list[tuple[int, int]]:
-    """Return, for each row of logits of a token, its sample and the position of the token that is sampled; of a prompt,
-    and where a row is requested, the sample is 0."""
+    """Return the sample spec and the position of the sampled token for each row of logits; 0 if the row is not sampled.
+
+    Rows of a prompt and rows that the caller asked for are not sampled.
+    """
     sample_specs = segment.sample_specs if segment.sample_specs and segment.role == DECODE \
         else [0] * len(segment.outputs)
     return [(spec, len(segment.sequence) + len(segment.ids)) for spec in sample_specs]
@@ -26,11 +28,11 @@ def sampled(segment: Segment) -> list[tuple[int, int]]:
 
 def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[np.int64],
            positions: NDArray[Any]) -> bool:
-    """Choose the tokens of several samples from the best logits of their rows, if these tell all of them.
+    """Sample several tokens from the largest logits of their rows, if these determine all of them.
 
-    They do where the best token is sampled, or one of fewer than there are here (top-k), and where none that is equal
-    to the last of those may be missing, for among equals the lower id comes first: whichever of them were brought.
-    Where a mask forbids tokens the whole row is needed.
+    They do if sampling is greedy, or if top-k is smaller than the number of logits here. The k-th largest must also
+    differ from the smallest logit here, since of equal logits the lower id comes first, and it might not be among
+    these. A mask that forbids tokens needs the whole row.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Forward passes as calls of the model, whatever its attention is: those of a prompt, and steps that are bound once."""
+"""Forward passes as calls of an ONNX model: chunks of a prompt, and decoding steps whose tensors are bound once."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Calls(abc.ABC):
                   count: int | None = None) -> Call:
         """A step, one token of each of several sequences, whose inputs have the sizes of all steps of this key.
 
-        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound. `draws` are
-        those of the rows, as `drawn` returns them.
+        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound.
+        `sample_specs` are those of the rows, as `sampled` returns them.
         """
         step = self._steps.get(key)
         if step is None:

@@ -28,8 +28,9 @@ class Data(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Checksum of what is where: other data have another."""
-        return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
+        """Checksum of the names, offsets, lengths and checksums of all tensors."""
+        entries = sorted((name, *entry) for name, entry in self.tensors.items())
+        return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 def data_bytes(tensors: Iterable[Stored]) -> int:

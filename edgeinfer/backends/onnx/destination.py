@@ -42,7 +42,7 @@ class ExportDestination(Destination):
         super().__init__(path, overwrite)
         self.is_folder = folder
         if not folder and (self.path.suffix != ".onnx" or not self.path.stem):
-            raise DestinationError(f"{self.path} is not a name for a model; it must end in .onnx.")
+            raise DestinationError(f"{self.path} is not a valid name for a model; it must end in .onnx.")
         if not folder and any("\ud800" <= character <= "\udfff" for character in self.path.stem):
             raise DestinationError(f"{self.path} has a name that is not UTF-8, which a model needs to name its data; "
                                    "choose another name.")

@@ -15,7 +15,7 @@ def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
     Raises
     ------
     UnsupportedModelError
-        An operation has no form in ONNX, or the weights are of a type for which it has no operator.
+        An operation has no equivalent in ONNX, or the weights are of a type for which it has no operator.
     """
     check_types(graph)
     at = Lowering(graph, flavour)

@@ -171,8 +171,8 @@ def check_types(graph: Graph) -> None:
 @singledispatch
 def lower(op: Op, at: Lowering) -> None:
     """Turn an operation into nodes. Raises `UnsupportedModelError` if no lowering is registered for it."""
-    raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; leave out "
-                                "the pass that puts it into the graph, or run the model with --device cpu.")
+    raise UnsupportedModelError(f"The operation {op.label} has no equivalent in ONNX, so it cannot be exported; leave "
+                                "out the pass that puts it into the graph, or run the model with --device cpu.")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _activated(gate: str, up: str, activation: str, at: Lowering) -> str:
     elif activation in ("gelu", "gelu_tanh"):
         gate = at.node("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     else:
-        raise UnsupportedModelError(f"The activation {activation} has no form in ONNX, so the model cannot be "
+        raise UnsupportedModelError(f"The activation {activation} has no equivalent in ONNX, so the model cannot be "
                                     "exported; run it with --device cpu.")
     return at.node("Mul", gate, up)
 

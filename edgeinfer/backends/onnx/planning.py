@@ -65,16 +65,16 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     if config.kv not in provider.kv:
         why = {"int8": "onnxruntime's int8 KV has constant scales, and ours one for each row and head",
                "f32": "attention in f32 does not exist there"}.get(config.kv, "its model has another type")
-        raise UsageError(f"--kv {config.kv} is not offered on device {device}, for {why}; choose "
+        raise UsageError(f"--kv {config.kv} is not available on device {device}: {why}; choose "
                          f"{' or '.join(provider.kv)}, or run with --device cpu.")
     others = [(one.options[0].flag, True) for one, _ in each(config.techniques)]
     for name, asked in (*others, ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
         if asked:
-            raise UsageError(f"{name} is not offered on device {device}; leave it out, or run with --device cpu.")
+            raise UsageError(f"{name} is not available on device {device}; leave it out, or run with --device cpu.")
     layout = config.kv_layout or SLOTS
     if layout == PAGES and not provider.page_positions:
-        raise UsageError(f"--kv-layout pages is not offered on device {device}, for PagedAttention has no CPU kernel; "
-                         "choose slots, or run with --device cuda.")
+        raise UsageError(f"--kv-layout pages is not available on device {device}, because PagedAttention has no CPU "
+                         "kernel; choose slots, or run with --device cuda.")
     if layout == SLOTS and own_pool(config):
         raise UsageError("--kv-memory is not offered with --kv-layout slots, where each sequence has a slot with room "
                          "for a whole context; choose pages (on cuda), or lower --ctx.")
@@ -101,7 +101,7 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
     UsageError
         The device cannot do what the settings ask for.
     UnsupportedModelError
-        It cannot run the model: an operation or a type of weights has no form in ONNX.
+        It cannot run the model: an operation or a type of weights has no equivalent in ONNX.
     """
     config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
     planner = DevicePlanner(graph, provider, config.kv_layout)

@@ -1,4 +1,4 @@
-"""A runner on onnxruntime: what is admitted, cancelled and closed, whichever way its KV cache is."""
+"""A runner on onnxruntime: admission, cancellation and closing, for every layout of the KV cache."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: O
 
     def waiting() -> None:
         if not announced:
-            say("Another process lowers this model; this one waits for it.")
+            say("Another process is lowering this model; waiting for it.")
             announced.append(True)
 
     try:

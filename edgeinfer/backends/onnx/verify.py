@@ -71,7 +71,7 @@ def verify_export(path: str | Path, progress: OnStageProgress | None = None) -> 
     except OSError as error:
         raise BundleError(f"Cannot use the export {path}: {error.strerror or error}.") from None
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # sealed by another program
-        raise BundleError(f"Cannot use the export {path}: its metadata are not those of an export.") from None
+        raise BundleError(f"Cannot use the export {path}: its metadata do not belong to an export.") from None
     return Verified(model_path, len(entries), 2 + len(beside), model_path.stat().st_size + int(about["data_bytes"]))
 
 
@@ -107,7 +107,7 @@ def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
     entries, end = sorted(entries, key=lambda entry: entry.offset), 0
     for entry in entries:
         if entry.offset != round_up(end, ALIGNMENT) or entry.nbytes < 0:
-            raise BundleError(f"the tensor {entry.name!r} does not lie right behind the one before it.")
+            raise BundleError(f"the tensor {entry.name!r} does not directly follow the one before it.")
         end = entry.offset + entry.nbytes
     if end != int(about["data_bytes"]):
         raise BundleError("its data do not end where its last tensor does.")

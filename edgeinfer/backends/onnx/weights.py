@@ -1,4 +1,4 @@
-"""Initializers of an ONNX model as what can be made of a bundle, block by block, when the file is written."""
+"""Initializers of an ONNX model, produced from a bundle block by block while the file is written."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def info(
       edgeinfer info --environment
     """
     from ...bundle import Bundle
-    from ...llm.strategy import told
+    from ...llm.strategy import strategy_report
     from ...models import gguf_file, resolve
 
     if environment and model is not None:
@@ -91,7 +91,7 @@ def info(
         return
     with Bundle.open(path) as bundle:
         config = given.runtime(draft_tokens=DEFAULT_DRAFT_TOKENS)
-        choice, decision = told(bundle, config, given.max_kld)
+        choice, decision = strategy_report(bundle, config, given.max_kld)
         config = choice.strategy.config if choice else config
         report = {**describe(path, bundle, config), "decision": decision}
         if program:

@@ -34,11 +34,11 @@ def described_as_run(
     if model.bundle is None:
         return model, None, None
     from ...bundle import Bundle
-    from ...llm.strategy import told  # which imports NumPy
+    from ...llm.strategy import strategy_report  # which imports NumPy
     from ...models.describe import describe
 
     with Bundle.open(model.bundle) as bundle:
-        choice, found = told(bundle, config, max_kld, beside)
+        choice, found = strategy_report(bundle, config, max_kld, beside)
     if choice and choice.strategy.config.recipe != config.recipe:
         described = describe(model.bundle, recipe=choice.strategy.config.recipe)
         model = replace(described, name=model.name, source=model.source)

@@ -269,7 +269,7 @@ class Speculation:
             self._pause()  # looking at the text costs too much of such short steps
 
     def verified(self, proposals: Items[list[int]], accepted: Items[int]) -> None:
-        """Take note of a pass that verified drafts, and of how many tokens of each text were right."""
+        """Record a pass that verified drafts, and how many tokens of each text were right."""
         seconds, texts, drafted = self._elapsed(), len(proposals), sum(map(len, proposals))
         step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
         verifying = seconds - self._reading - (0.0 if self.drafter.free else self._drafting)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..sampler import Sampler
 
 Forward = Callable[[list[int], list[list[int]], list[int], int], tuple[Any, list[list[int]]]]
-"""Runs over tokens of some of the texts, given their places, tokens, samples and how many steps may follow; returns the
-last row of logits of each and the tokens that it went on with."""
+"""Runs over tokens of some of the texts, given their indices, tokens, sample specs and the number of steps that may
+follow; returns the last row of logits of each text and the tokens of the further steps."""
 AT_ONCE = 16
 """Tokens of a text that are run together with other texts' at most."""
 
@@ -73,9 +73,9 @@ class DraftModel(Drafter):
             pending = [text.tokens[len(sequence) :] for text, (sequence, _) in zip(wanted, held, strict=True)]
             samplers = [text.sampler.for_draft(self._runner.model.vocab_size, n) for text in wanted]
 
-            def forward(places: list[int], ids: list[list[int]], sample_specs: list[int],
+            def forward(indices: list[int], ids: list[list[int]], sample_specs: list[int],
                      further: int) -> tuple[Any, list[list[int]]]:
-                return self._forward([held[place].sequence for place in places], ids, sample_specs, further, cancel)
+                return self._forward([held[index].sequence for index in indices], ids, sample_specs, further, cancel)
 
             proposals = sampled(forward, samplers, pending, n, self._vocab_size)
             self._held |= {text.key: _Held(sequence, len(text.tokens))
@@ -169,10 +169,10 @@ def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]],
     live, ids = list(range(len(samplers))), pending
     while live:
         further = n - 1 - len(proposals[live[0]])
-        rows, chosen = forward(live, ids, [samplers[place].address for place in live], further)
+        rows, chosen = forward(live, ids, [samplers[index].address for index in live], further)
         going = []
-        for place, row, more in zip(live, rows, chosen, strict=True):
-            sampler, proposal = samplers[place], proposals[place]
+        for index, row, more in zip(live, rows, chosen, strict=True):
+            sampler, proposal = samplers[index], proposals[index]
             for token in more:
                 sampler.accept(token, noted=True)
             proposal += (*more, sampler.sample(row).token_id)
@@ -181,6 +181,6 @@ def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]],
                 del proposal[strange:]
             elif len(proposal) < n and proposal[-1] not in sampler.ends:
                 sampler.accept(proposal[-1])
-                going.append(place)
-        live, ids = going, [[proposals[place][-1]] for place in going]
+                going.append(index)
+        live, ids = going, [[proposals[index][-1]] for index in going]
     return proposals

@@ -34,13 +34,13 @@ class SelfDraft(Drafter):
             return [[] for _ in texts]
         vocab_size, gone = self._runner.model.vocab_size, [0] * len(texts)
 
-        def forward(places: list[int], ids: list[list[int]], sample_specs: list[int],
+        def forward(indices: list[int], ids: list[list[int]], sample_specs: list[int],
                  further: int) -> tuple[Any, list[list[int]]]:
-            own = [sequences[place] for place in places]
-            offset = gone[places[0]]
+            own = [sequences[index] for index in indices]
+            offset = gone[indices[0]]
             rows, chosen = self._ahead.ahead(own, [own[-1] for own in ids], sample_specs, offset, further, cancel)
-            for place in places:
-                gone[place] = offset + 1 + len(chosen[0])
+            for index in indices:
+                gone[index] = offset + 1 + len(chosen[0])
             return rows, chosen
 
         try:

@@ -1,4 +1,4 @@
-"""Models that also see or hear: what of their config is that of the text model inside."""
+"""Multimodal models: the part of their config that describes the text model."""
 
 from __future__ import annotations
 

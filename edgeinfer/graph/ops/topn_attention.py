@@ -1,8 +1,8 @@
-"""Attention whose decoded tokens read the rows of V that matter to them (TopN-V: KCache, arXiv 2404.18057).
+"""Attention that reads only the rows of V with the largest weights while decoding (TopN-V: KCache, arXiv 2404.18057).
 
-All of K is read. A row of V is requested by a head that gives it at least a share of its largest weight, or by one that
-counts it among its N largest; a block of V is read where some head needs a row of it, and then all its rows count. What
-is left out weighs in as a mean of V.
+All of K is read. A head selects a row of V if the row's weight is among its N largest, or is at least a given share of
+its largest one. A block of V is read if any head selects one of its rows, and then all its rows count. The mean of V
+stands in for the rows that are left out.
 """
 
 from __future__ import annotations

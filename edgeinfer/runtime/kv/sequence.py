@@ -116,8 +116,8 @@ class KVCache(BlockTables):
         self.check_own(sequence)
         n = len(sequence.tokens) - n_before
         if n_before < 0 or n < 0 or any(not low < high < n for low, high in pairwise((-1, *path))):
-            raise RequestError(f"Tokens {shown(path)} behind the first {n_before} of {len(sequence.tokens)} cannot be "
-                               "kept; count a path from 0, each token behind the one before.")
+            raise RequestError(f"Tokens {shown(path)} after the first {n_before} of {len(sequence.tokens)} cannot be "
+                               "kept; count a path from 0, each token after the one before.")
         still = next((i for i, node in enumerate(path) if node != i), len(path))
         start = n_before + still
         if still == len(path):

@@ -1,11 +1,11 @@
-"""Scores of attention by themselves, for what chooses by them: of the pass's last tokens, as many as a count says.
+"""Attention scores without the sum over V, of the pass's last tokens; a count in memory says how many.
 
-A row of them belongs to each of these tokens and query heads: a float for each position of the context, the largest
-score of each block, then the largest score and the sum of exponentials of each split, then room for what is chosen
-(abi.score_row_bytes). A search for large scores reads those of few blocks. What a token does not see inside of a block
-is LOWEST, as is the largest of a block that it does not see; the scores of such a block are not written. Pass 1 is that
-of attention, so a score has the same bits; V is not touched, and the K of the split that comes next is requested
-meanwhile.
+Each of these tokens has one row of scores per query head: a float for each position of the context, the largest score
+of each block, the largest score and the sum of exponentials of each split, then space for the selection
+(abi.score_row_bytes). With the largest scores of the blocks, a search for large scores reads few blocks. A position
+inside a block that the token does not see has the score LOWEST, and so has the maximum of a block that it does not see
+at all; the scores of such a block are not written. Pass 1 is that of attention, so the scores have the same bits. V is
+not read; the K of the next split is prefetched meanwhile.
 
 Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores, 6 as in attention.py. Parameters:
 parameters.ATTENTION. The instruction is skipped where its count is 0. Reference:

@@ -25,7 +25,7 @@ UNITS = 4
 
 @inline
 def first_split(ctx):
-    """The first of the tokens whose attention is computed in splits; behind the last token if there are none."""
+    """The first of the tokens whose attention is computed in splits; after the last token if there are none."""
     return count(ctx, COUNT_TOKENS) - count(ctx, COUNT_MERGE)
 
 

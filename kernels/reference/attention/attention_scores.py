@@ -1,4 +1,4 @@
-"""Reference of the scores of attention by themselves."""
+"""Reference for attention scores without the sum over V."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_moe_models_of_old_bundles_are_to_be_converted_again(tmp_path: Path) -> 
             end = row["offset"] + row["nbytes"]
 
     alter_header(path, apart)
-    with pytest.raises(BundleError, match="the matrices of an expert lie apart, as bundles once had them; convert"):
+    with pytest.raises(BundleError, match="the matrices of an expert are not contiguous, as in older bundles; convert"):
         Bundle.open(path)
 
 

@@ -68,7 +68,7 @@ def test_every_name_opens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "near"), [("llama4-bpe", "llama-bpe"), ("Qwen2", "qwen2"), ("x", "llama-bpe, qwen2")])
 def test_unknown_names_are_refused(name: str, near: str) -> None:
-    with pytest.raises(TokenizerError, match=rf"m\.gguf has the pre-tokenizer '{name}' .*near it are .*{near}"):
+    with pytest.raises(TokenizerError, match=rf"m\.gguf has the pre-tokenizer '{name}' .*similar names are .*{near}"):
         read(bpe_metadata(*small_bpe(), name))
 
 
@@ -80,9 +80,9 @@ def test_the_beginning_is_presumed_by_the_name(tmp_path: Path) -> None:
         assert tokenizer.encode("a", add_bos=True)[0] == 300
     assert opened(bpe_metadata(*small_bpe(), "llama-bpe"), tmp_path).encode("a")[:-1] == []
     found = read(bpe_metadata(*small_bpe(), "qwen2", add_bos_token=True))
-    assert found.remarks == ("m.gguf wants its bos token added to texts but names none; none is added.",)
+    assert found.remarks == ("m.gguf asks for a bos token around texts but names none; none is added.",)
     found = read({key: value for key, value in bpe_metadata(*small_bpe(), "").items() if not key.endswith(".pre")})
-    assert found.remarks[0].startswith("m.gguf does not say how its text is cut into words (tokenizer.ggml.pre)")
+    assert found.remarks[0].startswith("m.gguf does not say how text is split into words (tokenizer.ggml.pre)")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_end_that_is_typed_as_text_is_special_nevertheless(tmp_path: Path) ->
         ({"token_type": [1, 1]}, "it has 3 tokens but 2 types of tokens"),
         ({"token_type": [1, 1, 7]}, "token 2 has the type 7, but types are 0 to 6"),
         ({"token_type": [1, 1, [1]]}, r"token 2 has the type \[1\]"),
-        ({"merges": None}, r"m.gguf has a BPE vocabulary without merges \(tokenizer.ggml.merges\)"),
+        ({"merges": None}, r"m.gguf has a BPE vocabulary but no merges \(tokenizer.ggml.merges\)"),
         ({"merges": ["a b", "ab"]}, "merge 1 is 'ab', which is not a pair of pieces"),
         ({"merges": ["a b", 5]}, "merge 1 is 5, which is not a pair of pieces"),
         ({"merges": ["b a"]}, r"merge 0 \('b a'\) needs the piece 'ba', which is not a token"),
