@@ -127,7 +127,8 @@ def read_cold(bundle: Bundle) -> Cold | None:
         return None
     about, arrays, where = opened
     if not (entries := neuron_layers(bundle.header.tensors)):
-        raise BundleError(f"{where} belongs to FFNs stored neuron by neuron, which the bundle has not; make it again.")
+        raise BundleError(f"{where} belongs to FFNs stored neuron by neuron, which the bundle does not have; make it "
+                          "again.")
     n, neurons, nbytes = _cluster_of(entries)
     if about["neurons"] != neurons:
         raise BundleError(f"{where} says it has {str(about['neurons'])[:60]} neurons in a cluster; this model has "
