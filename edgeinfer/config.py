@@ -113,7 +113,7 @@ def _check_beams(config: GenerationConfig) -> None:
     """Refuse settings that contradict each other: a beam search samples nothing, and all else has no beams."""
     default = {one.name: one.default for one in fields(config)}
     if config.beams > 1 and config.response_format is not None:
-        raise UsageError("response_format and beams exclude each other; leave one of them out.")
+        raise UsageError("response_format and beams exclude each other; use one of them.")
     if config.beams == 1:
         for name in ("length_penalty", "early_stopping"):
             if (value := getattr(config, name)) != default[name]:

@@ -163,5 +163,5 @@ def layers_of(text: str | None) -> tuple[int, ...]:
     Raises `UsageError` for a text that is no such list.
     """
     if text is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
-        raise UsageError(f"The boundaries {text!r:.80} cannot be read; write after which layers, as in 9,18,27.")
+        raise UsageError(f"The boundaries {text!r:.80} are not numbers of layers, as in 9,18,27.")
     return () if text is None else tuple(map(int, text.split(",")))

@@ -50,7 +50,7 @@ def asked(lazy: Any, layers: str | None = None) -> Schedule | None:
     ("keep=-0.5", None, "The pruning schedule 'keep=-0.5' cannot be read; write keep=SHARE,SHARE,..., as in "
                         "keep=0.7,0.5,0.35."),
     ("0.5", None, "The pruning schedule '0.5' cannot be read; write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35."),
-    ("keep=0.5", "one", "The boundaries 'one' cannot be read; write after which layers, as in 9,18,27."),
+    ("keep=0.5", "one", "The boundaries 'one' are not numbers of layers, as in 9,18,27."),
     (None, "3", "--lazy-layers is 3, and without --lazy no prompt is pruned; add --lazy."),
     ("off", "3", "--lazy-layers is 3, and --lazy off prunes no prompt; use one or the other."),
     ("keep=٠.٥", None, "The pruning schedule 'keep=٠.٥' cannot be read; write keep=SHARE,SHARE,..., as in "

@@ -36,7 +36,7 @@ class Together(NamedTuple):
         """Refuse options that mean nothing without a concurrency."""
         for name in ("requests", "rate", "range_ratio", "lengths", "goodput"):
             if getattr(self, name):
-                raise UsageError(f"--{name.replace('_', '-')} belongs to --concurrency; add it.")
+                raise UsageError(f"--{name.replace('_', '-')} requires --concurrency.")
 
     def loads(self, prompt: int, output: int) -> list[Load]:
         """Return the load of each concurrency; raises `UsageError` for what is out of range."""
@@ -64,7 +64,7 @@ class Together(NamedTuple):
         if not 0 <= self.range_ratio < 1:
             raise UsageError(f"--range-ratio {self.range_ratio} is out of range; it must be from 0 to below 1.")
         if self.lengths and self.range_ratio:
-            raise UsageError("--lengths and --range-ratio exclude each other; leave one of them out.")
+            raise UsageError("--lengths and --range-ratio exclude each other; use one of them.")
 
 
 def bench_together(model: str | None, shape: str | None, asked: Together, lengths: tuple[list[int], list[int]],

@@ -128,7 +128,7 @@ def estimate(
     check_request(given, prompt, all_devices, plot)
     check_users(users, answer)
     if users is not None and all_devices:
-        raise UsageError("--users is about a single machine; leave --all-devices out.")
+        raise UsageError("--users applies to a single machine; omit --all-devices.")
     if not 1 <= accepted <= MOST_ACCEPTED:
         raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):

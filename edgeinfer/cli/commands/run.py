@@ -115,7 +115,7 @@ def request(given: options.Given) -> dict[str, Any]:
 def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
     """Return the form of the answer that a file has; raises `UsageError` for one that cannot be read."""
     if schema is not None and grammar is not None:
-        raise UsageError("--json-schema and --grammar exclude each other; leave one of them out.")
+        raise UsageError("--json-schema and --grammar exclude each other; use one of them.")
     if schema == "-":
         return TextForm(JSON_OBJECT)
     if (name := schema or grammar) is None:
