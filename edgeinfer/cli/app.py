@@ -22,7 +22,7 @@ from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
 
 COMMANDS = {
-    "run": "run", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps", "info": "info",
+    "run": "run", "serve": "serve", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps", "info": "info",
     "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench", "eval": "evaluate",
     "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify", "embed": "embed",
     "warmup": "warmup", "cache": "app", "config": "app",

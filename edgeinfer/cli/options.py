@@ -17,7 +17,7 @@ from .. import registry
 from ..base.validation import checked
 from ..config import CPU, DEVICES, SAMPLING, RuntimeConfig
 from ..errors import UsageError
-from ..options import OPTIONS, Option, of_command
+from ..options import COMMANDS, OPTIONS, SERVE, Option, of_command
 from .output import say
 
 Model = Annotated[
@@ -186,7 +186,8 @@ def takes(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     They are where its parameter `given` is, which gets their values.
     """
-    of_techniques = tuple(registry.options(command))
+    like = COMMANDS[0] if command == SERVE else command
+    of_techniques = tuple(registry.options(like))
     known = (*of_command(command), *of_techniques)
 
     def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ def takes(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in signature.parameters.values()
                if one.name != "given"]
         parameters = [_parameter("context", typer.Context), *own,
-                      *(_parameter(one.name, annotation(one, command), one.default) for one in _sorted(known)),
+                      *(_parameter(one.name, annotation(one, like), one.default) for one in _sorted(known)),
                       *_further(known)]
 
         @wraps(function)

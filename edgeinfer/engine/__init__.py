@@ -6,10 +6,12 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .beams import BeamSearch
+    from .candidate import Delta
     from .completion import Choice, Completion, Score, SpeculationReport, TokenLogprob, TopLogprob
     from .embedding import Embedding
-    from .engine import MAX_ITL, Engine
+    from .engine import MAX_ITL, MAX_QUEUE, Engine
     from .generation import Generation
+    from .progress import Progress
     from .request import Request, Stream
     from .sampler import Sampled, Sampler
     from .scoring import Scoring
@@ -22,15 +24,16 @@ if TYPE_CHECKING:
     from .step import run_alone
     from .task import Task, too_long
 
-__all__ = ["MAX_ITL", "BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Embedding", "Engine",
-           "Generation", "PromptLookup", "Request", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft",
-           "Speculation", "SpeculationReport", "Stream", "Task", "Times", "TokenLogprob", "TopLogprob", "run_alone",
-           "too_long"]
+__all__ = ["MAX_ITL", "MAX_QUEUE", "BeamSearch", "Choice", "Completion", "Delta", "DraftModel", "Drafter", "Embedding",
+           "Engine", "Generation", "Progress", "PromptLookup", "Request", "Sampled", "Sampler", "Score", "Scoring",
+           "SelfDraft", "Speculation", "SpeculationReport", "Stream", "Task", "Times", "TokenLogprob", "TopLogprob",
+           "run_alone", "too_long"]
 __getattr__ = lazily(__name__, {
-    "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
+    "beams": "BeamSearch", "candidate": "Delta", "progress": "Progress",
+    "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
     "speculation.costs": "Times", "speculation.draft_model": "DraftModel", "speculation.drafter": "Drafter",
     "speculation.prompt_lookup": "PromptLookup", "generation": "Generation",
-    "engine": "MAX_ITL Engine", "embedding": "Embedding",
+    "engine": "MAX_ITL MAX_QUEUE Engine", "embedding": "Embedding",
     "request": "Request Stream", "step": "run_alone", "task": "Task too_long", "sampler": "Sampled Sampler",
     "scoring": "Scoring", "speculation.self_draft": "SelfDraft", "speculation.controller": "Speculation",
 })

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..text import StopStrings, StreamDecoder, Tokenizer
 from .completion import Choice, TokenLogprob, TopLogprob
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from .speculation.usage import Usage
 
 _keys = count()
+
+
+class Delta(NamedTuple):
+    """What a sample has got since its client last looked."""
+
+    number: int
+    """Index of the sample."""
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+    """Empty while it continues."""
 
 
 class Sample:
@@ -35,7 +46,8 @@ class Sample:
     """
 
     def __init__(self, prompt_ids: Items[int], sampler: Sampler, stop: Items[str], tokenizer: Tokenizer | None,
-                 eos_ids: frozenset[int], index: int, constraint: Constraint | None = None):
+                 eos_ids: frozenset[int], index: int, constraint: Constraint | None = None,
+                 skip_special: bool = True):
         self.index, self.key = index, next(_keys)
         self.usage: Usage | None = None
         self.accepted = 0
@@ -45,7 +57,7 @@ class Sample:
         self.score: float | None = None
         self.sampler = sampler
         self._tokenizer = tokenizer
-        self._decoder: StreamDecoder | None = tokenizer.stream(prompt_ids) if tokenizer else None
+        self._decoder: StreamDecoder | None = tokenizer.stream(prompt_ids, skip_special) if tokenizer else None
         self._stops = StopStrings(stop)
         self._eos_ids = eos_ids
         self._prompt_tokens = len(self.tokens)
@@ -141,6 +153,12 @@ class Sample:
         logprobs = tuple(self._logprobs) if self._logprobs else None
         ids = tuple(self.tokens[self._prompt_tokens :])
         return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score)
+
+    def since(self, texts: int, logprobs: int) -> tuple[Delta, int, int]:
+        """Return what came after so many texts and log-probabilities, and how many there are; from any thread."""
+        reason = self.finish_reason  # first: what it is set after is read below
+        new, named = self._text[texts:], tuple(self._logprobs[logprobs:])
+        return Delta(self.index, "".join(new), named, reason), texts + len(new), logprobs + len(named)
 
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""

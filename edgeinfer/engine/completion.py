@@ -61,6 +61,8 @@ class Score:
     distribution (temperature 1, no filter)."""
     greedy: bool
     """Whether each token is the likeliest in its place, so that greedy decoding would write this continuation."""
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Token id and log-probability of the likeliest tokens in each place, best first, if requested."""
 
     @property
     def logprob(self) -> float:

@@ -50,6 +50,7 @@ class Generation(Task[Completion]):
     begin_form : returns the form of a text that begins, for each sample
     generated : tokens of the only sample that are there already, from a request that was moved here; its text continues
         as it would have gone on there
+    skip_special : leave special tokens out of the text
 
     Raises
     ------
@@ -67,6 +68,7 @@ class Generation(Task[Completion]):
         speculation: Speculation | None = None,
         begin_form: Callable[[], Constraint] | None = None,
         generated: Iterable[int] = (),
+        skip_special: bool = True,
     ):
         super().__init__(runner, prompt_ids)
         self._config = config
@@ -81,7 +83,7 @@ class Generation(Task[Completion]):
         self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
         self._check_blocks(what)
-        self._begin_form = begin_form
+        self._begin_form, self._skip_special = begin_form, skip_special
         self._samples: Items[Sample] = self._new_samples(tokenizer)
         self._usage = speculation.usage() if speculation else None
         for sample in self._samples:
@@ -124,7 +126,8 @@ class Generation(Task[Completion]):
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
         return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index,
-                       self._begin_form() if self._begin_form else None) for index in range(self._config.n)]
+                       self._begin_form() if self._begin_form else None, self._skip_special)
+                for index in range(self._config.n)]
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
@@ -290,6 +293,11 @@ class Generation(Task[Completion]):
         for sequence in sequences:
             if sequence is not None:
                 self._runner.release(sequence)
+
+    @property
+    def samples(self) -> Items[Sample]:
+        """Its texts, which other threads may read (`Sample.since`)."""
+        return self._samples
 
     # -- the outcome -------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class Request(Generic[Result]):
         self.ended = False
         self.on_event: Callable[[], None] | None = None
         """Called by the engine's thread when there is text to be read, and at the end."""
+        self.every_step = False
+        """Call `on_event` after each step of this request; its client reads the samples (`progress.Progress`)."""
         self._engine = engine
         self._started = self._whole = False
         self._claims: deque[None] = deque([None])  # whose `pop` gives one thread the request
@@ -174,10 +176,12 @@ class Request(Generic[Result]):
 
     def emit(self, text: str) -> None:
         """Hand text to the client; one that waits for the outcome alone is not woken."""
+        wakes = self.every_step
         if text and not self._whole:
             self._pieces.put(text)
-            if self.on_event is not None:
-                self.on_event()
+            wakes = True
+        if wakes and self.on_event is not None:
+            self.on_event()
 
     def conclude(self, error: BaseException | None = None) -> None:
         """End the request, with the error that its client is to see if there is one."""

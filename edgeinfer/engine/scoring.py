@@ -7,6 +7,8 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from edgeinfer.kernels import sampling
+
 from ..errors import CancelledError, RequestError
 from ..runner import DECODE
 from .completion import Score
@@ -29,6 +31,7 @@ class Scoring(Task[list[Score]]):
     runner : runs the model
     prompt_ids : tokens of the prompt, with the beginning-of-text token
     continuations : text, if it was given as such, and tokens of each
+    top : likeliest tokens to name in each place
 
     Raises
     ------
@@ -38,7 +41,7 @@ class Scoring(Task[list[Score]]):
     """
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int],
-                 continuations: Items[tuple[str | None, Iterable[int]]]):
+                 continuations: Items[tuple[str | None, Iterable[int]]], top: int = 0):
         super().__init__(runner, prompt_ids)
         if not continuations:
             raise RequestError("There is no continuation to score; give at least one.")
@@ -47,7 +50,8 @@ class Scoring(Task[list[Score]]):
         self._sequence: Sequence | None = None
         self._first: Floats | None = None  # log-probabilities after the prompt
         self._logprobs: list[float] = []  # of the continuation that is being scored
-        self._greedy = True
+        self._greedy, self._top = True, top
+        self._tops: list[tuple[tuple[int, float], ...]] = []
         self._scores: list[Score] = []
         self._cancelled = False
 
@@ -85,7 +89,8 @@ class Scoring(Task[list[Score]]):
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of the prompt."""
         self._sequence = sequence
-        self._logprobs.clear()  # of a continuation that a preemption has cut off
+        self._logprobs.clear()
+        self._tops.clear()  # of a continuation that a preemption has cut off
         if self._first is None:
             self.cached_tokens = len(sequence)
 
@@ -121,8 +126,8 @@ class Scoring(Task[list[Score]]):
             self._start(ids)
         if len(self._logprobs) < len(ids):
             return False
-        self._scores.append(Score(text, tuple(ids), tuple(self._logprobs), self._greedy))
-        self._logprobs = []
+        self._scores.append(Score(text, tuple(ids), tuple(self._logprobs), self._greedy, tuple(self._tops)))
+        self._logprobs, self._tops = [], []
         return True
 
     def _start(self, ids: list[int]) -> None:
@@ -136,6 +141,9 @@ class Scoring(Task[list[Score]]):
         following = ids[len(self._logprobs)]
         self._logprobs.append(float(found[following]))
         self._greedy = self._greedy and following == int(found.argmax())
+        if self._top:
+            best = sampling.top_k_ids(found, self._top)
+            self._tops.append(tuple((int(i), float(found[i])) for i in best))
 
     def end(self, reason: str = "cancelled") -> str:
         """Count continuations without a score as cancelled."""

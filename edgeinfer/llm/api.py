@@ -78,6 +78,10 @@ class LLM(Embeddings):
         Tokens that the KV pool holds of all sequences together; by default as many as these may have.
     kv_memory : int or str, optional
         Memory of the KV pool, in bytes or as ``"1GiB"``, instead of its tokens.
+    fill_budget : bool, optional
+        Give the KV pool what the budget leaves, from one context to one for each of `max_sequences`.
+    max_queue : int, optional
+        Maximum number of requests that wait; by default 1024. Further ones raise `QueueFullError`.
     prefix_file : str or Path, optional
         File to take the prefix cache from, if it exists, and to write it to when the model is closed, so that prompts
         that begin alike need not be computed again.
@@ -181,6 +185,8 @@ class LLM(Embeddings):
         own_tokens: int | None = None,
         kv_tokens: int | None = None,
         kv_memory: int | str | None = None,
+        fill_budget: bool | None = None,
+        max_queue: int | None = None,
         prefix_file: str | Path | None = None,
         beams: int | None = None,
         mlock: bool | None = None,
@@ -197,12 +203,13 @@ class LLM(Embeddings):
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
             own_tokens=own_tokens, kv_tokens=kv_tokens, mlock=mlock, mmap=mmap, kv_layout=kv_layout,
-            **plain({"recipe": recipe, "kv_memory": kv_memory}))
+            **plain({"recipe": recipe, "kv_memory": kv_memory, "fill_budget": fill_budget}))
         files = plain({"prefix_file": prefix_file})
-        asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
+        asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress,
+                       "max_queue": max_queue})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
-        self._shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is None
+        self._shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is fill_budget is None
         self._drafting = drafting(techniques)
         config = replace(config, draft_tokens=self._drafting.rows)
         from . import open as opening
@@ -210,11 +217,11 @@ class LLM(Embeddings):
         device, provider = asked["device"], opening.provider(asked["device"])
         self.name = asked["model"]
         self.path = resolve(self.name, progress, storage=storage)
-        from ..engine import Engine, Times
+        from ..engine import MAX_QUEUE, Engine, Times
 
         self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
         self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
-        self._engine = Engine(self.runner)
+        self._engine = Engine(self.runner, max_queue=asked["max_queue"] or MAX_QUEUE)
         self._prefix_file, self._closed = files["prefix_file"], False
         self._times = Times()
         self._preparing: set[Cancellation] = set()

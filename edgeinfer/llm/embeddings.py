@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..engine import Request
+    from ..engine import Request, Score
     from ..runtime import HiddenRows
 
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
@@ -97,10 +97,18 @@ class Embeddings(Requests):
         RequestError
             The tokenizer has no single token for yes and for no.
         """
+        requests = self.rerank_requests(query, documents, instruction)
+        return self.ranked(run_together(iter(requests), 2 * self.runner.config.max_sequences))
+
+    def rerank_requests(self, query: str, documents: Iterable[str], instruction: str = TASK
+                        ) -> list[Request[list[Score]]]:
+        """Prepare the requests of `rerank`, one for each document; nothing runs before their `start`."""
         yes, no = (self._answer_id(word) for word in ("yes", "no"))
         prompts = [self._judging(query, document, instruction) for document in documents]
-        requests = (self.score_request(prompt, [[yes], [no]], reuse=True) for prompt in prompts)
-        scores = run_together(requests, 2 * self.runner.config.max_sequences)
+        return [self.score_request(prompt, [[yes], [no]], reuse=True) for prompt in prompts]
+
+    def ranked(self, scores: Iterable[list[Score]]) -> list[Ranked]:
+        """Return the documents in the order of their relevance, from the outcomes of `rerank_requests`."""
         found = [Ranked(i, 1 / (1 + math.exp(min(against.logprob - for_it.logprob, 700.0))))
                  for i, (for_it, against) in enumerate(scores)]
         return sorted(found, key=lambda one: (-one.score, one.index))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..base.validation import FLAG, FUNCTION, PATH, Rule, checked, whole
 from ..config import generation_config
@@ -40,6 +40,19 @@ TEXTS_OR_IDS = Rule("a list of texts or of lists of token ids", _listed)
 IDS = Rule("a list of token ids", _ids)
 
 
+class State(NamedTuple):
+    """What an open model holds at the moment."""
+
+    running: int
+    """Requests that run."""
+    waiting: int
+    kv_usage: float
+    """Part of the KV blocks that requests hold, from 0 to 1."""
+    preemptions: int
+    """Number of times that a request gave up its blocks for older ones."""
+    planned_bytes: int
+
+
 class Requests(Prompts):
     """The part of `LLM` that makes requests."""
 
@@ -62,17 +75,27 @@ class Requests(Prompts):
             raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
         return self.runner
 
-    def request(self, prompt: Prompt, options: Mapping[str, Any], stream: bool = False) -> Request[Completion]:
+    def state(self) -> State:
+        """Return what the model holds at the moment; from any thread."""
+        engine, runner = self._engine, self.runner
+        n_blocks = runner.n_blocks
+        usage = 1 - runner.available_blocks / n_blocks if n_blocks else 0.0
+        return State(engine.n_running, engine.n_waiting, usage, engine.preemptions, runner.plan.total_bytes)
+
+    def request(self, prompt: Prompt, options: Mapping[str, Any], stream: bool = False, *, skip_special: bool = True,
+                salt: bytes = b"") -> Request[Completion]:
         """Prepare a request for the continuation of a text; nothing runs before its `start`.
 
         Parameters
         ----------
         prompt, options : as for `stream`
         stream : refuse what has no text before its end
+        skip_special : leave special tokens out of the text
+        salt : share KV blocks of the prefix cache only with requests of the same salt
         """
         if stream:
             _check_stream(options)
-        return self._request(self._ids(prompt), options)
+        return self._request(self._ids(prompt), options, skip_special, salt)
 
     def chat_request(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any],
                      stream: bool = False) -> Request[Completion]:
@@ -82,7 +105,8 @@ class Requests(Prompts):
         settings, rest = template_options(options)
         return self._request(self.chat_ids(messages, tools, **settings), reusing(rest))
 
-    def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request[Completion]:
+    def _request(self, ids: Iterable[int], options: Mapping[str, Any], skip_special: bool = True,
+                 salt: bytes = b"") -> Request[Completion]:
         """Check a request."""
         from ..engine import BeamSearch, Generation, Request
 
@@ -96,9 +120,10 @@ class Requests(Prompts):
         request = self.runner, self._tokenizer, ids, config, self._eos_ids
         task: Task[Completion] = BeamSearch(*request) if config.beams > 1 else Generation(
             *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times),
-            self._form(config.response_format), () if generated is None else checked("generated", generated, IDS))
+            self._form(config.response_format), () if generated is None else checked("generated", generated, IDS),
+            skip_special)
         task.on_progress = None if on_progress is None else checked("progress", on_progress, FUNCTION)
-        return Request(self._engine, task, reuse, cache)
+        return Request(self._engine, task, reuse, cache, salt)
 
     def _form(self, form: TextForm | None) -> Callable[[], Constraint] | None:
         """Return what begins a text of a form."""
@@ -142,8 +167,9 @@ class Requests(Prompts):
         return self.score_request(prompt, continuations).finish()
 
     def score_request(self, prompt: Prompt, continuations: Iterable[Prompt],
-                      reuse: bool = False) -> Request[list[Score]]:
-        """Prepare a request for scores; nothing runs before its `start`."""
+                      reuse: bool = False, top: int = 0) -> Request[list[Score]]:
+        """Prepare a request for scores, with the `top` likeliest tokens in each place; nothing runs before its `start`.
+        """
         from ..engine import Request, Scoring
 
         given = checked("continuations", continuations, TEXTS_OR_IDS)
@@ -151,7 +177,7 @@ class Requests(Prompts):
         listed = [(one, self._continuation_ids(one)) if isinstance(one, str) else (None, self._ids(one))
                   for one in given]
         self._engine.check_open()
-        return Request(self._engine, Scoring(self.runner, ids, listed), reuse)
+        return Request(self._engine, Scoring(self.runner, ids, listed, top), reuse)
 
 
 def _check_stream(options: Mapping[str, Any]) -> None:

@@ -23,6 +23,11 @@ class Caching:
         return 0
 
     @property
+    def available_blocks(self) -> int:
+        """Blocks that new tokens can have: those, and what the prefix cache alone holds."""
+        return self.free_blocks
+
+    @property
     def prefix_blocks(self) -> int:
         """Blocks in the prefix cache, held by sequences or not."""
         return 0

@@ -56,6 +56,11 @@ class SequenceOwner(ModelRunner):
         """Blocks of it that are neither held nor cached."""
         return self.kv.pool.n_free
 
+    @property
+    def available_blocks(self) -> int:
+        """Blocks of it that are not held by a sequence."""
+        return self.kv.pool.n_available
+
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, path: str | Path) -> None:

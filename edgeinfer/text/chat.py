@@ -90,6 +90,11 @@ class ChatTemplate:
             )
         return cls(templates, tokens, settings_path)
 
+    @property
+    def source_text(self) -> str:
+        """Source of the template for conversations with tools, or of the only one."""
+        return self._templates.get("tool_use", self._templates.get("default", ""))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,211 @@
+"""`edgeinfer serve`: models over HTTP, with the APIs of OpenAI, ollama and Anthropic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ... import registry
+from ...base.files import open_plain
+from ...base.units import format_size
+from ...base.validation import checked
+from ...config import CPU
+from ...errors import UsageError
+from ...rules import RULES
+from .. import options
+from ..output import say
+from ..progress import ProgressLine
+from .plan import SERVED_SEQUENCES
+from .run import OPENING
+
+if TYPE_CHECKING:
+    from ...llm import LLM
+    from ...server import Models, ServerConfig
+
+SHARING = 4
+"""Sequences of each of several models that run at once, unless --max-sequences says otherwise."""
+MAX_KEY_FILE = 64 << 10
+LIMITS, ACCESS = "Limits", "Access"
+
+
+def _limit(flag: str, metavar: str, help: str) -> Any:
+    return options.option(flag, metavar=metavar, help=help, group=options.REST + LIMITS)
+
+
+@options.takes("serve")
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="GGUF file, checkpoint directory, bundle, ollama:NAME, known name, or id "
+                       "on the hub; the model of requests that name none."),
+    ] = "demo",
+    host: Annotated[str, options.option("--host", metavar="ADDRESS", help="Address to listen on.", group=ACCESS,
+                                        variable="EDGEINFER_HOST")] = "127.0.0.1",
+    port: Annotated[int, options.option("--port", "-p", metavar="N", help="Port to listen on; 0 takes any free one.",
+                                        group=ACCESS, variable="EDGEINFER_PORT")] = 8080,
+    name: Annotated[str | None, options.option(
+        "--name", metavar="NAME", help="Name of MODEL in requests.  [default: the end of MODEL]", group=ACCESS,
+        show_default=False)] = None,
+    others: Annotated[list[str] | None, options.option(
+        "--model", metavar="NAME=MODEL", help="Serve another model, which is opened when a request names it and closed "
+        "when its memory is needed; may be repeated.", group=ACCESS, show_default=False)] = None,
+    api_key: Annotated[list[str] | None, options.option(
+        "--api-key", metavar="KEY", help="Serve only requests with this key; may be repeated.  "
+        "[env var: EDGEINFER_API_KEY, one key]", group=ACCESS, show_default=False)] = None,
+    api_key_file: Annotated[str | None, options.option(
+        "--api-key-file", metavar="FILE", help="Take keys from the lines of a file.", group=ACCESS,
+        show_default=False)] = None,
+    insecure: Annotated[bool, options.option(
+        "--insecure", help="Listen on an address that other machines reach without a key.", group=ACCESS)] = False,
+    cors_origin: Annotated[list[str] | None, options.option(
+        "--cors-origin", metavar="URL", help="Let web pages of this origin use the server; may be repeated.",
+        group=ACCESS, show_default=False)] = None,
+    max_sequences: Annotated[int | None, options.option(
+        "--max-sequences", metavar="N", help="Maximum number of sequences that run at once, 1 to 64.  [default: "
+        f"{SERVED_SEQUENCES}, or {SHARING} of each model with --model]", group=LIMITS, show_default=False)] = None,
+    max_queue: Annotated[int, _limit("--max-queue", "N", "Requests that may wait for a model.")] = 256,
+    max_requests: Annotated[int, _limit("--max-requests", "N", "Requests that one key may have at once.")] = 64,
+    max_samples: Annotated[int, _limit("--max-samples", "N", "Texts that one request may ask for.")] = 16,
+    max_stops: Annotated[int, _limit("--max-stops", "N", "Stop strings of a request.")] = 16,
+    max_body: Annotated[str, _limit("--max-body", "SIZE", "Size of a request.")] = "1MiB",
+    request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "End requests after this time.")] = 600,
+    read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time in which the headers of a request have to "
+                                          "arrive, and then its body.")] = 30,
+    drain: Annotated[float, _limit("--drain", "SECONDS", "Time that running requests have when the server ends.")] = 30,
+    keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Time after its last request until a model of "
+                                        "--model is closed.")] = 300,
+    log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
+                                                group=options.REST + LIMITS)] = False,
+    given: options.Given = options.NOTHING,
+) -> int:
+    """Serve models over HTTP.
+
+    Requests run together, as many as the KV pool has room for; without --kv-memory it gets what the budget leaves
+    ('edgeinfer plan --serve' shows it). The server listens on this machine alone, and on other addresses only with a
+    key. It answers on the paths of OpenAI's API (/v1/chat/completions, /v1/completions, /v1/responses,
+    /v1/embeddings), of ollama's (/api/chat, /api/generate) and of Anthropic's (/v1/messages), and has a page to chat
+    at /. Each request is one line of JSON on standard error. Ctrl-C and SIGTERM let running requests end; the second
+    one ends at once.
+
+    \b
+    Examples:
+      edgeinfer serve model-Q4_K_M.gguf
+      edgeinfer serve ./my-bundle --model small=demo --budget 8GiB
+      edgeinfer serve ./my-bundle --host 0.0.0.0 --api-key-file keys.txt
+    """
+    if given.techniques.get("lazy") not in (None, "off"):
+        raise UsageError("--lazy prunes one prompt at a time, and a server runs many; leave it out.")
+    config = _config(
+        host=host, port=port, api_keys=_keys(api_key, api_key_file), insecure=insecure,
+        cors_origins=tuple(cors_origin or ()), max_queue=max_queue, max_requests=max_requests, max_samples=max_samples,
+        max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), request_seconds=request_timeout,
+        read_seconds=read_timeout, drain_seconds=drain, keep_alive_seconds=keep_alive, log_prompts=log_prompts)
+    sources = _sources(model, name, others or [])
+    sequences = max_sequences or (SERVED_SEQUENCES if len(sources) == 1 else SHARING)
+    return _serve(config, sources, given, int(checked("--max-sequences", sequences, RULES["max_sequences"])))
+
+
+def _config(**settings: Any) -> ServerConfig:
+    """Return the settings of the server; raises `UsageError` where the packages that it needs are missing."""
+    try:
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"The server needs the package {error.name}; install it with: "
+                         "pip install 'edgeinfer[server]'") from None
+    from ...server import ServerConfig
+
+    return ServerConfig(**settings)
+
+
+def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
+    """Return the keys of flags, the environment and a file, which may have empty lines and comments."""
+    keys = list(given or [])
+    if variable := os.environ.get("EDGEINFER_API_KEY"):
+        keys.append(variable)
+    if file is not None:
+        try:
+            with open_plain(Path(file)) as opened:
+                data = opened.read(MAX_KEY_FILE + 1)
+            lines = data.decode("utf-8").splitlines() if len(data) <= MAX_KEY_FILE else None
+        except OSError as error:
+            raise UsageError(f"Cannot read the keys in {file}: {error.strerror or error}.") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"The keys in {file} are not text; write one key on each line.") from None
+        found = [line.strip() for line in lines or () if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UsageError(f"{file} has no keys, or more than {format_size(MAX_KEY_FILE)}; write one on each line.")
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _sources(model: str, name: str | None, others: list[str]) -> dict[str, str]:
+    """Return the models by the names that requests use."""
+    sources = {name or _short(model): model}
+    for one in others:
+        other, separator, source = one.partition("=")
+        if not separator or not other or not source:
+            raise UsageError(f"--model is {one!r}; write it as NAME=MODEL.")
+        if other in sources:
+            raise UsageError(f"There are two models named {other!r}; give each a name of its own (--name, --model).")
+        sources[other] = source
+    return sources
+
+
+def _short(model: str) -> str:
+    """Return the end of a path or id, without the ending of a file, as the name of a model."""
+    tail = model.rstrip("/").rpartition("/")[2] if not model.startswith(("ollama:", "hf:")) else model.partition(":")[2]
+    return tail.removesuffix(".gguf") or model
+
+
+def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, sequences: int) -> int:
+    from ...server import Models, Server, bound, serve
+
+    techniques = registry.agreed(given.techniques, given.flags, 1)
+    with bound(config.host, config.port) as listener, ProgressLine() as progress:
+        opener = partial(_open, given=given, techniques=techniques, sequences=sequences, queue=config.max_queue,
+                         alone=len(sources) == 1, progress=progress)
+        models = Models(sources, opener, given.budget, config.keep_alive_seconds)
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        server = Server(config, models)
+        serve(server, listener, lambda: _announce(where, models, config))
+    return 0
+
+
+def _open(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
+          queue: int, alone: bool, progress: ProgressLine) -> LLM:
+    """Open a model within what the budget leaves."""
+    from ...llm import LLM
+
+    weights, group_size = given.stored(source)
+    opened: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
+    fills = alone and given.kv_memory is None and given.device in (None, CPU)
+    opened |= dict(budget=left, kv=given.kv_on(given.device or CPU),
+                   max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
+                   weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None,
+                   progress=progress)
+    return LLM(source, **opened, **techniques)
+
+
+def _announce(where: str, models: Models, config: ServerConfig) -> None:
+    """Say what is served, in five lines."""
+    one = models.first
+    llm, runner = one.model, one.model.runner
+    plan, others = llm.plan, [name for name in models.all if name != one.name]
+    tokens = plan.kv_blocks * runner.block_tokens
+    kv = format_size(plan.region("kv").nbytes) if any(each.name == "kv" for each in plan.regions) else "on the device"
+    say(f"Serving {one.name}{f' and, on demand, {chr(44).join(others)}' if others else ''} at {where}")
+    say(f"Memory: {format_size(plan.total_bytes)} planned, with a KV pool of {tokens} tokens ({kv}).")
+    say(f"Prefix cache: {'in the KV pool' if runner.caches_prefixes else 'none, this model cannot share beginnings'}.")
+    say(f"Limits: {runner.config.max_sequences} sequences at once, {one.room} tokens each, {config.max_queue} requests "
+        f"waiting, {format_size(config.max_body)} a request.")
+    say(f"Keys: {len(config.api_keys) or 'none'}; " + ("only programs of this machine can connect."
+                                                       if config.on_loopback else "other machines can connect."))

@@ -1,0 +1,244 @@
+"""From an HTTP request to a call of a handler, and from its outcome to an answer; a client that leaves ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ..base.strict_json import parse_json
+from .errors import ApiError, api_error, busy
+
+if TYPE_CHECKING:
+    from .server import Server
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+SSE, NDJSON = "text/event-stream; charset=utf-8", "application/x-ndjson"
+encode = msgspec.json.encode
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+
+
+class Call:
+    """One request.
+
+    Attributes
+    ----------
+    server : Server
+    body : bytes
+    headers : dict of str
+        Names in lower case.
+    params : dict of str
+        Parts of the path.
+    salt : bytes
+        Of the client's key: the prefix cache is shared among its requests alone.
+    note : dict
+        What the log says of the request.
+    """
+
+    def __init__(self, server: Server, scope: Scope, body: bytes):
+        self.server, self.body = server, body
+        self.path: str = scope["path"]
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.params: Mapping[str, str] = scope.get("path_params", {})
+        self.salt: bytes = scope["state"]["salt"]
+        self.note: dict[str, Any] = scope["state"]["note"]
+
+    def read(self, kind: type[T]) -> T:
+        """Return the body as an object of a type; raises `ApiError` for one that is not JSON or not of this type."""
+        try:
+            value = parse_json(self.body or b"{}", unique=True)
+        except ValueError as error:
+            raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+        return converted(value, kind)
+
+
+class Reply:
+    """An answer that is one JSON object, or text of another type."""
+
+    def __init__(self, value: Any, status: int = 200, kind: str = "application/json",
+                 headers: Mapping[str, str] | None = None):
+        self.status, self.kind, self.headers = status, kind, dict(headers or {})
+        self.body: bytes = value if isinstance(value, bytes) else encode(value)
+
+
+class Events:
+    """An answer in pieces, as they come.
+
+    Parameters
+    ----------
+    pieces : what is sent
+    failure : an error as a piece
+    held : what is closed after the last piece, or when the client has left
+    kind : media type
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes], failure: Callable[[ApiError], bytes],
+                 held: contextlib.AsyncExitStack, kind: str = SSE):
+        self.pieces, self.failure, self.held, self.kind = pieces, failure, held, kind
+
+
+Handler = Callable[[Call], Awaitable["Reply | Events"]]
+
+
+def converted(value: Any, kind: type[T]) -> T:
+    """Return JSON's value as an object of a type; raises `ApiError` that names the field which is wrong."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        found = _PLACE.match(str(error))
+        assert found
+        what, where = found["what"], found["where"] or ""
+        if unknown := _UNKNOWN.match(what):
+            where = f"{where}.{unknown['name']}".lstrip(".")
+            raise ApiError(400, f"{where[:200]!r} is no field that this server knows; leave it out.", param=where[:200],
+                           code="unknown_parameter") from None
+        raise ApiError(400, f"{what[:300]}{f' in {where[:200]!r}' if where else ''}.", param=where[:200] or None,
+                       code="invalid_type") from None
+
+
+class Endpoint:
+    """Serves one path: reads the body within limits, calls the handler, and sends its answer.
+
+    Parameters
+    ----------
+    server : Server
+    handler : coroutine function
+    failed : an error in the object of the path's API
+    public : whether it answers while the server is loading or ending
+    """
+
+    def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False):
+        self.server, self.handler, self.failed, self.public = server, handler, failed, public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            if not self.public:
+                self.server.check_ready()
+            call = Call(self.server, scope, await self._body(scope, receive))
+            with self._counted(call):
+                await _until_gone(receive, self._answer(call, sending))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            found = api_error(error)
+            scope["state"]["note"]["error"] = found.message
+            if found.status == 500:
+                self.server.log_failure(error)
+            if not started:
+                await respond(send, Reply(self.failed(found), found.status, headers=found.headers))
+
+    @contextlib.contextmanager
+    def _counted(self, call: Call) -> Any:
+        """Count the request as one of its key's."""
+        if self.public:
+            yield
+            return
+        counts, most = self.server.requests, self.server.config.max_requests
+        if counts[call.salt] >= most:
+            raise busy(f"{most} requests of this key run or wait, the most that may (--max-requests).")
+        counts[call.salt] += 1
+        try:
+            yield
+        finally:
+            counts[call.salt] -= 1
+            if not counts[call.salt]:
+                del counts[call.salt]
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        config = self.server.config
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > config.max_body:
+                raise _too_large(int(value[:20]), config.max_body)
+        try:
+            return await asyncio.wait_for(self._parts(receive, config.max_body), config.read_seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"The body did not arrive within {config.read_seconds:g} s; send it faster.",
+                           code="timeout") from None
+
+    async def _parts(self, receive: Receive, most: int) -> bytes:
+        parts, n = list[bytes](), 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            parts.append(message.get("body", b""))
+            n += len(parts[-1])
+            if n > most:
+                raise _too_large(n, most)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def _answer(self, call: Call, send: Send) -> None:
+        answer = await self.handler(call)
+        if isinstance(answer, Reply):
+            await respond(send, answer)
+            return
+        async with answer.held:
+            await send({"type": "http.response.start", "status": 200, "headers": [
+                (b"content-type", answer.kind.encode()), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"),
+            ]})
+            try:
+                async for piece in answer.pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except Exception as error:
+                found = api_error(error)
+                call.note["error"] = found.message
+                if found.status == 500:
+                    self.server.log_failure(error)
+                await send({"type": "http.response.body", "body": answer.failure(found), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(send: Send, reply: Reply) -> None:
+    """Send an answer that is complete."""
+    headers = {"content-type": reply.kind, "content-length": str(len(reply.body)), **reply.headers}
+    await send({"type": "http.response.start", "status": reply.status,
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
+    await send({"type": "http.response.body", "body": reply.body, "more_body": False})
+
+
+async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Wait for some work, and cancel it when the client has left."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(n: int, most: int) -> ApiError:
+    return ApiError(413, f"The body has {n} bytes or more; at most {most} are taken (--max-body).",
+                    code="request_too_large")
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """Return a server-sent event with a JSON object."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode(value) + b"\n\n"

@@ -1,0 +1,127 @@
+"""Messages and tools as OpenAI's API writes them, made what chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..base.strict_json import parse_json
+from .errors import ApiError
+from .tools import Tool
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+CHOICES = ("none", "auto", "required")
+
+
+def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation; raises `ApiError` for one that no model here can read."""
+    found = [_message(i, one) for i, one in enumerate(messages)]
+    if not found:
+        raise ApiError(400, "messages is empty; give at least one.", param="messages")
+    return found
+
+
+def _message(i: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    role = given.get("role")
+    where = f"messages[{i}]"
+    if role not in ROLES:
+        raise ApiError(400, f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}.", param=where)
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls = given.get("tool_calls")
+    content = given.get("content")
+    if content is None and not calls and role != "assistant":
+        raise ApiError(400, f"{where} has no content; give text.", param=f"{where}.content")
+    made["content"] = "" if content is None else text_of(content, f"{where}.content")
+    if calls:
+        made["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(name), str):
+            made[name] = given[name]
+    return made
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a message that is text, or a list of parts; raises `ApiError` for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} is neither text nor a list of parts.", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            raise ApiError(400, f"{where} has a part of the type {str(kind)[:40]!r}; this server's models read text "
+                                "alone.", param=where, code="unsupported_content")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise ApiError(400, f"{where} has a part without text.", param=where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return an assistant's tool calls with arguments as objects, as templates want them."""
+    made = []
+    for one in calls if isinstance(calls, list) else [{}]:
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(one, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"{where} is no list of calls with a function each.", param=where)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments or "{}")
+            except ValueError as error:
+                raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are not JSON: {error}.",
+                               param=where) from None
+        made.append({"id": one.get("id", ""), "type": "function",
+                     "function": {"name": function["name"], "arguments": arguments}})
+    return made
+
+
+def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
+    """Return the functions that the model may call; raises `ApiError` for a tool that is none."""
+    made: dict[str, Tool] = {}
+    for i, one in enumerate(tools or ()):
+        where = f"tools[{i}]"
+        if one.get("type") != "function":
+            raise ApiError(400, f"{where}.type is {str(one.get('type'))[:40]!r}; only functions are called.",
+                           param=where)
+        function = one.get("function", one)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name or len(name) > 128:
+            raise ApiError(400, f"{where}.function.name must be a text of 1 to 128 characters.", param=where)
+        if name in made:
+            raise ApiError(400, f"{where}: there are two functions {name!r}; give each a name of its own.", param=where)
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise ApiError(400, f"{where}.function.parameters is no JSON schema.", param=where)
+        made[name] = Tool(name, str(function.get("description") or ""), parameters, bool(function.get("strict")))
+    return list(made.values())
+
+
+def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """Return tools as chat templates take them; None for none."""
+    return [{"type": "function", "function": {"name": one.name, "description": one.description,
+                                              "parameters": one.parameters}} for one in tools] or None
+
+
+def choice_of(choice: str | Mapping[str, Any] | None, tools: list[Tool]) -> str | Tool:
+    """Return what `tool_choice` asks for: none, auto, required, or the one tool that is to be called."""
+    if choice is None:
+        return "auto" if tools else "none"
+    if isinstance(choice, str):
+        if choice not in CHOICES:
+            raise ApiError(400, f"tool_choice is {choice[:40]!r}; choose none, auto, required, or a function.",
+                           param="tool_choice")
+        if choice == "required" and not tools:
+            raise ApiError(400, "tool_choice is 'required' and there are no tools.", param="tool_choice")
+        return choice
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    for one in tools:
+        if one.name == name:
+            return one
+    raise ApiError(400, f"tool_choice names {str(name)[:60]!r}, which is none of the tools.", param="tool_choice")

@@ -1,0 +1,108 @@
+"""Metrics for Prometheus, with vLLM's names under the prefix edgeinfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from ..engine import Completion, Request
+    from .server import Server
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+           160.0, 640.0)
+"""Upper ends of the intervals in which times are counted."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Counts what requests take, and asks the engines for what they hold when somebody looks.
+
+    Parameters
+    ----------
+    server : Server
+    """
+
+    def __init__(self, server: Server):
+        self._server = server
+        self.registry = CollectorRegistry()
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were right.")
+        self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that the prefix cache was asked for.")
+        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that the prefix cache had.")
+        self._ended = self._counter("request_success", "Requests that ended.", "finished_reason")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens.")
+        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
+        self._whole = self._histogram("e2e_request_latency_seconds", "Time from arrival to end.")
+        self._queued = self._histogram("request_queue_time_seconds", "Time before the first forward pass.")
+        self.registry.register(_Live(server))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"edgeinfer:{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"edgeinfer:{name}", text, ["model_name"], buckets=SECONDS, registry=self.registry)
+
+    def ended(self, model: str, request: Request[Completion]) -> None:
+        """Count a generation that has ended."""
+        done, times = request.task.result(), request.task.token_times  # type: ignore[attr-defined]
+        self._prompt.labels(model).inc(done.prompt_tokens)
+        self._generated.labels(model).inc(done.completion_tokens)
+        self._queries.labels(model).inc(done.prompt_tokens)
+        self._hits.labels(model).inc(done.cached_tokens)
+        if done.speculation:
+            self._drafted.labels(model).inc(done.speculation.drafted)
+            self._accepted.labels(model).inc(done.speculation.accepted)
+        for one in done.choices:
+            self._ended.labels(model, one.finish_reason or "cancelled").inc()
+        self._queued.labels(model).observe(done.queued_ms / 1000)
+        if done.ttft_ms is None:
+            return
+        self._ttft.labels(model).observe(done.ttft_ms / 1000)
+        self._whole.labels(model).observe(times[-1] - times[0])
+        itl = self._itl.labels(model)
+        for before, after in pairwise(times[1:]):
+            itl.observe(after - before)
+        if done.tpot_ms is not None:
+            self._tpot.labels(model).observe(done.tpot_ms / 1000)
+
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class _Live:
+    """Collects what engines hold now."""
+
+    def __init__(self, server: Server):
+        self._server = server
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        gauges = {name: GaugeMetricFamily(f"edgeinfer:{name}", text, labels=["model_name"]) for name, text in (
+            ("num_requests_running", "Requests that run."), ("num_requests_waiting", "Requests that wait."),
+            ("kv_cache_usage_perc", "Part of the KV blocks that sequences hold, from 0 to 1."),
+            ("planned_bytes", "Memory that the plan gives the model."))}
+        preemptions = CounterMetricFamily("edgeinfer:num_preemptions", "Times that a request gave up its KV blocks.",
+                                          labels=["model_name"])
+        for one in self._server.models.open_models():
+            state = one.model.state()
+            for name, value in (("num_requests_running", state.running), ("num_requests_waiting", state.waiting),
+                                ("kv_cache_usage_perc", state.kv_usage), ("planned_bytes", state.planned_bytes)):
+                gauges[name].add_metric([one.name], value)
+            preemptions.add_metric([one.name], state.preemptions)
+        yield from gauges.values()
+        yield preemptions
+        resident = GaugeMetricFamily("edgeinfer:resident_bytes", "Memory of the process.")
+        resident.add_metric([], psutil.Process().memory_info().rss)
+        yield resident

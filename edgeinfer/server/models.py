@@ -1,0 +1,171 @@
+"""The models of a server: opened when a request names them, within one budget, and closed when they were not used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import BudgetError
+from .errors import NOT_FOUND, ApiError, unavailable
+from .tools import AnswerFormat, format_of
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+T = TypeVar("T")
+Opener = Callable[[str, "int | None"], "LLM"]
+"""Opens a model, by what the user called it, within a budget in bytes, or what the system has."""
+LATEST = ":latest"
+"""Tag that ollama's clients add to names."""
+
+
+@dataclass(eq=False)
+class Served:
+    """A model of the server."""
+
+    name: str
+    source: str
+    """Path, known name or id of the model."""
+    llm: LLM | None = None
+    users: int = 0
+    """Requests that use it now."""
+    last_used: float = 0.0
+    opened: int = field(default_factory=lambda: int(time.time()))
+    format: AnswerFormat | None = None
+    """How its chat template writes tool calls and reasoning."""
+
+    @property
+    def model(self) -> LLM:
+        """The open model."""
+        assert self.llm is not None
+        return self.llm
+
+    @property
+    def room(self) -> int:
+        """Tokens that the prompt and the answer of one request may have together."""
+        runner = self.model.runner
+        return min(int(runner.config.ctx or 0), runner.plan.kv_blocks * runner.block_tokens)
+
+
+class Models:
+    """The models that a server offers.
+
+    Parameters
+    ----------
+    sources : dict of str
+        Path, known name or id of each model by the name that requests use; the first is the default.
+    opener : callable
+    budget : bytes that all of them may have together; None is what the system has
+    keep_alive : seconds after its last request until a model other than the first is closed
+    """
+
+    def __init__(self, sources: dict[str, str], opener: Opener, budget: int | None, keep_alive: float):
+        self.all = {name: Served(name, source) for name, source in sources.items()}
+        self.first = next(iter(self.all.values()))
+        self._opener, self._budget, self._keep_alive = opener, budget, keep_alive
+        self._opening = asyncio.Lock()
+
+    def find(self, name: str) -> Served:
+        """Return the model of a name; an empty one is the default. Raises `ApiError` for one that is not served."""
+        for one in (name, name.removesuffix(LATEST)):
+            if one in self.all:
+                return self.all[one]
+        if not name:
+            return self.first
+        known = ", ".join(self.all)
+        raise ApiError(404, f"The model {name[:100]!r} is not served here; choose one of {known}.", NOT_FOUND, "model",
+                       "model_not_found")
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[Served]:
+        """Hold a model open while a request uses it."""
+        one = self.find(name)
+        one.users += 1
+        try:
+            if one.llm is None:
+                async with self._opening:
+                    if one.llm is None:
+                        await self.open(one)
+            yield one
+        finally:
+            one.users -= 1
+            one.last_used = time.monotonic()
+
+    async def open(self, one: Served) -> None:
+        """Open a model, closing those that were not used for longest as far as it needs their memory."""
+        while True:
+            try:
+                one.llm = await in_thread(lambda: self._opener(one.source, self._left()))
+                break
+            except BudgetError:
+                if (idle := self._idle()) is None:
+                    raise
+                await self._close(idle)
+        one.opened, one.last_used = int(time.time()), time.monotonic()
+        template = one.llm.chat_template
+        one.format = format_of(template.source_text) if template else None
+
+    def _left(self) -> int | None:
+        """Return what the budget leaves for one more model."""
+        if self._budget is None:
+            return None
+        return max(1, self._budget - sum(one.llm.plan.total_bytes for one in self.all.values() if one.llm))
+
+    def _idle(self) -> Served | None:
+        """Return the open model without a request that was not used for longest."""
+        idle = [one for one in self.all.values() if one.llm and not one.users]
+        return min(idle, key=lambda one: one.last_used, default=None)
+
+    async def _close(self, one: Served) -> None:
+        llm, one.llm = one.llm, None
+        if llm is not None:
+            await in_thread(llm.close)
+
+    async def close_unused(self) -> None:
+        """Close models, for ever and one after the other, whose time is over."""
+        while True:
+            await asyncio.sleep(min(self._keep_alive / 4, 10.0))
+            for one in self.all.values():
+                if one is not self.first and one.llm and not one.users \
+                        and time.monotonic() - one.last_used > self._keep_alive:
+                    await self._close(one)
+
+    async def close(self) -> None:
+        """Close all models."""
+        for one in self.all.values():
+            await self._close(one)
+
+    def open_models(self) -> list[Served]:
+        """Return the models that are open."""
+        return [one for one in self.all.values() if one.llm]
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run some work in a thread of its own, for which the end of the program does not wait."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            done: tuple[Callable[[Any], None], Any] = (future.set_result, work())
+        except BaseException as error:
+            done = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *done)
+
+    threading.Thread(target=run, name="edgeinfer server", daemon=True).start()
+    return await asyncio.shield(future)
+
+
+def loading() -> ApiError:
+    """Return the answer while the first model is being opened."""
+    return unavailable("The model is being loaded; ask again in a moment.", "loading")

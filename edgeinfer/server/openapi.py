@@ -1,0 +1,41 @@
+"""The OpenAPI description of the server, made from the types of its requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from . import anthropic, ollama, types
+from .server import ANTHROPIC, OLLAMA, OPENAI, PUBLIC
+
+BODIES: dict[str, type] = {
+    "/v1/chat/completions": types.ChatRequest, "/v1/completions": types.CompletionRequest,
+    "/v1/responses": types.ResponsesRequest, "/v1/embeddings": types.EmbeddingRequest,
+    "/v1/rerank": types.RerankRequest, "/tokenize": types.TokenizeRequest, "/detokenize": types.DetokenizeRequest,
+    "/api/chat": ollama.ChatBody, "/api/generate": ollama.GenerateBody, "/api/embed": ollama.EmbedBody,
+    "/api/show": ollama.ShowBody, "/v1/messages": anthropic.Body,
+    "/v1/messages/count_tokens": anthropic.Counted,
+}
+"""Type of the body that each path reads."""
+REFUSED = ("400", "401", "403", "404", "408", "413", "429", "503")
+
+
+def description() -> dict[str, Any]:
+    """Return the description."""
+    schemas, components = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
+    bodies = dict(zip(BODIES, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for method, path, handler in (*OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC):
+        operation: dict[str, Any] = {
+            "summary": (handler.__doc__ or "").strip().splitlines()[0],
+            "responses": {"200": {"description": "The answer."},
+                          **{status: {"description": "One sentence says what is wrong."} for status in REFUSED}}}
+        if path in bodies:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[path]}}}
+        if "{name:path}" in path:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths.setdefault(path.replace("{name:path}", "{name}"), {})[method.lower()] = operation
+    return {"openapi": "3.1.0", "info": {"title": "edgeinfer", "version": __version__}, "paths": paths,
+            "components": {"schemas": components}}

@@ -1,0 +1,124 @@
+"""Fields that several APIs have in common, checked and turned into options of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..base.text_form import TextForm, text_form
+from ..config import GenerationConfig
+from ..errors import UsageError
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .models import Served
+    from .settings import ServerConfig
+
+SPACE = 16
+"""Tokens that several samples of a prompt may waste in blocks that they do not share."""
+
+
+def options_of(config: ServerConfig, *, stop: str | list[str] | None = None, n: int | None = None,
+               logit_bias: Mapping[str, float] | None = None, seed: int | None = None, **fields: Any
+               ) -> dict[str, Any]:
+    """Return the options of a request; those that were not given are left out.
+
+    Raises
+    ------
+    ApiError
+        One is out of its range; the message names it.
+    """
+    asked = {name: value for name, value in fields.items() if value is not None}
+    if seed is not None:
+        asked["seed"] = seed % (1 << 63)  # clients send -1 and other negative ones
+    if stop is not None:
+        asked["stop"] = _stops(config, [stop] if isinstance(stop, str) else stop)
+    if n is not None:
+        if not 1 <= n <= config.max_samples:
+            raise ApiError(400, f"n is {n}; it must be from 1 to {config.max_samples} (--max-samples).", param="n")
+        asked["n"] = n
+    if logit_bias is not None:
+        asked["logit_bias"] = _biases(logit_bias)
+    for name, value in asked.items():
+        try:
+            GenerationConfig(**{name: value})
+        except UsageError as error:
+            raise ApiError(400, str(error), param=name) from None
+    return asked
+
+
+def _stops(config: ServerConfig, stops: list[str]) -> tuple[str, ...]:
+    if len(stops) > config.max_stops:
+        raise ApiError(400, f"stop has {len(stops)} strings; at most {config.max_stops} are taken.", param="stop")
+    for one in stops:
+        if not one or len(one) > config.max_stop_chars:
+            raise ApiError(400, f"A stop string has {len(one)} characters; it must have from 1 to "
+                                f"{config.max_stop_chars}.", param="stop")
+    return tuple(stops)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in given.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias has names that are no token ids; /tokenize gives the ids of a text.",
+                       param="logit_bias") from None
+
+
+def form_of(response_format: Mapping[str, Any] | None, regex: str | None = None,
+            grammar: str | None = None) -> TextForm | None:
+    """Return the form that a text is to have; raises `ApiError` where several are given, or one is wrong."""
+    given = [name for name, value in (("response_format", response_format), ("regex", regex), ("grammar", grammar))
+             if value is not None and not (name == "response_format" and value == {"type": "text"})]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ApiError(400, f"{' and '.join(given)} exclude each other; give one of them.", param=given[1])
+    try:
+        if regex is not None:
+            return text_form({"type": "regex", "pattern": regex})
+        if grammar is not None:
+            return text_form({"type": "grammar", "grammar": grammar})
+        assert response_format is not None
+        if response_format.get("type") not in ("json_object", "json_schema", "regex", "grammar"):
+            raise UsageError(f"its type is {str(response_format.get('type'))[:40]!r}; choose text, json_object or "
+                             "json_schema")
+        return text_form(dict(response_format))
+    except UsageError as error:
+        raise ApiError(400, f"{given[0]}: {error}", param=given[0]) from None
+
+
+def prompts_of(given: str | list[Any], name: str, most: int) -> list[str | list[int]]:
+    """Return the texts of a request, or the tokens of each; raises `ApiError` for none, too many, or a mixture."""
+    kinds = {type(one) for one in given} if isinstance(given, list) else {str}
+    if len(kinds) > 1:
+        raise ApiError(400, f"{name} mixes texts and token ids; give either.", param=name)
+    found = list(given) if isinstance(given, list) and kinds != {int} else [given]
+    if not all(found) or not found:
+        raise ApiError(400, f"{name} is empty, or has an empty text; give some text or token ids.", param=name)
+    if len(found) > most:
+        raise ApiError(400, f"{name} has {len(found)} texts; at most {most} are taken.", param=name)
+    return found
+
+
+def fitted(options: dict[str, Any], served: Served, n_prompt: int, most: int | None) -> dict[str, Any]:
+    """Return options with the number of tokens that an answer may have: `most`, or all that there is room for."""
+    left = served.room - n_prompt
+    if (n := options.get("n", 1)) > 1:
+        left = left // n - SPACE
+    return {**options, "max_tokens": max(left, 1) if most is None else most}
+
+
+def refuse(fields: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
+    """Raise `ApiError` for a field that the API has and this server lacks, with what to do instead."""
+    for name, value in fields.items():
+        if value is not None:
+            raise ApiError(400, f"{name} is not supported here; {remedies.get(name, 'leave it out')}.", param=name,
+                           code="unsupported_parameter")
+
+
+def only(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise `ApiError` for a value that this server cannot serve."""
+    if value is not None and value not in (listed := list(allowed)):
+        raise ApiError(400, f"{name} is {str(value)[:60]!r}; this server serves {', '.join(map(str, listed))} alone.",
+                       param=name, code="unsupported_value")

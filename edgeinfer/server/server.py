@@ -1,0 +1,151 @@
+"""The server: its models, its counts, and the application that answers on its paths."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
+from .errors import anthropic_error, ollama_error, openai_error, unavailable
+from .guards import Guards, failure_of
+from .http import Endpoint, Handler, Receive, Reply, Scope, Send, respond
+from .metrics import Metrics
+from .models import Models, loading
+
+if TYPE_CHECKING:
+    from .answers import Answer
+    from .settings import ServerConfig
+
+OPENAI: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat.complete), ("POST", "/v1/completions", completions.complete),
+    ("POST", "/v1/responses", responses.respond), ("POST", "/v1/embeddings", embeddings.embed),
+    ("POST", "/v1/rerank", embeddings.rerank), ("GET", "/v1/models", status.models),
+    ("GET", "/v1/models/{name:path}", status.model), ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+)
+"""Method, path and handler of OpenAI's API and what other servers have added to it."""
+OLLAMA: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/api/chat", ollama.chat), ("POST", "/api/generate", ollama.generate),
+    ("POST", "/api/embed", ollama.embed), ("GET", "/api/tags", ollama.tags), ("POST", "/api/show", ollama.show), ("GET", "/api/ps", ollama.running),
+)
+ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/messages", anthropic.message), ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+)
+PUBLIC: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", status.page), ("GET", "/health", status.health), ("GET", "/v1/health", status.health),
+    ("GET", "/metrics", status.metrics), ("GET", "/status", status.status), ("GET", "/openapi.json", status.openapi),
+    ("GET", "/api/version", ollama.version),
+)
+"""What answers while models are loading, too."""
+
+
+class Server:
+    """What all requests share.
+
+    Parameters
+    ----------
+    config : ServerConfig
+    models : Models
+
+    Attributes
+    ----------
+    ready, draining : bool
+        Whether the first model is open, and whether the server is about to end.
+    requests : Counter
+        Requests at work, by the salt of their key.
+    answers : set of Answer
+        Generations at work.
+    """
+
+    def __init__(self, config: ServerConfig, models: Models):
+        self.config, self.models = config, models
+        self.ready = self.draining = False
+        self.requests: Counter[bytes] = Counter()
+        self.answers: set[Answer] = set()
+        self.metrics = Metrics(self)
+
+    def check_ready(self) -> None:
+        """Raise `ApiError` unless requests are served."""
+        if self.draining:
+            raise unavailable("The server is about to end; ask another one.", "draining")
+        if not self.ready:
+            raise loading()
+
+    def log_failure(self, error: BaseException) -> None:
+        """Print where a bug is."""
+        if sys.stderr is not None:
+            traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+
+    @property
+    def n_requests(self) -> int:
+        """Requests at work."""
+        return sum(self.requests.values())
+
+    async def drain(self) -> None:
+        """Let running requests end within their time, then end them with what there is."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + self.config.drain_seconds
+        while self.n_requests and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        for one in tuple(self.answers):
+            one.cancel()
+
+
+def application(server: Server) -> Any:
+    """Return the ASGI application."""
+    from starlette.middleware.cors import CORSMiddleware
+    from starlette.routing import Route, Router
+
+    routes = [Route(path, Endpoint(server, handler, failed, public), methods=[method])
+              for table, failed, public in ((OPENAI, openai_error, False), (OLLAMA, ollama_error, False),
+                                            (ANTHROPIC, anthropic_error, False), (PUBLIC, openai_error, True))
+              for method, path, handler in table]
+    app: Any = Router(routes, redirect_slashes=False, default=_Missing({path for _, path, _ in (
+        *OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC)}))
+    if server.config.cors_origins:
+        app = CORSMiddleware(app, server.config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return Guards(_Methods(app), server)
+
+
+class _Missing:
+    """Answers on paths that do not exist."""
+
+    def __init__(self, paths: set[str]):
+        self.paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        from .errors import NOT_FOUND, ApiError
+
+        path = scope["path"][:200]
+        known = ", ".join(sorted(one for one in self.paths if "{" not in one))
+        error = ApiError(404, f"There is nothing at {path!r}; the paths are {known}.", NOT_FOUND, code="not_found")
+        await respond(send, Reply(failure_of(path)(error), 404))
+
+
+class _Methods:
+    """Makes the router's answer to a wrong method an object as all other errors are."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        from .errors import ApiError
+
+        refused = False
+
+        async def sending(message: Any) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] == 405:
+                refused = True
+                allowed = dict(message["headers"]).get(b"allow", b"").decode()
+                error = ApiError(405, f"{scope['method']} is not served here; use {allowed}.", code="wrong_method")
+                await respond(send, Reply(failure_of(scope["path"])(error), 405, headers={"allow": allowed}))
+            elif not refused:
+                await send(message)
+
+        await self.app(scope, receive, sending)
