@@ -13,12 +13,12 @@ from ..base.strict_json import parse_json
 from ..engine import Completion
 from . import messages
 from .chat import message_of
-from .conversation import Asked, Conversation, Part, begin
+from .conversation import Asked, Conversation, begin
 from .errors import ApiError, anthropic_error
 from .http import Call, Events, Reply, event
 from .models import in_thread
 from .sampling import only, options_of, refuse
-from .tools import CallArguments, CallStart, Content, Reasoning, Tool
+from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 THINKING_SIGNATURE = ""
@@ -133,7 +133,7 @@ def _messages(given: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
             yield made
 
 
-def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def _blocks(parts: Iterable[Event]) -> list[dict[str, Any]]:
     """Return a whole answer as blocks."""
     made = message_of(parts)
     blocks: list[dict[str, Any]] = []
@@ -174,7 +174,7 @@ class _Stream:
         yield self._event("message_delta", delta=_stopped(reason), usage=_usage(talk.answer.completion))
         yield self._event("message_stop")
 
-    def _take(self, part: Part) -> Iterable[bytes]:
+    def _take(self, part: Event) -> Iterable[bytes]:
         if isinstance(part, CallStart):
             yield from self._open("tool_use", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
         elif isinstance(part, CallArguments):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import Completion, TokenLogprob
 from . import messages
-from .conversation import Asked, Conversation, Part, Piece, begin
+from .conversation import Asked, Conversation, Piece, begin
 from .errors import ApiError, openai_error
 from .http import Call, Events, Reply, event
 from .sampling import form_of, only, options_of, refuse
-from .tools import CallArguments, CallStart, Content, Reasoning
+from .tools import CallArguments, CallStart, Content, Event, Reasoning
 from .types import ChatRequest
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _delta(index: int, delta: dict[str, Any], reason: str | None = None, logprob
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def delta_of(part: Part) -> dict[str, Any]:
+def delta_of(part: Event) -> dict[str, Any]:
     """Return a part of an answer as chunks have it."""
     if isinstance(part, Content):
         return {"content": part.text}
@@ -121,7 +121,7 @@ def _choice(piece: Piece, tokenizer: Tokenizer, logprobs: bool | None) -> dict[s
             "finish_reason": piece.finish_reason}
 
 
-def message_of(parts: Iterable[Part]) -> dict[str, Any]:
+def message_of(parts: Iterable[Event]) -> dict[str, Any]:
     """Return the parts of a whole answer as a message."""
     content, reasoning, calls = "", "", list[dict[str, Any]]()
     for part in parts:

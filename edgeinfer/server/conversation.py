@@ -14,13 +14,13 @@ from .errors import ApiError
 from .messages import template_tools
 from .models import in_thread
 from .sampling import fitted
-from .tools import AnswerParser, CallArguments, CallStart, Content, Reasoning, Tool, forced
+from .tools import AnswerParser, CallArguments, CallStart, Content, Event, Reasoning, Tool, forced
 
 if TYPE_CHECKING:
+    from ..engine import Completion, Request
     from .http import Call
     from .models import Served
 
-Part = Reasoning | Content | CallStart | CallArguments
 TAIL_TOKENS = 64
 """Of a prompt, in which its end is looked at: whether the answer begins within reasoning."""
 
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
     number: int
     """Index of the sample."""
-    parts: list[Part]
+    parts: list[Event]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str
     """Empty while it continues; stop, length or tool_calls."""
@@ -62,8 +62,8 @@ class Conversation:
     answer : Answer
     """
 
-    def __init__(self, answer: Answer, parsers: list[AnswerParser], called: bool):
-        self.answer, self._parsers, self._forced = answer, parsers, called
+    def __init__(self, answer: Answer, parsers: list[AnswerParser]):
+        self.answer, self._parsers = answer, parsers
         self._called = [False] * len(parsers)
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
@@ -81,7 +81,7 @@ class Conversation:
 
     def _piece(self, index: int, text: str, logprobs: tuple[TokenLogprob, ...], reason: str) -> Piece:
         parser = self._parsers[index]
-        parts: list[Part] = list(parser.push(text)) if text else []
+        parts: list[Event] = list(parser.push(text)) if text else []
         if reason:
             parts += parser.flush()
         self._called[index] |= any(isinstance(one, CallStart) for one in parts)
@@ -98,9 +98,9 @@ def finish_reason(reason: str, called: bool = False) -> str:
     return ("tool_calls" if called else "stop") if reason else ""
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(parts: list[Event]) -> list[Event]:
     """Return parts of which neighbours of one kind are one."""
-    made: list[Part] = []
+    made: list[Event] = []
     for one in parts:
         last = made[-1] if made else None
         if isinstance(one, (Content, Reasoning)) and type(last) is type(one):
@@ -125,23 +125,21 @@ async def begin(call: Call, served: Served, asked: Asked, held: AsyncExitStack) 
         raise ApiError(400, f"The model {served.name!r} has no chat template; use /v1/completions.", param="model",
                        code="no_chat_template")
     tools = [] if asked.choice == "none" else asked.tools
-    form = asked.form
-    if isinstance(asked.choice, Tool) or asked.choice == "required":
-        if form is not None:
-            raise ApiError(400, "A forced tool call has the form of its arguments; leave response_format out.",
-                           param="response_format")
-        name = asked.choice.name if isinstance(asked.choice, Tool) else "required"
-        form = forced(found, tools, name, asked.parallel)
-    special = bool(found.special and (tools or found.reasons))
+    called = asked.choice.name if isinstance(asked.choice, Tool) else asked.choice
+    if called not in ("none", "auto") and asked.form:
+        raise ApiError(400, "A forced tool call has the form of its arguments; leave response_format out.",
+                       param="response_format")
 
-    def prepare() -> Any:
-        shown = template_tools(tools)
-        ids = llm.chat_ids(asked.messages, shown, **asked.template)
-        options = fitted({**asked.options, "reuse": True}, served, len(ids), asked.most)
-        if form is not None:
-            options["response_format"] = form
+    def prepare() -> tuple[Request[Completion], str]:
+        ids = llm.chat_ids(asked.messages, template_tools(tools), **asked.template)
         end = llm.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special=False)
-        return llm.request(ids, options, skip_special=not special, salt=call.salt), end
+        form = asked.form
+        if called not in ("none", "auto"):
+            form = forced(found, tools, called, asked.parallel, end, served.special)
+        options = fitted({**asked.options, "reuse": True}, served, len(ids), asked.most)
+        keeps = found.special and (found.reasons or bool(tools))
+        return llm.request(ids, options | ({"response_format": form} if form else {}), skip_special=not keeps,
+                           salt=call.salt), end
 
     request, end = await in_thread(prepare)
     call.note["model"] = served.name
@@ -151,4 +149,4 @@ async def begin(call: Call, served: Served, asked: Asked, held: AsyncExitStack) 
     parsers = [AnswerParser(found, tools, end) for _ in range(asked.options.get("n", 1))]
     held.callback(answer.close)
     answer.start()
-    return Conversation(answer, parsers, form is not None)
+    return Conversation(answer, parsers)

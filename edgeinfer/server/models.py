@@ -38,6 +38,8 @@ class Served:
     opened: int = field(default_factory=lambda: int(time.time()))
     format: AnswerFormat | None = None
     """How its chat template writes tool calls and reasoning."""
+    special: dict[str, int] = field(default_factory=dict)
+    """Its special tokens by their text."""
 
     @property
     def model(self) -> LLM:
@@ -109,6 +111,9 @@ class Models:
         one.opened, one.last_used = int(time.time()), time.monotonic()
         template = one.llm.chat_template
         one.format = format_of(template.source_text) if template else None
+        if template:
+            tokenizer = one.llm.tokenizer
+            one.special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
 
     def _left(self) -> int | None:
         """Return what the budget leaves for one more model."""

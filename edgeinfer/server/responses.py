@@ -10,11 +10,11 @@ from typing import Any
 
 from ..engine import Completion
 from . import messages
-from .conversation import Asked, Conversation, Part, begin
+from .conversation import Asked, Conversation, begin
 from .errors import ApiError, openai_error
 from .http import Call, Events, Reply, event
 from .sampling import form_of, only, options_of, refuse
-from .tools import CallArguments, CallStart, Content
+from .tools import CallArguments, CallStart, Content, Event
 from .types import ResponsesRequest
 
 KEPT = "this server keeps no answers; send the whole conversation as input"
@@ -104,7 +104,7 @@ class _Response:
             "previous_response_id": None, "reasoning": body.reasoning, "truncation": "disabled", "usage": None}
         self._items: list[dict[str, Any]] = []
 
-    def take(self, part: Part) -> list[bytes]:
+    def take(self, part: Event) -> list[bytes]:
         """Take in a part of the answer; returns the events that tell of it."""
         if isinstance(part, CallStart):
             return [*self._close(), self._open({

@@ -29,7 +29,8 @@ OPENAI: tuple[tuple[str, str, Handler], ...] = (
 """Method, path and handler of OpenAI's API and what other servers have added to it."""
 OLLAMA: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/chat", ollama.chat), ("POST", "/api/generate", ollama.generate),
-    ("POST", "/api/embed", ollama.embed), ("GET", "/api/tags", ollama.tags), ("POST", "/api/show", ollama.show), ("GET", "/api/ps", ollama.running),
+    ("POST", "/api/embed", ollama.embed), ("GET", "/api/tags", ollama.tags), ("POST", "/api/show", ollama.show),
+    ("GET", "/api/ps", ollama.running),
 )
 ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/messages", anthropic.message), ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),

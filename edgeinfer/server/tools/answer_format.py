@@ -50,6 +50,8 @@ class AnswerFormat:
         All markers of a forced call; those among the model's special tokens must be generated as such.
     bare : bool
         Whether a call can also begin without a marker, as JSON where the answer begins.
+    always : bool
+        Whether every answer has markers, also without tools.
     thought : Thought or None
         The markers of reasoning.
     """
@@ -59,6 +61,7 @@ class AnswerFormat:
     openers: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     bare = False
+    always = False
 
     def __init__(self, template: str = ""):
         self.thought = next((one for one in THOUGHTS if one.close in template), None)
@@ -68,6 +71,11 @@ class AnswerFormat:
     def recognises(cls, template: str) -> bool:
         """Return whether a chat template is of this format."""
         return any(opener in template for opener in cls.openers)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers may have reasoning."""
+        return self.always or self.thought is not None
 
     def thinks(self, prompt_text: str) -> bool:
         """Return whether the answer to a prompt begins inside reasoning."""

@@ -27,7 +27,7 @@ class Harmony(AnswerFormat):
     """
 
     name = "harmony"
-    special = True
+    special = always = True
     openers = (_START, _CHANNEL)
     markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
 
