@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..base.strict_json import parse_json
 from ..engine import Completion
 from . import messages
 from .chat import message_of
@@ -141,8 +140,8 @@ def _blocks(parts: Iterable[Event]) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": made["reasoning_content"], "signature": THINKING_SIGNATURE})
     if made["content"]:
         blocks.append({"type": "text", "text": made["content"]})
-    return blocks + [{"type": "tool_use", "id": one["id"], "name": one["function"]["name"],
-                      "input": parse_json(one["function"]["arguments"] or "{}")} for one in made.get("tool_calls", ())]
+    return blocks + [{"type": "tool_use", "id": one["id"], "name": one["function"]["name"], "input": given}
+                     for one in made.get("tool_calls", ()) if (given := messages.called_with(one)) is not None]
 
 
 def _stopped(reason: str) -> dict[str, Any]:

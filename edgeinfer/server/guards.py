@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +96,13 @@ class Guards:
         return found
 
     def _log(self, scope: Scope, note: dict[str, Any], seconds: float) -> None:
-        if sys.stderr is None:
-            return
         line = {"time": round(time.time(), 3), "method": scope["method"], "path": scope["path"][:200],
                 "status": note.pop("status", 499), "ms": round(1000 * seconds, 1), **note}
         if client := scope.get("client"):
             line["client"] = client[0]
         if salt := scope["state"]["salt"]:
             line["key"] = salt.hex()[:8]
-        sys.stderr.write(encode(line).decode() + "\n")
+        self.server.log(encode(line).decode())
 
 
 def failure_of(path: str) -> Any:

@@ -79,6 +79,14 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return made
 
 
+def called_with(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call in a message as an object; None for a call that was cut off within them."""
+    try:
+        return parse_json(call["function"]["arguments"] or "{}")
+    except ValueError:
+        return None
+
+
 def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
     """Return the functions that the model may call; raises `ApiError` for a tool that is none."""
     made: dict[str, Tool] = {}

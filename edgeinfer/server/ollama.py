@@ -186,16 +186,14 @@ async def _answered(call: Call, body: Generating, asked: Asked, field: str) -> R
 
 def _field(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as ollama has it, where the arguments of calls are objects."""
-    from ..base.strict_json import parse_json
-
     content = message.get("content") or ""
     thinking = {"thinking": message["reasoning_content"]} if message.get("reasoning_content") else {}
     if field == "response":
         return {"response": content, **thinking}
     made = {"role": "assistant", "content": content, **thinking}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [{"function": {"name": one["function"]["name"], "arguments": parse_json(
-            one["function"]["arguments"] or "{}")}} for one in calls]
+        made["tool_calls"] = [{"function": {"name": one["function"]["name"], "arguments": arguments}}
+                              for one in calls if (arguments := messages.called_with(one)) is not None]
     return {"message": made}
 
 

@@ -65,11 +65,7 @@ class _Program:
 
     def __init__(self, server: Server, listener: socket.socket, opened: Callable[[], None]):
         self._server, self._listener, self._opened = server, listener, opened
-        config = uvicorn.Config(
-            application(server), http=_protocol(server.config.read_seconds), ws="none", loop="asyncio", lifespan="off",
-            log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS, backlog=BACKLOG,
-            h11_max_incomplete_event_size=MAX_HEADERS, timeout_graceful_shutdown=1)
-        self._http = _Http(config)
+        self._http = http_server(server)
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -109,13 +105,21 @@ class _Program:
         self._http.should_exit = True
 
 
-class _Http(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server, whose signals are ours."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+
+def http_server(server: Server) -> HttpServer:
+    """Return uvicorn's server for the application."""
+    return HttpServer(uvicorn.Config(
+        application(server), http=_protocol(server.config.read_seconds), ws="none", loop="asyncio", lifespan="off",
+        log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS, backlog=BACKLOG,
+        h11_max_incomplete_event_size=MAX_HEADERS, timeout_graceful_shutdown=1))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
@@ -43,6 +44,12 @@ PUBLIC: tuple[tuple[str, str, Handler], ...] = (
 """What answers while models are loading, too."""
 
 
+def print_line(line: str) -> None:
+    """Print a line of the log on standard error, if there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{line}\n")
+
+
 class Server:
     """What all requests share.
 
@@ -50,6 +57,7 @@ class Server:
     ----------
     config : ServerConfig
     models : Models
+    log : called with a line for each request
 
     Attributes
     ----------
@@ -61,8 +69,8 @@ class Server:
         Generations at work.
     """
 
-    def __init__(self, config: ServerConfig, models: Models):
-        self.config, self.models = config, models
+    def __init__(self, config: ServerConfig, models: Models, log: Callable[[str], object] = print_line):
+        self.config, self.models, self.log = config, models, log
         self.ready = self.draining = False
         self.requests: Counter[bytes] = Counter()
         self.answers: set[Answer] = set()
@@ -76,9 +84,8 @@ class Server:
             raise loading()
 
     def log_failure(self, error: BaseException) -> None:
-        """Print where a bug is."""
-        if sys.stderr is not None:
-            traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+        """Log where a bug is."""
+        self.log("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip())
 
     @property
     def n_requests(self) -> int:
