@@ -91,18 +91,17 @@ class _Live:
     def collect(self) -> Iterator[Any]:
         gauges = {name: GaugeMetricFamily(f"edgeinfer:{name}", text, labels=["model_name"]) for name, text in (
             ("num_requests_running", "Requests that run."), ("num_requests_waiting", "Requests that wait."),
-            ("kv_cache_usage_perc", "Part of the KV blocks that sequences hold, from 0 to 1."),
-            ("planned_bytes", "Memory that the plan gives the model."))}
+            ("kv_cache_usage_perc", "Part of the KV blocks that sequences hold, from 0 to 1."))}
         preemptions = CounterMetricFamily("edgeinfer:num_preemptions", "Times that a request gave up its KV blocks.",
                                           labels=["model_name"])
         for one in self._server.models.open_models():
             state = one.model.state()
             for name, value in (("num_requests_running", state.running), ("num_requests_waiting", state.waiting),
-                                ("kv_cache_usage_perc", state.kv_usage), ("planned_bytes", state.planned_bytes)):
+                                ("kv_cache_usage_perc", state.kv_usage)):
                 gauges[name].add_metric([one.name], value)
             preemptions.add_metric([one.name], state.preemptions)
         yield from gauges.values()
         yield preemptions
-        resident = GaugeMetricFamily("edgeinfer:resident_bytes", "Memory of the process.")
-        resident.add_metric([], psutil.Process().memory_info().rss)
-        yield resident
+        resident, planned = psutil.Process().memory_info().rss, self._server.models.planned_bytes
+        yield GaugeMetricFamily("edgeinfer:resident_bytes", "Memory of the process.", resident)
+        yield GaugeMetricFamily("edgeinfer:planned_bytes", "Memory of the process by its plans.", planned)

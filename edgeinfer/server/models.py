@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..base.units import format_size
 from ..errors import BudgetError
 from .errors import NOT_FOUND, ApiError, unavailable
 from .tools import AnswerFormat, format_of
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Opener = Callable[[str, "int | None"], "LLM"]
 """Opens a model, by what the user called it, within a budget in bytes, or what the system has."""
+SERVER_BYTES = 40_000_000
+"""Memory of the server itself: its libraries, connections and compiled forms."""
+PROCESS = "python"
+"""Region of a plan that all models of a process share."""
 LATEST = ":latest"
 """Tag that ollama's clients add to names."""
 
@@ -104,9 +109,10 @@ class Models:
             try:
                 one.llm = await in_thread(lambda: self._opener(one.source, self._left()))
                 break
-            except BudgetError:
+            except BudgetError as error:
                 if (idle := self._idle()) is None:
-                    raise
+                    raise BudgetError(f"{error} Of the budget, {format_size(SERVER_BYTES)} are the server's own.",
+                                      error.plan, error.budget_bytes, error.alternatives) from None
                 await self._close(idle)
         one.opened, one.last_used = int(time.time()), time.monotonic()
         template = one.llm.chat_template
@@ -119,7 +125,14 @@ class Models:
         """Return what the budget leaves for one more model."""
         if self._budget is None:
             return None
-        return max(1, self._budget - sum(one.llm.plan.total_bytes for one in self.all.values() if one.llm))
+        return max(1, self._budget - SERVER_BYTES - sum(map(_own_bytes, self.open_models())))
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory of the process by the plans of the open models."""
+        plans = [one.model.plan for one in self.open_models()]
+        process = max((plan.region(PROCESS).nbytes for plan in plans), default=0)
+        return SERVER_BYTES + process + sum(map(_own_bytes, self.open_models()))
 
     def _idle(self) -> Served | None:
         """Return the open model without a request that was not used for longest."""
@@ -148,6 +161,12 @@ class Models:
     def open_models(self) -> list[Served]:
         """Return the models that are open."""
         return [one for one in self.all.values() if one.llm]
+
+
+def _own_bytes(one: Served) -> int:
+    """Return what a model has planned for itself, without what all models of a process share."""
+    plan = one.model.plan
+    return plan.total_bytes - plan.region(PROCESS).nbytes
 
 
 async def in_thread(work: Callable[[], T]) -> T:

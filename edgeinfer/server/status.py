@@ -50,7 +50,7 @@ async def status(call: Call) -> Reply:
     open_models = [{"name": one.name, **one.model.state()._asdict(), "context": one.room,
                     "chat": one.format is not None} for one in call.server.models.open_models()]
     return Reply({"version": __version__, "ready": call.server.ready, "models": open_models,
-                  "planned_bytes": sum(one["planned_bytes"] for one in open_models),
+                  "planned_bytes": call.server.models.planned_bytes,
                   "resident_bytes": psutil.Process().memory_info().rss})
 
 

@@ -190,8 +190,8 @@ def test_models_are_opened_and_closed_on_demand(tmp_path: Path) -> None:
             {"role": "user", "content": "a"}], "max_tokens": 2}).json["model"] == "chat"
         assert len(one.server.models.open_models()) == 2
         assert until(lambda: len(one.server.models.open_models()) == 1, 5)
-        plan = one.llm().plan.total_bytes
-    with serving({"demo": "demo", "chat": str(tmp_path / "chat")}, budget=int(1.5 * plan)) as one:
+        plan = one.server.models.planned_bytes
+    with serving({"demo": "demo", "chat": str(tmp_path / "chat")}, budget=int(1.02 * plan)) as one:
         assert one.ask(COMPLETIONS, {**SHORT, "model": "chat"}).status == 200
         assert [each.name for each in one.server.models.open_models()] == ["chat"]
         assert one.ask(COMPLETIONS, {**SHORT, "model": "demo:latest"}).status == 200

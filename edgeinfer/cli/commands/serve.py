@@ -203,7 +203,7 @@ def _announce(where: str, models: Models, config: ServerConfig) -> None:
     tokens = plan.kv_blocks * runner.block_tokens
     kv = format_size(plan.region("kv").nbytes) if any(each.name == "kv" for each in plan.regions) else "on the device"
     say(f"Serving {one.name}{f' and, on demand, {chr(44).join(others)}' if others else ''} at {where}")
-    say(f"Memory: {format_size(plan.total_bytes)} planned, with a KV pool of {tokens} tokens ({kv}).")
+    say(f"Memory: {format_size(models.planned_bytes)} planned, with a KV pool of {tokens} tokens ({kv}).")
     say(f"Prefix cache: {'in the KV pool' if runner.caches_prefixes else 'none, this model cannot share beginnings'}.")
     say(f"Limits: {runner.config.max_sequences} sequences at once, {one.room} tokens each, {config.max_queue} requests "
         f"waiting, {format_size(config.max_body)} a request.")
