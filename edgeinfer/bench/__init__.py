@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .profile import make_profile, operation_name
     from .repetitions import measure, token_ids
     from .results import Case, Measurement, OperationTime, Profile, Row, make_cases, needed_ctx
+    from .served import measure_served
     from .serving import (
         Load,
         RequestLength,
@@ -34,7 +35,7 @@ __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "
            "Lengths", "Load", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed",
            "RequestLength", "Row", "ServingRow", "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed",
            "bytes_per_token", "first_token_ms", "make_cases", "make_lengths", "make_profile", "measure",
-           "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed", "operation_name",
+           "measure_served", "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed", "operation_name",
            "operations_per_token", "parse_goodput", "pass_times", "probe_machine", "prompt_of", "read_lengths",
            "seconds", "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
@@ -43,6 +44,7 @@ __getattr__ = lazily(__name__, {
     "machine": "ProbeRequest probe_machine", "storage": "StorageProbe StorageSpeed",
     "repetitions": "measure token_ids", "profile": "make_profile operation_name",
     "results": "Measurement OperationTime Profile Row Case make_cases needed_ctx",
+    "served": "measure_served",
     "serving": "Load RequestLength ServingRow make_lengths measure_serving parse_goodput read_lengths",
     "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation pass_times",
     "startup": "first_token_ms prompt_of", "traffic": "bytes_per_token operations_per_token",

@@ -18,7 +18,7 @@ from ..reports.bench import bench_object, print_report
 from ..reports.decision import FIELD
 from ..reports.prediction import bench_estimate, learn_from_bench, make_predictor
 from .bench_run import find_bundle, first_token, numbers, run_tests, speculated
-from .bench_together import Together, bench_together
+from .bench_together import Together, bench_served, bench_together
 
 JSON_FIELDS = {
     "bench": {
@@ -123,6 +123,11 @@ def bench(
         typer.Option(metavar="METRIC:MS,...", show_default=False, help="With --concurrency: count requests within "
                      "these bounds, such as ttft:500,tpot:100."),
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="URL", show_default=False, help="With --concurrency: send the requests to a server with "
+                     "OpenAI's API, of edgeinfer or another program; MODEL is its name there."),
+    ] = None,
     no_startup: Annotated[
         bool, typer.Option("--no-startup", help="Do not measure the time to first token of a new process.")
     ] = False,
@@ -142,13 +147,16 @@ def bench(
       edgeinfer bench ./my-bundle -d 0,4096 --profile
       edgeinfer bench --shape llama-2-7b -r 3 --json
       edgeinfer bench ./my-bundle --concurrency 1,4,8 -p 256 -n 128 --goodput ttft:2000,tpot:200
+      edgeinfer bench --serve http://localhost:8080 --concurrency 1,4,8 -p 256 -n 128
     """
     from ...bench import make_cases
     from ...llm import open as opening
 
+    asked = Together(concurrency, requests, rate, range_ratio, lengths, goodput)
+    if serve is not None:
+        return bench_served(serve, model or "", asked, (numbers("-p", prompt), numbers("-n", generate)), given.json)
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, repetitions)
-    asked = Together(concurrency, requests, rate, range_ratio, lengths, goodput)
     if concurrency is not None:
         return bench_together(model, shape, asked, (numbers("-p", prompt), numbers("-n", generate)), given)
     asked.check_unused()

@@ -74,10 +74,7 @@ def bench_together(model: str | None, shape: str | None, asked: Together, length
     from ...engine import MAX_ITL
     from ...llm import open as opening
 
-    prompts, outputs = lengths
-    if len(prompts) != 1 or len(outputs) != 1 or not prompts[0] or not outputs[0]:
-        raise UsageError("--concurrency takes one prompt length (-p) and one number of tokens (-n), both above 0.")
-    loads = asked.loads(prompts[0], outputs[0])
+    loads = asked.loads(*_one_of_each(lengths))
     device, (weights, group_size) = given.device or CPU, given.stored(model)
     provider = opening.provider(device)
     longest = max(one.prompt + one.output for load in loads for one in load.lengths)
@@ -95,6 +92,30 @@ def bench_together(model: str | None, shape: str | None, asked: Together, length
         print_json(out)
     else:
         print_rows(rows)
+
+
+def bench_served(url: str, model: str, asked: Together, lengths: tuple[list[int], list[int]], as_json: bool) -> None:
+    """Measure requests to a server, and print the report."""
+    from ...base.api_client import ApiClient
+    from ...bench import measure_served
+
+    if asked.concurrency is None:
+        raise UsageError("--serve requires --concurrency, such as --concurrency 1,4,8.")
+    loads, client = asked.loads(*_one_of_each(lengths)), ApiClient(url)
+    with ProgressLine() as progress:
+        rows = [row.report() for row in measure_served(client, loads, model, partial(progress, "measure"))]
+    if as_json:
+        print_json({"model": model, "serve": url, "serving": rows, "rows": []})
+    else:
+        print_rows(rows)
+
+
+def _one_of_each(lengths: tuple[list[int], list[int]]) -> tuple[int, int]:
+    """Return the only length of prompts and of answers."""
+    prompts, outputs = lengths
+    if len(prompts) != 1 or len(outputs) != 1 or not prompts[0] or not outputs[0]:
+        raise UsageError("--concurrency takes one prompt length (-p) and one number of tokens (-n), both above 0.")
+    return prompts[0], outputs[0]
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
