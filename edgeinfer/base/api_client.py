@@ -11,13 +11,15 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import EdgeInferError, RequestError, UsageError
+from ..errors import ContextError, EdgeInferError, RequestError, UsageError
 from .strict_json import parse_json
 
 MOST_BYTES = 64 << 20
 """Longest answer that is not a stream."""
 SECONDS = 600.0
 """Longest time between two parts of an answer."""
+FULL = "context_length_exceeded"
+"""Code of a refusal because the conversation is too long."""
 KEY_VARIABLE = "EDGEINFER_API_KEY"
 
 
@@ -79,7 +81,9 @@ class ApiClient:
             raise EdgeInferError(f"Cannot reach {self.url}: {getattr(error, 'strerror', None) or error or 'no answer'};"
                                  " check the address, and that the server runs.") from None
         if response.status != http.client.OK:
-            raise RequestError(f"{self.url} answered {response.status}: {_sentence(response)}")
+            sentence, code = _refusal(response)
+            kind = ContextError if code == FULL else RequestError
+            raise kind(f"{self.url} answered {response.status}: {sentence}")
         return response
 
     def _checked(self, event: Any) -> Any:
@@ -88,11 +92,11 @@ class ApiClient:
         return event
 
 
-def _sentence(response: http.client.HTTPResponse) -> str:
-    """Return the sentence of a refusal, or its beginning if it is of another form."""
+def _refusal(response: http.client.HTTPResponse) -> tuple[str, str]:
+    """Return the sentence of a refusal, or its beginning if it is of another form, and its code."""
     data = response.read(1 << 16)
     try:
         error = parse_json(data)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return (str(error["message"]), str(error.get("code"))) if isinstance(error, dict) else (str(error), "")
     except (ValueError, KeyError, TypeError):
-        return data[:200].decode("utf-8", "replace") or response.reason
+        return data[:200].decode("utf-8", "replace") or response.reason, ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,11 @@ LONG_PROMPT = 1_000_000_000
 
 
 @contextmanager
-def cancelling(llm: LLM) -> Iterator[threading.Event]:
-    """Let Ctrl-C end the running request; the event says whether it did. A second Ctrl-C ends the program."""
+def cancelling(end: Callable[[], object]) -> Iterator[threading.Event]:
+    """Let Ctrl-C call `end`, which ends the running request; the event says whether it did.
+
+    A second Ctrl-C ends the program.
+    """
     cancelled = threading.Event()
     deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as after nohup: it stays so
     if deaf or threading.current_thread() is not threading.main_thread():  # only that one receives signals
@@ -29,7 +32,7 @@ def cancelling(llm: LLM) -> Iterator[threading.Event]:
     def cancel(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         cancelled.set()
-        llm.cancel()
+        end()
 
     before = signal.signal(signal.SIGINT, cancel)
     try:

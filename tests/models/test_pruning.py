@@ -185,7 +185,7 @@ def test_a_chat_says_what_was_pruned(model: Path, capsys) -> None:
     with LLM(model, lazy=TEXT, ctx=256, speculate="off") as llm:
         conversation = Conversation(llm, None, True, {"max_tokens": 4})
         conversation.keep("a word", llm.complete(tokens(140), max_tokens=4))
-        Chat(llm, conversation).take("/stats")
+        Chat(conversation).take("/stats")
         assert str(llm.session.prefill_strategy.last) in " ".join(capsys.readouterr().err.split())
         assert llm.session.prefill_strategy.last.share < 1
 

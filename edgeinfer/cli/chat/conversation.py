@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ...base.files import open_plain, replacement
+from ...base.process import peak_rss_bytes
 from ...base.strict_json import parse_json
 from ...base.validation import PATH, checked
 from ...config import GenerationConfig
 from ...errors import ContextError, EdgeInferError, UsageError
+from ..output import figures
+from .line_editor import EDITOR_BYTES
 
 if TYPE_CHECKING:
     from ...engine import Completion, Stream
@@ -43,6 +47,10 @@ class Conversation:
 
     Attributes
     ----------
+    name : str
+        The model.
+    template : bool
+        Whether it has a chat template, which is used.
     turns : list of (str, str)
         Each message with its answer.
     last : Completion or None
@@ -51,9 +59,11 @@ class Conversation:
 
     def __init__(self, llm: LLM, system: str | None, raw: bool, options: dict[str, Any]):
         self._llm = llm
-        self.options = {**options, "reuse": True}
-        self._begun_with = dict(self.options)
-        self.template = llm.chat_template is not None and not raw
+        self._start(llm.name, llm.chat_template is not None and not raw, system, {**options, "reuse": True})
+
+    def _start(self, name: str, template: bool, system: str | None, options: dict[str, Any]) -> None:
+        self.name, self.template, self.options = name, template, options
+        self._begun_with = dict(options)
         self.turns: list[tuple[str, str]] = []
         self.last: Completion | None = None
         self.system: str | None = None
@@ -100,13 +110,20 @@ class Conversation:
     def ids(self, text: str, skipped: int = 0) -> list[int]:
         """Return the tokens of a prompt: the turns, but for the oldest ones that are skipped, and a message."""
         turns = self.turns[skipped:]
-        if not self.template:
-            parts = [part for message, answer in turns for part in (f"\n{message}", answer)]
-            return self._llm.prompt_ids("".join([*parts, f"\n{text}"])[1:])
+        return self._llm.chat_ids(self._messages(turns, text)) if self.template else \
+            self._llm.prompt_ids(self._text(turns, text))
+
+    def _messages(self, turns: list[tuple[str, str]], text: str) -> list[dict[str, str]]:
+        """Return turns and a message for a model with a chat template."""
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for message, answer in turns:
             messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
-        return self._llm.chat_ids([*messages, {"role": "user", "content": text}])
+        return [*messages, {"role": "user", "content": text}]
+
+    def _text(self, turns: list[tuple[str, str]], text: str) -> str:
+        """Return turns and a message as the text that a model without a chat template continues."""
+        parts = [part for message, answer in turns for part in (f"\n{message}", answer)]
+        return "".join([*parts, f"\n{text}"])[1:]
 
     def ask(self, text: str, progress: ProgressLine) -> Stream:
         """Return the stream that answers a message; `keep` adds both to the conversation.
@@ -121,10 +138,50 @@ class Conversation:
             raise too_long(f"has {len(ids)} tokens", len(ids) + 1, self._llm.runner)
         return self._llm.stream(ids, **self.options, progress=reading(self._llm, ids, progress))
 
+    def cancel(self) -> None:
+        """End the answer that is being written."""
+        self._llm.cancel()
+
     @property
     def ctx(self) -> int:
         """Tokens of the context."""
         return int(self._llm.runner.config.ctx or 0)
+
+    def used(self) -> str:
+        """Return how full the context is, for a line that goes on."""
+        used = min(len(self.ids("")), self.ctx) if self.turns else 0
+        return f"{used:,} of {self.ctx:,} tokens, "
+
+    def full(self, done: Completion) -> bool:
+        """Return whether an answer has filled the context."""
+        return done.prompt_tokens + done.completion_tokens >= self.ctx
+
+    def larger(self) -> tuple[int, int] | None:
+        """Return a larger context that fits the budget, with the bytes of its plan; None if there is none."""
+        from edgeinfer.memory_planner import largest_ctx, to_request
+
+        from ...runtime import Session, planner_of
+
+        runner = self._llm.runner
+        if not isinstance(runner, Session):
+            return None
+        planner, own = planner_of(runner.bundle, runner.config.recipe), runner.model.max_position_embeddings
+        most = largest_ctx(planner, runner.config, runner.budget_bytes - EDITOR_BYTES, min(2 * self.ctx, own))
+        return (most, planner.plan(to_request(runner.config, most)).total_bytes) if most > self.ctx else None
+
+    @property
+    def no_larger(self) -> str:
+        """Why `larger` has found no context."""
+        if self.ctx >= self._llm.runner.model.max_position_embeddings:
+            return "A larger context is not possible with this model."
+        return "A larger context does not fit the memory budget."
+
+    def statistics(self, done: Completion) -> Iterator[str]:
+        """Yield lines about an answer."""
+        llm = self._llm
+        yield figures(done, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes)
+        if llm.runner.prefill_strategy and (prompt := llm.runner.prefill_strategy.last):
+            yield str(prompt)
 
     def keep(self, text: str, completion: Completion) -> None:
         """Add a message and its answer, a stopped one too; a message without any answer is forgotten."""
@@ -162,7 +219,7 @@ class Conversation:
         except UsageError:
             raise UsageError(f"{path} exists and is not a saved conversation; give another name.") from None
         kept = {field: self.options[field] for field in SETTINGS.values() if self.options.get(field) is not None}
-        report = {"kind": KIND, "model": self._llm.name, "system": self.system, "options": kept, "turns": self.turns}
+        report = {"kind": KIND, "model": self.name, "system": self.system, "options": kept, "turns": self.turns}
         try:
             with replacement(path) as file:
                 file.write(json.dumps(report, indent=1).encode() + b"\n")

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...base.process import peak_rss_bytes
 from ...base.units import format_size
 from ...errors import CancelledError, ContextError, EdgeInferError
 from ..generating import cancelling
-from ..output import figures, folded, folded_for_terminal, say
+from ..output import folded, folded_for_terminal, say
 from ..progress import ProgressLine
 from .conversation import SETTINGS, Conversation
 from .line_editor import EDITOR_BYTES, draws, editing_reader, message, plain_reader
@@ -41,11 +40,15 @@ OLLAMAS = "parameter "
 
 
 def chat(llm: LLM, system: str | None, raw: bool, options: dict[str, Any]) -> int:
-    """Talk until the user leaves; returns the exit code."""
-    conversation = Conversation(llm, system, raw, options)
+    """Talk with a model until the user leaves; returns the exit code."""
+    return talk(Conversation(llm, system, raw, options), reader(llm))
+
+
+def talk(conversation: Conversation, read: Callable[[], str]) -> int:
+    """Hold a conversation until the user leaves; returns the exit code."""
     kind = "" if conversation.template else " has no chat template and continues your text"
-    print(f"{llm.name}{kind}; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
-    session, read = Chat(llm, conversation), reader(llm)
+    print(f"{conversation.name}{kind}; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
+    session = Chat(conversation)
     while True:
         try:
             text = message(read())
@@ -83,8 +86,8 @@ def reader(llm: LLM) -> Callable[[], str]:
 class Chat:
     """The commands of a chat, and its turns."""
 
-    def __init__(self, llm: LLM, conversation: Conversation):
-        self._llm, self._conversation = llm, conversation
+    def __init__(self, conversation: Conversation):
+        self._conversation = conversation
         self._waiting = ""
         self._commands: dict[str, Callable[[str], None]] = {
             "/set": self._set, "/system": self._system, "/show": self._show, "/stats": self._stats,
@@ -110,10 +113,10 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Ask, and print the answer as it comes; errors end the turn, not the chat."""
-        conversation, llm = self._conversation, self._llm
+        conversation = self._conversation
         self._waiting = ""
         try:
-            with cancelling(llm) as cancelled, ProgressLine() as progress:
+            with cancelling(conversation.cancel) as cancelled, ProgressLine() as progress:
                 stream = conversation.ask(text, progress)
                 for piece in stream:
                     print(piece, end="", flush=True)
@@ -132,7 +135,7 @@ class Chat:
         conversation.keep(text, done := stream.completion)
         if done.finish_reason == "cancelled":
             _tell("(stopped)")
-        elif done.finish_reason == "length" and done.prompt_tokens + done.completion_tokens >= conversation.ctx:
+        elif done.finish_reason == "length" and conversation.full(done):
             _tell(f"(The context of {conversation.ctx} tokens is full, so the answer ends here. /drop forgets the "
                   "oldest turns, /clear all of them.)")
 
@@ -149,28 +152,12 @@ class Chat:
             _option("/clear", "start a new conversation and ask again")
         else:
             _tell("  send a shorter message")
-        if larger := self._larger():
+        if larger := conversation.larger():
             ctx, nbytes = larger
-            _option(f"-c {ctx}", f"/save FILE and /bye, then edgeinfer run {self._llm.name} -c {ctx} (takes "
+            _option(f"-c {ctx}", f"/save FILE and /bye, then edgeinfer run {conversation.name} -c {ctx} (takes "
                                  f"{format_size(nbytes)}) and /load FILE")
-        elif conversation.ctx >= self._llm.runner.model.max_position_embeddings:
-            _tell("A larger context is not possible with this model.")
         else:
-            _tell("A larger context does not fit the memory budget.")
-
-    def _larger(self) -> tuple[int, int] | None:
-        """Return a larger context that fits the budget, with the bytes of its plan; None if there is none."""
-        from edgeinfer.memory_planner import largest_ctx, to_request
-
-        from ...runtime import Session, planner_of
-
-        runner = self._llm.runner
-        if not isinstance(runner, Session):
-            return None
-        ctx, own = self._conversation.ctx, runner.model.max_position_embeddings
-        planner = planner_of(runner.bundle, runner.config.recipe)
-        most = largest_ctx(planner, runner.config, runner.budget_bytes - EDITOR_BYTES, min(2 * ctx, own))
-        return (most, planner.plan(to_request(runner.config, most)).total_bytes) if most > ctx else None
+            _tell(conversation.no_larger)
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.removeprefix(OLLAMAS).strip().partition(" ")
@@ -190,9 +177,7 @@ class Chat:
 
     def _show(self, rest: str) -> None:
         conversation = self._conversation
-        used = min(len(conversation.ids("")), conversation.ctx) if conversation.turns else 0
-        rows = [("model", self._llm.name), ("context", f"{used:,} of {conversation.ctx:,} tokens, "
-                                            f"{_turns(len(conversation.turns))}")]
+        rows = [("model", conversation.name), ("context", f"{conversation.used()}{_turns(len(conversation.turns))}")]
         if conversation.template:
             rows.append(("system", conversation.system or "none"))
         rows += [(name, str(conversation.setting(name))) for name in SETTINGS]
@@ -200,14 +185,11 @@ class Chat:
             print(f"{name:<18} {value}", file=sys.stderr)
 
     def _stats(self, rest: str) -> None:
-        llm, last = self._llm, self._conversation.last
-        if last is None:
+        if self._conversation.last is None:
             _tell("No answer yet.")
             return
-        statistics = figures(last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes)
-        print(folded_for_terminal(statistics), file=sys.stderr)
-        if llm.runner.prefill_strategy and (prompt := llm.runner.prefill_strategy.last):
-            _tell(str(prompt))
+        for line in self._conversation.statistics(self._conversation.last):
+            print(folded_for_terminal(line), file=sys.stderr)
 
     def _clear(self, rest: str) -> None:
         self._conversation.clear()
@@ -238,7 +220,7 @@ class Chat:
             _tell("/load needs a file name: /load FILE.")
             return
         model = self._conversation.load(rest)
-        other = "" if model == self._llm.name else f" of a conversation with {model}"
+        other = "" if model == self._conversation.name else f" of a conversation with {model}"
         _tell(f"Loaded {_turns(len(self._conversation.turns))}{other}.")
 
     def _help(self, rest: str) -> None:

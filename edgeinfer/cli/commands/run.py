@@ -251,13 +251,13 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:
     """Run a request of which no text is there before the end: several samples, beams."""
-    with cancelling(llm), ProgressLine() as progress:
+    with cancelling(llm.cancel), ProgressLine() as progress:
         return llm.complete(ids, **options, progress=reading(llm, ids, progress))
 
 
 def streamed(llm: LLM, ids: list[int], options: dict[str, Any], show: bool, first_ms: list[float]) -> Completion:
     """Run a request for one sample; `first_ms` receives the age of the process when the first text was there."""
-    with cancelling(llm) as cancelled, ProgressLine() as progress:
+    with cancelling(llm.cancel) as cancelled, ProgressLine() as progress:
         stream = llm.stream(ids, **options, progress=reading(llm, ids, progress))
         for piece in stream:
             if not first_ms:
