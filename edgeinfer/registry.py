@@ -10,6 +10,7 @@ from typing import Any
 
 from .base.validation import checked
 from .config import Recipe, RuntimeConfig
+from .errors import UsageError
 from .technique import Drafting, Option, Reported, Settings, Technique
 
 MODULES = (
@@ -60,6 +61,14 @@ def asked_for(values: Mapping[str, Any]) -> Iterator[tuple[Technique, Any]]:
     for one in techniques():
         if (own := _values(one, values)) and (settings := one.ask(own)) is not None:
             yield one, settings
+
+
+def check_served(values: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an option of a technique whose requests cannot run together."""
+    for one, settings in asked_for(values):
+        if one.alone and settings:
+            raise UsageError(f"{one.options[0].flag} {one.alone}, and a server runs many requests together; leave it "
+                             "out.")
 
 
 def _values(one: Technique, values: Mapping[str, Any]) -> dict[str, Any]:

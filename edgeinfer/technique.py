@@ -105,6 +105,8 @@ class Technique:
     """Value of the first option that may be used without being requested, within `--max-kld`; empty for none."""
     part: Part | None = None
     """Part of a bundle that it needs in order to approximate."""
+    alone: str = ""
+    """Why requests with it share no forward pass, so that a server has no use for it; empty if they do."""
     drafts: bool = False
     """Whether a model may draft for itself with `by_itself` (``--speculate self``)."""
     kv: str = ALWAYS

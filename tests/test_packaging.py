@@ -93,13 +93,20 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].replace("-", "_") for line in requirements}
 
 
+OPTIONAL = {"edgeinfer/server": "server"}
+"""Packages that are imported only where their extra is installed."""
+
+
 def test_every_import_is_declared() -> None:
     required = names(SETTINGS["project"]["dependencies"])
     extras = {key: names(value) for key, value in SETTINGS["project"]["optional-dependencies"].items()}
     offered = required.union(*(value for key, value in extras.items() if key not in ("dev", "reference")))
     wrong = []
     for path in modules():
+        whole = next((extra for folder, extra in OPTIONAL.items() if path.is_relative_to(ROOT / folder)), "dev")
         for name, optional in imports(path):
+            if whole != "dev" and name in extras[whole]:
+                continue
             if name in sys.stdlib_module_names or name in ("edgeinfer", "__future__"):
                 continue
             if name not in (offered if optional else required):

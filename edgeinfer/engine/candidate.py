@@ -20,7 +20,7 @@ _keys = count()
 
 
 class Delta(NamedTuple):
-    """What a sample has got since its client last looked."""
+    """New text and tokens of a sample since its client last looked."""
 
     number: int
     """Index of the sample."""

@@ -41,7 +41,7 @@ IDS = Rule("a list of token ids", _ids)
 
 
 class State(NamedTuple):
-    """What an open model holds at the moment."""
+    """Requests and memory of an open model at one moment."""
 
     running: int
     """Requests that run."""
@@ -76,7 +76,7 @@ class Requests(Prompts):
         return self.runner
 
     def state(self) -> State:
-        """Return what the model holds at the moment; from any thread."""
+        """Return the requests and memory of the model at this moment; from any thread."""
         engine, runner = self._engine, self.runner
         n_blocks = runner.n_blocks
         usage = 1 - runner.available_blocks / n_blocks if n_blocks else 0.0

@@ -44,7 +44,7 @@ class Asked:
 
 
 class Piece(NamedTuple):
-    """What an answer got."""
+    """New parts of an answer."""
 
     number: int
     """Index of the sample."""

@@ -42,7 +42,7 @@ class Served:
     last_used: float = 0.0
     opened: int = field(default_factory=lambda: int(time.time()))
     format: AnswerFormat | None = None
-    """How its chat template writes tool calls and reasoning."""
+    """Format of tool calls and reasoning, by its chat template."""
     special: dict[str, int] = field(default_factory=dict)
     """Its special tokens by their text."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from .. import __version__
 from . import anthropic, ollama, types
-from .server import ANTHROPIC, OLLAMA, OPENAI, PUBLIC
+from .http import Handler
 
 BODIES: dict[str, type] = {
     "/v1/chat/completions": types.ChatRequest, "/v1/completions": types.CompletionRequest,
@@ -22,12 +23,12 @@ BODIES: dict[str, type] = {
 REFUSED = ("400", "401", "403", "404", "408", "413", "429", "503")
 
 
-def description() -> dict[str, Any]:
-    """Return the description."""
+def description(routes: Iterable[tuple[str, str, Handler]]) -> dict[str, Any]:
+    """Return the description of routes: method, path and handler of each."""
     schemas, components = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
     bodies = dict(zip(BODIES, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for method, path, handler in (*OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC):
+    for method, path, handler in routes:
         operation: dict[str, Any] = {
             "summary": (handler.__doc__ or "").strip().splitlines()[0],
             "responses": {"200": {"description": "The answer."},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
 from .errors import anthropic_error, ollama_error, openai_error, unavailable
 from .guards import Guards, failure_of
-from .http import Endpoint, Handler, Receive, Reply, Scope, Send, respond
+from .http import Call, Endpoint, Handler, Receive, Reply, Scope, Send, respond
 from .metrics import Metrics
 from .models import Models, loading
 
@@ -36,12 +36,21 @@ OLLAMA: tuple[tuple[str, str, Handler], ...] = (
 ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/messages", anthropic.message), ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 )
+
+
+async def openapi(call: Call) -> Reply:
+    """Return the OpenAPI description of the server."""
+    from .openapi import description
+
+    return Reply(description((*OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC)))
+
+
 PUBLIC: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", status.page), ("GET", "/health", status.health), ("GET", "/v1/health", status.health),
-    ("GET", "/metrics", status.metrics), ("GET", "/status", status.status), ("GET", "/openapi.json", status.openapi),
+    ("GET", "/metrics", status.metrics), ("GET", "/status", status.status), ("GET", "/openapi.json", openapi),
     ("GET", "/api/version", ollama.version),
 )
-"""What answers while models are loading, too."""
+"""Paths that answer while models are loading, too."""
 
 
 def print_line(line: str) -> None:
@@ -51,7 +60,7 @@ def print_line(line: str) -> None:
 
 
 class Server:
-    """What all requests share.
+    """State that all requests share.
 
     Parameters
     ----------

@@ -59,13 +59,6 @@ async def metrics(call: Call) -> Reply:
     return Reply(call.server.metrics.text(), kind=CONTENT_TYPE)
 
 
-async def openapi(call: Call) -> Reply:
-    """Return the OpenAPI description of the server."""
-    from .openapi import description
-
-    return Reply(description())
-
-
 @cache
 def _page() -> tuple[bytes, str]:
     """Return the page, and a content policy that allows nothing but what is in it."""

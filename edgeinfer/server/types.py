@@ -26,7 +26,7 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream has besides the text."""
+    """Contents of a stream besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False

@@ -125,6 +125,7 @@ TECHNIQUE = Technique(
     ),
     ask=ask,
     exact=lambda schedule: schedule.keep[-1] >= 1,
+    alone="prunes one prompt at a time",
     kv=NEVER,  # a prompt cache says itself what its later layers lack
     settle=lambda schedule, layers: schedule.placed(layers),
     boundaries=lambda schedule: schedule.layers,

@@ -27,7 +27,7 @@ TEMPLATE = """{%- if tools %}{{ '<|tools|>' }}{% for tool in tools %}{{ tool.fun
 
 
 class Answered(NamedTuple):
-    """What came of a request."""
+    """The answer to a request."""
 
     status: int
     body: bytes

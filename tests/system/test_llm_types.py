@@ -98,5 +98,6 @@ def test_a_model_takes_the_options_of_the_table() -> None:
     table = {one.name for one in of_command("run")} - {field.name for field in fields(GenerationConfig)}
     assert table - own == {"raw", "system", "no_mmap", "no_stats", "json", "json_schema", "grammar", "prompt_cache"}, \
         "the command line's alone"
-    alone = {"model", "max_sequences", "own_tokens", "kv_tokens", "beams", "mmap", "progress"}
+    alone = {"model", "max_sequences", "own_tokens", "kv_tokens", "beams", "mmap", "progress", "fill_budget",
+             "max_queue"}
     assert own - table == alone, "Python's alone"

@@ -135,7 +135,7 @@ class RemoteAnswer:
 
     @property
     def completion(self) -> Completion:
-        """What came of it, as far as the server has said."""
+        """The outcome, as far as the server has said it."""
         times, n = self._times, self._usage.get("completion_tokens", len(self._times) - 1)
         seconds = times[-1] - times[1] if len(times) > 2 else 0.0
         speed = (n - 1) / seconds if n > 1 and seconds else None

@@ -98,8 +98,7 @@ def serve(
       edgeinfer serve ./my-bundle --model small=demo --budget 8GiB
       edgeinfer serve ./my-bundle --host 0.0.0.0 --api-key-file keys.txt
     """
-    if given.techniques.get("lazy") not in (None, "off"):
-        raise UsageError("--lazy prunes one prompt at a time, and a server runs many; leave it out.")
+    registry.check_served(given.techniques)
     config = _config(
         host=host, port=port, api_keys=_keys(api_key, api_key_file), insecure=insecure,
         cors_origins=tuple(cors_origin or ()), max_queue=max_queue, max_requests=max_requests, max_samples=max_samples,
