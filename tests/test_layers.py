@@ -31,7 +31,8 @@ LAYERS = {  # compared as strings
     **dict.fromkeys(["engine"], "5c"),
     **dict.fromkeys(["techniques"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),
-    **dict.fromkeys(["cli", "server"], "7"),
+    **dict.fromkeys(["server"], "6b"),
+    **dict.fromkeys(["cli"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
 OPEN = ("base", "quality", "calibration", "engine.speculation.load", "graph.topn_cost", "llm.executors", "llm.open",

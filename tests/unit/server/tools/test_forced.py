@@ -12,11 +12,12 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'structured')")
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.errors import RequestError
 from edgeinfer.server.tools import Tool, forced, format_of
 from edgeinfer.text import Constraint, Forms, Tokenizer
-from tests.helpers.tool_calls import FORMS, read, said
+from tests.helpers.tool_calls import FORMS, Call, read, said
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x", "y"],
          "additionalProperties": False}
@@ -47,6 +48,7 @@ class Vocabulary:
         self.bytes = {i: self.tokenizer.token_bytes(i) for i in range(size) if i not in self.tokenizer.special_ids}
         self.ids = {spelled: i for i, spelled in self.bytes.items() if spelled}
         self.longest = max(map(len, self.ids))
+        self.signs = [self.ids[bytes([sign])] for sign in b'"}],']
 
     def encode(self, text: str) -> list[int]:
         left, ids = text.encode(), []
@@ -56,23 +58,35 @@ class Vocabulary:
             left = left[length:]
         return ids
 
-    def may_follow(self, constraint: Constraint) -> set[int]:
-        bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
+    def may_follow(self, constraint: Constraint) -> NDArray[np.intp]:
+        return np.flatnonzero(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little"))
+
+    def may_end(self, constraint: Constraint) -> bool:
+        return constraint.complete or self.eos in self.may_follow(constraint)
+
+    def go_on(self, constraint: Constraint, text: str) -> bool:
+        """Write a text if it may stand here; where it is forced the mask has one spelling, but all are taken."""
+        try:
+            for token in self.encode(text):
+                constraint.accept(token)
+        except RequestError:
+            return False
+        return True
 
     def takes(self, form: Any, text: str) -> bool:
         """Return whether a text has a form and may end."""
         constraint = self.forms.begin(form)
-        for token in self.encode(text):
-            if constraint.complete or token not in self.may_follow(constraint):
-                return False
-            constraint.accept(token)
-        return constraint.complete or self.eos in self.may_follow(constraint)
+        return self.go_on(constraint, text) and self.may_end(constraint)
 
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
     return Vocabulary()
+
+
+def written(name: str, calls: list[Call]) -> str:
+    """Return the text of calls as far as it is generated: harmony's end is the token that ends the text."""
+    return FORMS[name].write(calls).removesuffix("<|call|>")
 
 
 def canonical(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -86,11 +100,11 @@ def test_a_rendered_call_is_taken(vocabulary: Vocabulary, name: str) -> None:
     one = forced(format_of(form.template), [DRAW, CLEAR], "draw", False)
     either = forced(format_of(form.template), [DRAW, CLEAR], "required", True)
     for arguments in (FULL, LEAST):
-        text = form.write([("draw", canonical(name, arguments))])
+        text = written(name, [("draw", canonical(name, arguments))])
         assert vocabulary.takes(one, text) and vocabulary.takes(either, text), text
-    clear = form.write([("clear", {})])
+    clear = written(name, [("clear", {})])
     assert vocabulary.takes(either, clear) and not vocabulary.takes(one, clear)
-    twice = form.write([("clear", {})] * 2)
+    twice = written(name, [("clear", {})] * 2)
     assert vocabulary.takes(either, twice) == (name not in ("llama", "harmony"))  # these write one call at a time
     assert not vocabulary.takes(forced(format_of(form.template), [CLEAR], "required", False), twice)
 
@@ -102,35 +116,41 @@ def test_other_arguments_are_not_taken(vocabulary: Vocabulary, name: str) -> Non
     wrong: list[dict[str, Any]] = [{"label": ""}, {**LEAST, "size": "big"}, {**LEAST, "style": "wavy"},
                                    {**LEAST, "other": 1}, {**LEAST, "at": {"x": 1}}]
     for arguments in wrong:
-        assert not vocabulary.takes(grammar, form.write([("draw", arguments)])), arguments
-    assert not vocabulary.takes(grammar, form.write([("erase", {})]))
+        assert not vocabulary.takes(grammar, written(name, [("draw", arguments)])), arguments
+    assert not vocabulary.takes(grammar, written(name, [("erase", {})]))
     assert not vocabulary.takes(grammar, "Hello")
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name in FORMS if "deepseek" not in name])  # a SentencePiece tokenizer has ▁
 def test_whatever_is_generated_is_a_call_that_satisfies_the_schema(vocabulary: Vocabulary, name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (extra 'dev')")
     form, rng, complete = FORMS[name], random.Random(name), 0
     grammar = forced(format_of(form.template), [DRAW, CLEAR], "draw", False)
-    for _ in range(4):
-        text = generated(vocabulary, vocabulary.forms.begin(grammar), rng)
+    end = "\n</parameter>" if name == "qwen_coder" else (*form.banned, "<|end|>")[0]
+    for _ in range(2):
+        text = generated(vocabulary, vocabulary.forms.begin(grammar), rng, end)
         if text is None:
             continue
         found = said(read(form, [DRAW, CLEAR], list(text)))
-        assert (found.reasoning, found.content, [called for called, _ in found.calls]) == ("", "", ["draw"]), text
+        assert (found.content, [called for called, _ in found.calls]) == ("", ["draw"]), text
         jsonschema.validate(json.loads(found.calls[0][1]), DRAW.parameters)
         complete += 1
     assert complete
 
 
-def generated(vocabulary: Vocabulary, constraint: Constraint, rng: random.Random) -> str | None:
-    """Return a random text of a form, or None if it becomes too long; signs are preferred, which end strings."""
+def generated(vocabulary: Vocabulary, constraint: Constraint, rng: random.Random, end: str) -> str | None:
+    """Return a random text of a form, or None if it becomes too long; what ends values is preferred."""
     spelled = b""
-    for _ in range(400):
-        if constraint.complete or vocabulary.eos in (allowed := vocabulary.may_follow(constraint)):
+    for _ in range(150):
+        if vocabulary.may_end(constraint):
             return spelled.decode("utf-8", "replace")
-        signs = [token for token in allowed if vocabulary.bytes.get(token, b"a") in b'"}]</>\n,|']
-        token = rng.choice(sorted(signs or allowed) if rng.random() < 0.9 else sorted(allowed))
+        if rng.random() < 0.3 and vocabulary.go_on(constraint.fork(), end):
+            vocabulary.go_on(constraint, end)
+            spelled += end.encode()
+            continue
+        allowed = vocabulary.may_follow(constraint)
+        signs = np.intersect1d(allowed, vocabulary.signs)
+        token = int(rng.choice(signs if len(signs) and rng.random() < 0.8 else allowed))
         spelled += vocabulary.bytes[token]
         constraint.accept(token)
     return None
@@ -143,9 +163,8 @@ def test_markers_that_are_special_tokens_are_generated_as_such(vocabulary: Vocab
     constraint = vocabulary.forms.begin(grammar)
     allowed = vocabulary.may_follow(constraint)
     first = next((SPECIAL[marker] for marker in SPECIAL if form.write([("clear", {})]).startswith(marker)), None)
-    assert allowed == {first} if first is not None else allowed
-    assert ("<[" in grammar.source) == any(marker in form.write([("draw", FULL)]) for marker in SPECIAL) or \
-        form.thought[0].strip() in ("<|channel|>analysis<|message|>",)
+    assert first is None or allowed.tolist() == [first]
+    assert ("<[" in grammar.source) == any(marker in form.write([("draw", FULL)]) for marker in SPECIAL)
 
 
 @pytest.mark.parametrize(("prompt", "text", "taken"), [
@@ -165,7 +184,7 @@ def test_reasoning_before_a_forced_call(vocabulary: Vocabulary, prompt: str, tex
 def test_harmonys_analysis_before_a_forced_call(vocabulary: Vocabulary) -> None:
     form = FORMS["harmony"]
     grammar = forced(format_of(form.template), [CLEAR], "required", False)
-    call = form.write([("clear", {})]).removesuffix("<|call|>")
+    call = written("harmony", [("clear", {})])
     assert vocabulary.takes(grammar, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + call)
 
 
