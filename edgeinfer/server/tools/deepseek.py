@@ -65,9 +65,9 @@ class DeepSeek(AnswerFormat):
     def grammar(self, lark: Lark, tools: Iterable[Tool], parallel: bool) -> str:
         """Return the rule of a forced call."""
         if self._fenced:
-            calls = [f"{lark.text(f'{_CALL}function{_SEPARATOR}{tool.name}')} "
-                     f"{lark.text(chr(10) + '```json' + chr(10))} {lark.json(tool)} "
-                     f"{lark.text(chr(10) + '```' + _END_CALL)}" for tool in tools]
+            fence, end = lark.text("\n```json\n"), lark.text(f"\n```{_END_CALL}")
+            calls = [f"{lark.text(f'{_CALL}function{_SEPARATOR}{tool.name}')} {fence} {lark.json(tool)} {end}"
+                     for tool in tools]
         else:
             calls = [f"{lark.text(f'{_CALL}{tool.name}{_SEPARATOR}')} {lark.json(tool)} {lark.text(_END_CALL)}"
                      for tool in tools]

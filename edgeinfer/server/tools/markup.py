@@ -113,8 +113,8 @@ class QwenCoder(AnswerFormat):
         calls = []
         for tool in tools:
             members = lark.members(tool, lambda key: f"<parameter={key}>\n", "\n</parameter>", "\n")
-            calls.append(f"{lark.text(f'<tool_call>{chr(10)}<function={tool.name}>{chr(10)}')} {members} "
-                         f"{lark.text(f'</function>{chr(10)}</tool_call>')}")
+            begin, end = lark.text(f"<tool_call>\n<function={tool.name}>\n"), lark.text("</function>\n</tool_call>")
+            calls.append(f"{begin} {members} {end}")
         return lark.repeated(lark.any_of(calls), lark.text("\n"), parallel)
 
 

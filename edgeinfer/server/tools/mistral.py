@@ -69,8 +69,10 @@ class Mistral(AnswerFormat):
     def grammar(self, lark: Lark, tools: Iterable[Tool], parallel: bool) -> str:
         """Return the rule of a forced call."""
         if not self._newer:
-            calls = [lark.text('{"name": ' + json.dumps(tool.name) + ', "arguments": ') + " " + lark.json(tool) + " "
-                     + lark.text("}") for tool in tools]
+            key, quote, close = lark.text(', "id": "'), lark.text('"'), lark.text("}")
+            end = f"({key} /[a-zA-Z0-9]{{9}}/ {quote})? {close}"
+            calls = [lark.text('{"name": ' + json.dumps(tool.name) + ', "arguments": ') + f" {lark.json(tool)} {end}"
+                     for tool in tools]
             listed = lark.repeated(lark.any_of(calls), lark.text(", "), parallel)
             return f"{lark.text('[TOOL_CALLS][')} {listed} {lark.text(']')}"
         middle = f"({lark.text('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? " if self._with_id else ""

@@ -85,16 +85,13 @@ class Source:
             yield
 
     def standing(self, *texts: str) -> Steps[str]:
-        """Return which of these texts stands here, without reading it; empty if none does."""
-        longest = max(map(len, texts))
-        while True:
-            here = self._text[self._at:self._at + longest]
-            for text in texts:
-                if here.startswith(text):
-                    return text
-            if self.ended or not any(text.startswith(here) for text in texts):
-                return ""
-            yield
+        """Return the first of these texts that stands here, without reading it; empty if none does."""
+        for text in texts:
+            while not self.ended and len(self._text) - self._at < len(text) and text.startswith(self._text[self._at:]):
+                yield
+            if self._text.startswith(text, self._at):
+                return text
+        return ""
 
     def literal(self, *texts: str) -> Steps[str]:
         """Read one of these texts and return it, or return nothing.
