@@ -70,7 +70,8 @@ def _page() -> tuple[bytes, str]:
         digest = base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
     policy = (f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}; "
-              "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+              "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+              "require-trusted-types-for 'script'; trusted-types 'none'")
     return data, policy
 
 
