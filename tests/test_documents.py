@@ -55,6 +55,9 @@ NOT_RUN = {
     ".ci/release": "compiles every instruction set; .ci/run calls it",
     "edgeinfer devices --probe": "measures for minutes; tests/system/test_devices_probe.py takes small sizes",
     "edgeinfer cache clear": "empties the cache of all tests; tests/cli/test_run.py clears its own",
+    "edgeinfer serve": "runs until a signal; tests/system/test_server_guards.py sends one",
+    "edgeinfer bench --serve": "needs a server; tests/system/test_server_cli.py has one",
+    "edgeinfer chat": "needs a server; tests/system/test_server_cli.py has one",
     "edgeinfer pull": "needs a download; tests/cli/test_local.py has a server",
     "edgeinfer rm smollm2-135m": "needs what was pulled; tests/cli/test_local.py removes it",
     "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; test_convert_hub.py has a server",
@@ -145,7 +148,10 @@ def test_the_commands_of_a_page_run(page: Path, folder: Path, tmp_path: Path) ->
             assert done.returncode == 0 and done.stdout, f"{line}\n{done.stderr}"
 
 
-PYTHON = [page for page in RUN if blocks(page, "python")] + [ROOT / "docs" / "reference" / "python.md"]
+CLIENTS = ROOT / "docs" / "how-to" / "connect-clients.md"
+"""Needs a server: tests/system/test_server_clients.py runs it."""
+PYTHON = [page for page in RUN if blocks(page, "python") and page != CLIENTS]
+PYTHON.append(ROOT / "docs" / "reference" / "python.md")
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=label)
