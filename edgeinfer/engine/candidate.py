@@ -152,7 +152,8 @@ class Sample:
         """Return what this sample gave."""
         logprobs = tuple(self._logprobs) if self._logprobs else None
         ids = tuple(self.tokens[self._prompt_tokens :])
-        return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score)
+        return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score,
+                      self._stops.found)
 
     def since(self, texts: int, logprobs: int) -> tuple[Delta, int, int]:
         """Return what came after so many texts and log-probabilities, and how many there are; from any thread."""

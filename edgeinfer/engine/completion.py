@@ -47,6 +47,8 @@ class Choice:
     score: float | None = None
     """Of a beam: the sum of the tokens' log-probabilities, the end token's too, over their number to the power of
     `length_penalty`; None for samples."""
+    stop_string: str | None = None
+    """The stop string that has ended the text, if one has."""
 
 
 @dataclass(frozen=True)

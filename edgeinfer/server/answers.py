@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .http import Call
 
 T = TypeVar("T")
+SILENCE_SECONDS = 15.0
+"""Time without text after which a stream says that it is alive: proxies close connections that are silent."""
 
 
 class Answer:
@@ -44,14 +46,15 @@ class Answer:
         self._request.cancel()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Iterate over what the samples get; a slow reader gets more at a time.
+        """Iterate over what the samples get; a slow reader gets more at a time, and a long silence gives nothing.
 
         Where the time of a request is over it ends with what there is.
         """
         request = self._request
         while not request.ended:
-            await self._wait()
-            if not request.ended and (found := self._progress.read()):
+            if not await self._wait():
+                yield []
+            elif not request.ended and (found := self._progress.read()):
                 yield found
         request.finish()  # raises what it ended with
         if found := self._progress.read():
@@ -64,13 +67,17 @@ class Answer:
             await self._wait()
         return self._request.finish()
 
-    async def _wait(self) -> None:
+    async def _wait(self) -> bool:
+        """Wait for something to read; returns whether there may be something."""
         left = self._until - time.monotonic()
-        try:
-            await asyncio.wait_for(self._there.wait(), max(left, 0.1))
-        except asyncio.TimeoutError:
+        if left <= 0:
             self._request.cancel()
+        try:
+            await asyncio.wait_for(self._there.wait(), min(max(left, 0.1), SILENCE_SECONDS))
+        except asyncio.TimeoutError:
+            return False
         self._there.clear()
+        return True
 
     @property
     def completion(self) -> Completion:

@@ -14,7 +14,7 @@ from . import messages
 from .chat import message_of
 from .conversation import Asked, Conversation, begin
 from .errors import ApiError, anthropic_error
-from .http import Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event
 from .models import in_thread
 from .sampling import only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
@@ -73,7 +73,7 @@ async def message(call: Call) -> Reply | Events:
             return Events(_Stream(head).events(talk), lambda error: event(anthropic_error(error), "error"),
                           held.pop_all())
         (piece,) = await talk.whole()
-        return Reply({**head, "content": _blocks(piece.parts), **_stopped(piece.finish_reason),
+        return Reply({**head, "content": _blocks(piece.parts), **_stopped(piece.finish_reason, talk),
                       "usage": _usage(talk.answer.completion)})
 
 
@@ -144,8 +144,10 @@ def _blocks(parts: Iterable[Event]) -> list[dict[str, Any]]:
                      for one in made.get("tool_calls", ()) if (given := messages.called_with(one)) is not None]
 
 
-def _stopped(reason: str) -> dict[str, Any]:
-    return {"stop_reason": REASONS.get(reason, "end_turn"), "stop_sequence": None}
+def _stopped(reason: str, talk: Conversation) -> dict[str, Any]:
+    found = talk.answer.completion.choices[0].stop_string
+    return {"stop_reason": REASONS.get(reason, "end_turn") if found is None else "stop_sequence",
+            "stop_sequence": found}
 
 
 def _usage(done: Completion) -> dict[str, Any]:
@@ -167,10 +169,10 @@ class _Stream:
                                                     "stop_sequence": None, "usage": usage})
         reason = ""
         async for pieces in talk.pieces():
-            yield b"".join(one for piece in pieces for part in piece.parts for one in self._take(part))
-            reason = pieces[-1].finish_reason
+            yield b"".join(one for piece in pieces for part in piece.parts for one in self._take(part)) or ALIVE
+            reason = pieces[-1].finish_reason if pieces else ""
         yield b"".join(self._close())
-        yield self._event("message_delta", delta=_stopped(reason), usage=_usage(talk.answer.completion))
+        yield self._event("message_delta", delta=_stopped(reason, talk), usage=_usage(talk.answer.completion))
         yield self._event("message_stop")
 
     def _take(self, part: Event) -> Iterable[bytes]:

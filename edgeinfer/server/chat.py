@@ -12,7 +12,7 @@ from ..engine import Completion, TokenLogprob
 from . import messages
 from .conversation import Asked, Conversation, Piece, begin
 from .errors import ApiError, openai_error
-from .http import Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event
 from .sampling import form_of, only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event, Reasoning
 from .types import ChatRequest
@@ -93,7 +93,7 @@ async def _stream(talk: Conversation, head: dict[str, Any], tokenizer: Tokenizer
                     piece.number, {}, logprobs=logprobs_of(piece.logprobs, tokenizer))]})
             if piece.finish_reason:
                 data += event({**chunk, "choices": [_delta(piece.number, {}, piece.finish_reason)]})
-        yield data
+        yield data or ALIVE
     if usage:
         yield event({**chunk, "choices": [], "usage": usage_of(talk.answer.completion)})
     yield DONE

@@ -15,7 +15,7 @@ from .answers import Answer, outcome
 from .chat import DONE
 from .conversation import finish_reason
 from .errors import ApiError, openai_error
-from .http import Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event
 from .models import Served, in_thread
 from .sampling import fitted, form_of, only, options_of, prompts_of, refuse
 from .types import CompletionRequest
@@ -162,7 +162,7 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
             logprobs = _logprobs(each.logprobs, tokenizer) if each.logprobs else None
             data += event({**chunk, "choices": [_choice(i * n + each.number, each.text, logprobs,
                                                         finish_reason(each.finish_reason) or None)]})
-        yield data
+        yield data or ALIVE
     if usage:
         yield event({**chunk, "choices": [], "usage": _usage(begun)})
     yield DONE

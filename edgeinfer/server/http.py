@@ -239,6 +239,10 @@ def _too_large(n: int, most: int) -> ApiError:
                     code="request_too_large")
 
 
+ALIVE = b": the answer is being computed\n\n"
+"""A comment in a stream of events that has nothing to tell."""
+
+
 def event(value: Any, name: str = "") -> bytes:
     """Return a server-sent event with a JSON object."""
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode(value) + b"\n\n"

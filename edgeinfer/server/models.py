@@ -151,7 +151,9 @@ class Models:
             for one in self.all.values():
                 if one is not self.first and one.llm and not one.users \
                         and time.monotonic() - one.last_used > self._keep_alive:
-                    await self._close(one)
+                    async with self._opening:  # so that no request opens it meanwhile
+                        if not one.users:
+                            await self._close(one)
 
     async def close(self) -> None:
         """Close all models."""

@@ -12,7 +12,7 @@ from ..engine import Completion
 from . import messages
 from .conversation import Asked, Conversation, begin
 from .errors import ApiError, openai_error
-from .http import Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event
 from .sampling import form_of, only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event
 from .types import ResponsesRequest
@@ -174,8 +174,8 @@ class _Response:
         yield self._event("response.in_progress", response={**self._head, "output": []})
         reason = ""
         async for pieces in talk.pieces():
-            yield b"".join(one for piece in pieces for part in piece.parts for one in self.take(part))
-            reason = pieces[-1].finish_reason
+            yield b"".join(one for piece in pieces for part in piece.parts for one in self.take(part)) or ALIVE
+            reason = pieces[-1].finish_reason if pieces else ""
         yield b"".join(self._close())
         whole = self.ended(reason, talk.answer.completion)
         yield self._event(f"response.{whole['status']}", response=whole)

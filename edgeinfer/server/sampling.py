@@ -102,11 +102,11 @@ def prompts_of(given: str | list[Any], name: str, most: int) -> list[str | list[
 
 
 def fitted(options: dict[str, Any], served: Served, n_prompt: int, most: int | None) -> dict[str, Any]:
-    """Return options with the number of tokens that an answer may have: `most`, or all that there is room for."""
+    """Return options with the number of tokens that an answer may have: all that there is room for, and `most`."""
     left = served.room - n_prompt
     if (n := options.get("n", 1)) > 1:
         left = left // n - SPACE
-    return {**options, "max_tokens": max(left, 1) if most is None else most}
+    return {**options, "max_tokens": max(left, 1) if most is None else min(most, max(left, 1))}
 
 
 def refuse(fields: Mapping[str, Any], remedies: Mapping[str, str]) -> None:

@@ -26,27 +26,29 @@ class StopStrings:
     def __init__(self, stops: Iterable[str] = ()):
         self._stops: tuple[str, ...] = checked("stop", stops, TEXTS)
         self._held = ""
-        self._stopped = False
+        self.found: str | None = None
+        """The stop string that was seen; all later text is dropped."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has been seen; all later text is dropped."""
-        return self._stopped
+        """Whether a stop string has been seen."""
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next piece of text; return what may be shown now and whether a stop string was completed.
 
         Only the longest suffix that may still become a stop string is held back.
         """
-        if self._stopped:
+        if self.found is not None:
             return "", True
         if not self._stops:
             return text, False
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self._held, self._stopped = "", True
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self._held, self.found = "", text[start:end]
+            return text[:start], True
         n_held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held], False

@@ -93,6 +93,15 @@ def test_messages(running: Running) -> None:
     assert counted.json["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_a_stop_sequence_is_named(running: Running) -> None:
+    asked = {"model": "chat", "max_tokens": 40, "temperature": 0, "messages": HELLO, "stop_sequences": ["xyz", "e"]}
+    found = running.ask("/v1/messages", asked).json
+    assert found["stop_reason"] == "stop_sequence" and found["stop_sequence"] == "e"
+    (delta,) = [one["delta"] for one in running.ask("/v1/messages", {**asked, "stream": True}).events
+                if one["type"] == "message_delta"]
+    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": "e"}
+
+
 def test_tool_use(running: Running) -> None:
     asked = {"model": "chat", "max_tokens": 200, "messages": HELLO, "tool_choice": {
         "type": "any", "disable_parallel_tool_use": True}, "tools": [

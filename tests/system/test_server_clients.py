@@ -36,9 +36,10 @@ def want(running: Running) -> str:
 
 
 @pytest.fixture
-def openai(running: Running) -> Any:
+def openai(running: Running) -> Iterator[Any]:
     module = pytest.importorskip("openai")
-    return module.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    with module.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_openai_chats(openai: Any, want: str) -> None:
@@ -129,6 +130,7 @@ def test_ollamas_client(running: Running, want: str) -> None:
     assert client.ps().models[0].context_length == 512
     with pytest.raises(module.ResponseError, match="not served here"):
         client.chat(model="other", messages=HELLO)
+    client._client.close()
 
 
 def test_anthropics_client(running: Running, want: str) -> None:
@@ -147,6 +149,7 @@ def test_anthropics_client(running: Running, want: str) -> None:
     assert client.messages.count_tokens(model="demo", messages=HELLO).input_tokens > 3
     with pytest.raises(module.NotFoundError, match="not served here"):
         client.messages.create(**{**asked, "model": "other"})
+    client.close()
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

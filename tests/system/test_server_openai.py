@@ -109,6 +109,17 @@ def test_a_stop_string_and_a_form(running: Running) -> None:
         "choices"][0]["text"][:8]
 
 
+def test_a_silent_stream_says_that_it_is_alive(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.server.answers.SILENCE_SECONDS", 1e-6)
+    found = running.ask(COMPLETIONS, {**GREEDY, "prompt": "The king. " * 100, "stream": True})
+    assert b": the answer is being computed\n\n" in found.body and found.events
+
+
+def test_answers_have_the_room_that_there_is(running: Running) -> None:
+    found = running.ask(COMPLETIONS, {**GREEDY, "max_tokens": 10 ** 6, "ignore_eos": True}).json
+    assert found["usage"]["total_tokens"] == 512 and found["choices"][0]["finish_reason"] == "length"
+
+
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
