@@ -152,7 +152,6 @@ def test_anthropics_client(running: Running, want: str) -> None:
     client.close()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_examples_of_the_page(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     if not PAGE.is_file():
         pytest.skip("no checkout: the pages are not installed")
@@ -160,5 +159,7 @@ def test_the_examples_of_the_page(running: Running, capsys: pytest.CaptureFixtur
     assert len(found) == 3
     for code in found:
         pytest.importorskip(code.split()[1])
-        exec(compile(code.replace("http://localhost:8080", running.url), str(PAGE), "exec"), {})
+        exec(compile(code.replace("http://localhost:8080", running.url), str(PAGE), "exec"), names := dict[str, Any]())
+        client = names["client"]
+        (client.close if hasattr(client, "close") else client._client.close)()
         assert capsys.readouterr().out.strip()
