@@ -52,6 +52,9 @@ class AnswerFormat:
         Whether a call can also begin without a marker, as JSON where the answer begins.
     thought : Thought or None
         The markers of reasoning.
+    text_arguments : bool
+        Whether the chat template takes the arguments of earlier calls as text, as OpenAI's API has them; others take
+        objects.
     """
 
     name = "plain"
@@ -59,6 +62,7 @@ class AnswerFormat:
     openers: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     bare = False
+    text_arguments = False
 
     def __init__(self, template: str = ""):
         self.thought = next((one for one in THOUGHTS if one.close in template), None)
