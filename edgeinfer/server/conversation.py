@@ -11,7 +11,7 @@ from ..base.text_form import TextForm
 from ..engine import TokenLogprob
 from .answers import Answer
 from .errors import ApiError
-from .messages import template_tools
+from .messages import template_tools, with_text_arguments
 from .models import in_thread
 from .sampling import fitted
 from .tools import AnswerParser, CallArguments, CallStart, Content, Event, Reasoning, Tool, forced
@@ -132,7 +132,8 @@ async def begin(call: Call, served: Served, asked: Asked, held: AsyncExitStack) 
                        param="response_format")
 
     def prepare() -> tuple[Request[Completion], str]:
-        ids = llm.chat_ids(asked.messages, template_tools(tools), **asked.template)
+        shown = with_text_arguments(asked.messages) if found.text_arguments else asked.messages
+        ids = llm.chat_ids(shown, template_tools(tools), **asked.template)
         end = llm.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special=False)
         form = asked.form
         if called not in ("none", "auto"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,6 +78,19 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         made.append({"id": one.get("id", ""), "type": "function",
                      "function": {"name": function["name"], "arguments": arguments}})
     return made
+
+
+def with_text_arguments(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as text, for templates that want them so.
+
+    Such templates also want no content beside calls.
+    """
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [{**one, "content": one["content"] or None, "tool_calls": [*map(as_text, calls)]}
+            if (calls := one.get("tool_calls")) else one for one in messages]
 
 
 def called_with(call: Mapping[str, Any]) -> Any:

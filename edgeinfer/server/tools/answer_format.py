@@ -54,6 +54,9 @@ class AnswerFormat:
         Whether every answer has markers, also without tools.
     thought : Thought or None
         The markers of reasoning.
+    text_arguments : bool
+        Whether the chat template takes the arguments of earlier calls as text, as OpenAI's API has them; others take
+        objects.
     """
 
     name = "plain"
@@ -62,6 +65,7 @@ class AnswerFormat:
     markers: tuple[str, ...] = ()
     bare = False
     always = False
+    text_arguments = False
 
     def __init__(self, template: str = ""):
         self.thought = next((one for one in THOUGHTS if one.close in template), None)

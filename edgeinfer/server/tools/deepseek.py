@@ -29,6 +29,7 @@ class DeepSeek(AnswerFormat):
 
     name = "deepseek"
     special = True
+    text_arguments = True
     openers = (_CALLS, _CALL)
     markers = (_CALLS, _END_CALLS, _CALL, _SEPARATOR, _END_CALL)
 

@@ -38,9 +38,10 @@ def forced(format: AnswerFormat, tools: Sequence[Tool], choice: str, parallel: b
     if not named:
         raise RequestError("tool_choice is 'required', but tools is empty; add a tool." if choice == REQUIRED else
                            f"tool_choice names the function {choice!r:.80}, which is not among the tools.")
-    lark = Lark(special or {})
-    call = format.grammar(lark, named, parallel)
     thought = format.thought
+    markers = (*format.markers, *((thought.open, thought.close) if thought else ()))
+    lark = Lark({marker: special[marker] for marker in markers if special and marker in special})
+    call = format.grammar(lark, named, parallel)
     if thought and prompt_text and not prompt_text.rstrip().endswith(thought.close):
         rest = rf"{lark.up_to(thought.close)} /\n{{0,2}}/"
         call = f"{rest} {call}" if format.thinks(prompt_text) else f"({lark.text(thought.open)} {rest})? {call}"

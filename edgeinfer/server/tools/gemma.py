@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .answer import Answer
 from .answer_format import AnswerFormat, end_marker
+from .json_text import NUMBERS
 from .schema import as_json
 from .source import SPACE, Malformed, Steps
 
@@ -79,6 +80,10 @@ class _Arguments:
             raise Malformed
 
     def _value(self, char: str) -> Steps[None]:
+        if self._closers[-1] == "]" and (numbers := self._source.burst(NUMBERS)):
+            self._out(numbers)
+            self._state = _VALUE
+            return
         if not (yield from self._string(char)):
             text = yield from self._source.run(_BARE)
             if not text.strip():

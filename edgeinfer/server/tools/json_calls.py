@@ -81,7 +81,7 @@ class _JsonCall:
             self.started = True
             yield from json_value(source, self._answer.arguments)
         elif char == '"':  # JSON in a string, as OpenAI's API has it
-            self._early = _object_in((yield from json_string(source)))
+            self._early = object_in((yield from json_string(source)))
         elif char in ("{", "n"):
             parts: list[str] = []
             yield from json_value(source, parts.append)
@@ -98,8 +98,8 @@ def sign(answer: Answer, char: str) -> Steps[None]:
     yield from answer.source.run(SPACE)
 
 
-def _object_in(text: str) -> str:
-    """Return the JSON of an object that a string contains; raises `Malformed` if it contains anything else."""
+def object_in(text: str) -> str:
+    """Return the JSON of the object that a string contains; raises `Malformed` if it contains anything else."""
     try:
         value = parsed(text or "{}")
         if isinstance(value, dict):

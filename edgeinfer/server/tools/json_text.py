@@ -13,7 +13,8 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _WHOLE_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?,[ \n]*)+")
+NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?,[ \n]*)+")
+"""Numbers of a list, each with its comma."""
 _BRACKETS = re.compile(r"\[+")
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
@@ -143,7 +144,7 @@ class _Scanner:
             return self._many(_BRACKETS, text, at)
         if char in "-0123456789tfn":
             self._state = SCALAR
-            return self._many(_NUMBERS, text, at) if self._closers and self._closers[-1] == "]" else at
+            return self._many(NUMBERS, text, at) if self._closers and self._closers[-1] == "]" else at
         return self._refuse(at)
 
     def _many(self, pattern: re.Pattern[str], text: str, at: int) -> int:

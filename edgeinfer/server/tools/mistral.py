@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from .answer import Answer
 from .answer_format import AnswerFormat, random_text
-from .json_calls import json_call
-from .json_text import json_value
+from .json_calls import json_call, object_in
+from .json_text import json_string, json_value
 from .source import SPACE, Malformed, Steps
 
 if TYPE_CHECKING:
@@ -49,7 +49,13 @@ class Mistral(AnswerFormat):
             yield from source.run(_ID)
         marked = yield from source.literal("[ARGS]")
         yield from source.run(SPACE)
-        if (yield from source.character()) != "{" and not (marked and source.ended):
+        char = yield from source.character()
+        if char == '"':  # as templates render arguments that are text
+            text = object_in((yield from json_string(source)))
+            answer.start(name)
+            answer.arguments(text)
+            return
+        if char != "{" and not (marked and source.ended):
             raise Malformed
         answer.start(name)
         yield from json_value(source, answer.arguments)

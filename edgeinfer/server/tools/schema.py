@@ -1,4 +1,4 @@
-"""Statements of a JSON schema about the type of a value, for formats that write values without quotes."""
+"""Types of values by their JSON schema, for formats that write values without quotes."""
 
 from __future__ import annotations
 

@@ -74,12 +74,16 @@ class Source:
         """Let a scanner read what has arrived: it takes the text and the position, and returns the next position."""
         self.take(scanner(self._text, self._at) - self._at)
 
+    def burst(self, pattern: re.Pattern[str]) -> str:
+        """Read as much of what has arrived as a pattern matches, and return it."""
+        found = pattern.match(self._text, self._at)
+        return self.take(found.end() - self._at) if found else ""
+
     def run(self, characters: re.Pattern[str]) -> Steps[str]:
         """Read as far as the characters match, and return them; `characters` is a repeated class such as ``[a-z]*``."""
         parts = []
         while True:
-            found = characters.match(self._text, self._at)
-            parts.append(self.take(found.end() - self._at) if found else "")
+            parts.append(self.burst(characters))
             if self._at < len(self._text) or self.ended:
                 return "".join(parts)
             yield

@@ -174,6 +174,12 @@ def test_harmonys_channels() -> None:
     assert said(read(form, [F], list("plain < text <|"))).content == "plain < text <|"
 
 
+def test_mistrals_arguments_as_text() -> None:
+    for text, calls in ((r'{\"a\": 1}', [("f", '{"a": 1}')]), ("no object", [])):
+        whole = f'[TOOL_CALLS]f[ARGS]"{text}"'
+        assert said(read(FORMS["mistral"], [F], list(whole))) == ("", "" if calls else whole, calls)
+
+
 @pytest.mark.parametrize(("name", "length"), [("hermes", 29), ("harmony", 29), ("mistral", 9)])
 def test_ids(name: str, length: int) -> None:
     form = FORMS[name]

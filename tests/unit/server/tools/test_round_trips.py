@@ -41,7 +41,7 @@ def test_an_example_at_every_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_that_ends_anywhere(name: str) -> None:
-    """Text that has been said stays, nothing is invented, and complete calls are complete."""
+    """Nothing is taken back or invented, and complete calls are complete."""
     form = FORMS[name]
     text, _ = example(form)
     want = said(read(form, TOOLS, [text]))
