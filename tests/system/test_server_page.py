@@ -388,12 +388,13 @@ def test_a_server_that_is_gone_is_told(opened: Callable[..., Chat], tmp_path: Pa
 def test_damaged_history_does_not_stop_the_page(chat: Chat) -> None:
     chat.page.evaluate("""() => {
         localStorage.setItem("edgeinfer.chat.a", "{");
-        localStorage.setItem("edgeinfer.chat.b", JSON.stringify({id: "b", messages: [1]}));
+        localStorage.setItem("edgeinfer.chat.b", JSON.stringify({id: "b", messages: [{content: "x"}, 1]}));
+        localStorage.setItem("edgeinfer.chat.c", JSON.stringify({id: "c", messages: [{content: "sound"}]}));
         localStorage.setItem("edgeinfer.settings", "nonsense");
     }""")
     chat.open()
     chat.page.get_by_text("A conversation that this browser keeps is damaged, and is not shown.").wait_for()
-    assert chat.titles == []
+    assert chat.titles == ["sound"]
 
 
 # -- text of strangers ------------------------------------------------------------------------------------------------
