@@ -24,9 +24,9 @@ MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
 KEPT_FORMS = 32
 """Compiled forms that are kept for requests to come."""
-WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-"""Between the parts of JSON: a space, or a new line with its indent. Without a limit small models write nothing else.
-"""
+JSON_OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
+"""Of llguidance, whatever a schema's own ``x-guidance`` says. Between the parts of JSON stands a space, or a new line
+with its indent: without a limit small models write nothing else. Keywords that would not be followed are refused."""
 WORD_BITS = 32
 
 
@@ -64,9 +64,9 @@ class Forms:
         matchers = llguidance.LLMatcher
         try:
             if form.kind == JSON_OBJECT:
-                grammar = matchers.grammar_from_json_schema({"type": "object"}, overrides=WHITESPACE)
+                grammar = matchers.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
             elif form.kind == JSON_SCHEMA:
-                grammar = matchers.grammar_from_json_schema(form.source, overrides=WHITESPACE)
+                grammar = matchers.grammar_from_json_schema(form.source, overrides=JSON_OPTIONS)
             elif form.kind == REGEX:
                 grammar = matchers.grammar_from_regex(form.source)
             else:

@@ -98,7 +98,10 @@ def test_bias_and_form_that_leave_nothing_end_the_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("form", "sentence"), [
-    ({"type": "strin"}, "The json schema cannot be used: "), ({"type": "regex", "pattern": "("}, "The regex cannot be"),
+    ({"type": "strin"}, "The json schema cannot be used: "),
+    ({"not": {"type": "string"}, "x-guidance": {"lenient": True}}, 'cannot be used: Unimplemented keys: \\["not"\\]'),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}], "x-guidance": {"coerce_one_of": True}}, "oneOf constraints are not"),
+    ({"type": "regex", "pattern": "("}, "The regex cannot be"),
     ({"type": "grammar", "grammar": "start: foo bar["}, "The grammar cannot be used: "),
 ])
 def test_forms_that_mean_nothing(llm: LLM, form: dict[str, str], sentence: str) -> None:
