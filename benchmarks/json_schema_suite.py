@@ -5,8 +5,9 @@
 
 For every schema of draft 2020-12 that is accepted, a model writes documents, greedily and sampled, and another
 validator reads them. A document is valid, invalid, cut by the token limit, left without a token that may come next, or
-unchecked because Python's regular expressions, dates or numbers lack what it uses. Small models begin most texts alike and write
-without end: objects, arrays and strings are favoured in turns, repeated tokens have a penalty, and ends have a bias.
+unchecked because Python's regular expressions, dates or numbers lack what it uses. Small models begin most texts alike
+and write without end: objects, arrays and strings are favoured in turns, repeated tokens have a penalty, and ends have
+a bias.
 """
 
 from __future__ import annotations
