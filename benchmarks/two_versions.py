@@ -29,26 +29,31 @@ from benchmarks.harness import describe, ratios, table
 WORKER = """
 import json, resource, sys, time
 from pathlib import Path
-from edgeinfer.bundle import Bundle
-from edgeinfer.config import RuntimeConfig
+from edgeinfer import LLM
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import builtin_shapes, read_config
-from edgeinfer.runtime import Session
 
 path, shape, threads, changes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-config = {**builtin_shapes()[shape].config, **changes}
-if not path.exists():
-    write_random_bundle(read_config(config), path)
+if shape == "demo":
+    path = "demo"
+elif not path.exists():
+    write_random_bundle(read_config({**builtin_shapes()[shape].config, **changes}), path)
 if not threads:
     sys.exit()
-session = Session(Bundle.open(path), RuntimeConfig(ctx=1024, threads=threads, prefill_chunk=256))
-ids = [(37 * i) % min(1000, config["vocab_size"] - 3) + 3 for i in range(512)]
+llm = LLM(path, ctx=512 if shape == "demo" else 1024, threads=threads, speculate="off")
+session = llm.runner
+ids = [(37 * i) % min(1000, session.model.vocab_size - 3) + 3 for i in range(512)]
 print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)
 begun = session.new_sequence()
 session.prefill(begun, ids[:16])
 for line in sys.stdin:
-    n = int(line[2:])
-    if line.startswith("tg"):
+    kind, n = line[:2], int(line[2:])
+    if kind in ("rq", "ft"):
+        prompt, most = (ids[:16], n) if kind == "rq" else (ids[:n], 1)
+        began = time.perf_counter()
+        llm.complete(prompt, max_tokens=most, seed=1, ignore_eos=True)
+        seconds = time.perf_counter() - began
+    elif kind == "tg":
         began = time.perf_counter()
         for i in range(n):
             session.decode([begun], [ids[i]])
@@ -162,10 +167,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, metavar="PYTHON")
     parser.add_argument("--after", required=True, metavar="PYTHON")
-    parser.add_argument("--shape", action="append", help="may be repeated; default: smollm2-135m, tinyllama-1.1b")
+    parser.add_argument("--shape", action="append",
+                        help="or demo; may be repeated; default: smollm2-135m, tinyllama-1.1b")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=N",
                         help="a number of the shapes' config.json; may be repeated")
-    parser.add_argument("--test", action="append", help="ppN or tgN; may be repeated; default: pp512, tg64")
+    parser.add_argument("--test", action="append", help="ppN or tgN of a runner, rqN (N tokens) or ftN (the first "
+                        "token after a prompt of N) of a request; may be repeated; default: pp512, tg64")
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--starts", type=int, default=20, help="process starts to compare; 0 for none")
     parser.add_argument("--threads", type=int, action="append", help="may be repeated; default: 2")

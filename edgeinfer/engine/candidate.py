@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ..text import StopStrings, StreamDecoder, Tokenizer
 from .completion import Choice, TokenLogprob, TopLogprob
@@ -62,6 +65,8 @@ class Sample:
         self._eos_ids = eos_ids
         self._prompt_tokens = len(self.tokens)
         self.constraint = constraint
+        self.prepare: Callable[[], None] | None = constraint.prepare if constraint else None
+        """Computes the mask of the next token, which takes up to a millisecond."""
         if constraint:
             sampler.set_mask(constraint.mask())
             sampler.draft_masks = constraint.drafting
@@ -108,6 +113,8 @@ class Sample:
 
     def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
         if sampled.token_id == EMPTY:
+            if self.constraint:
+                self.constraint.check()
             return self.finish("grammar")
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
@@ -119,26 +126,20 @@ class Sample:
         self._text.append(piece)
         if stopped:
             self.finish_reason = "stop"
-        elif self.constraint and self._complete(sampled.token_id):
+        elif self.constraint and self.constraint.accept(sampled.token_id):
             return piece + self.finish("stop")
         elif self.n_tokens >= room:
             return piece + self.finish("length")
         return piece
 
-    def _complete(self, token_id: int) -> bool:
-        """Go on with the form of the text, and return whether it is complete."""
-        assert self.constraint
-        self.constraint.accept(token_id)
-        if not self.constraint.complete:
-            self.sampler.set_mask(self.constraint.mask())
-        return self.constraint.complete
-
-    def allowed(self, proposal: list[int]) -> tuple[list[int], list[Any]]:
-        """Return the draft tokens that may be here, and the mask after each; no masks if there is no form."""
+    def draft(self, proposal: list[int]) -> tuple[list[int], list[Any], Callable[[], None] | None]:
+        """Return the draft tokens that may be here, the mask after each, and a function that computes these masks; no
+        masks if the text has no form."""
         if not self.constraint:
-            return proposal, []
-        masks = self.constraint.behind(proposal)
-        return proposal[: len(masks)], masks
+            return proposal, [], None
+        proposal = proposal[: self.constraint.possible(proposal)]
+        masks = [np.zeros_like(self.constraint.words) for _ in proposal]
+        return proposal, masks, partial(self.constraint.prepare_draft, proposal, masks)
 
     def finish(self, reason: str) -> str:
         """Set the finish reason and return the text that was held back until now."""

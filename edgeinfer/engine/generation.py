@@ -212,15 +212,15 @@ class Generation(Task[Completion]):
     def _decodes(self, live: list[Any]) -> list[Run]:
         """Return what samples with sequences of their own have not run yet."""
         return [Run(sample.sequence, sample.tokens[len(sample.sequence) :], DECODE, True, False,
-                    (sample.sampler.address,), sample) for sample in live]
+                    (sample.sampler.address,), sample, prepare=sample.prepare) for sample in live]
 
     def verification(self, run: Run, proposal: list[int]) -> Run:
         """Return the run of a sample's last token and draft tokens after it."""
         sample = run.owner
-        proposal, masks = sample.allowed(proposal)
+        proposal, masks, prepare = sample.draft(proposal)
         ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, masks)
         return run._replace(ids=ids, last=False, each=True, specs=[sampler.address for sampler in samplers],
-                            owner=Draft(sample, proposal, samplers), whole=True)
+                            owner=Draft(sample, proposal, samplers), whole=True, prepare=prepare)
 
     def take(self, ran: list[Ran]) -> str:
         """Take in sampled tokens; returns the new text of the first sample."""

@@ -140,9 +140,9 @@ class Steps:
 
     def _plain(self, works: list[Work], cancel: Any) -> Passed:
         """Run over the works as they are, or further where each sequence decodes one token."""
-        if not all(len(run.ids) == 1 and run.last and run.role == DECODE for work in works for run in work.runs):
-            return self._mixed(works, cancel)
         runs = [run for work in works for run in work.runs]
+        if not all(len(run.ids) == 1 and run.last and run.role == DECODE and not run.prepare for run in runs):
+            return self._mixed(works, cancel)
         sequences, before = [run.sequence for run in runs], [len(run.sequence) for run in runs]
         specs = [run.specs[0] if run.specs else 0 for run in runs]
         further = max(min(work.request.task.further for work in works), 0)

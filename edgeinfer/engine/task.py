@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -36,14 +36,16 @@ class Run(NamedTuple):
     """Name that the task gives it."""
     whole: bool = False
     """Whether all tokens go into one forward pass."""
+    prepare: Callable[[], None] | None = None
+    """Completes what the samples read, see `Segment.prepare`."""
 
     def segment(self, n: int) -> Segment:
         """Return the segment of its first n tokens."""
         ids = self.ids if n == len(self.ids) else self.ids[:n]
         if self.each:
-            return Segment(self.sequence, ids, range(n), self.role, None, self.specs[:n])
+            return Segment(self.sequence, ids, range(n), self.role, None, self.specs[:n], self.prepare)
         if self.last and n == len(self.ids):
-            return Segment(self.sequence, ids, (n - 1,), self.role, None, self.specs)
+            return Segment(self.sequence, ids, (n - 1,), self.role, None, self.specs, self.prepare)
         return Segment(self.sequence, ids, (), self.role)
 
 

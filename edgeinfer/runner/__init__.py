@@ -28,12 +28,24 @@ if TYPE_CHECKING:
     from .interfaces import Cancellation, DraftRunner, SparseNeurons, WeightReader
     from .prefill import PrefillStrategy
     from .runner import Runner
-    from .sequences import DECODE, GONE, PROMPT, Segment, Sequence, WindowTable, decoding, integers, plain_segments
+    from .sequences import (
+        DECODE,
+        GONE,
+        PROMPT,
+        Segment,
+        Sequence,
+        WindowTable,
+        decoding,
+        integers,
+        plain_segments,
+        prepare_samples,
+    )
 
 __all__ = ["DECODE", "GONE", "PROMPT", "Cancellation", "DraftRunner", "PrefillStrategy", "Runner", "Segment",
-           "Sequence", "SparseNeurons", "WeightReader", "WindowTable", "decoding", "integers", "plain_segments"]
+           "Sequence", "SparseNeurons", "WeightReader", "WindowTable", "decoding", "integers", "plain_segments",
+           "prepare_samples"]
 __getattr__ = lazily(__name__, {
     "interfaces": "Cancellation DraftRunner SparseNeurons WeightReader", "prefill": "PrefillStrategy",
     "runner": "Runner",
-    "sequences": "DECODE GONE PROMPT WindowTable Segment Sequence decoding integers plain_segments",
+    "sequences": "DECODE GONE PROMPT WindowTable Segment Sequence decoding integers plain_segments prepare_samples",
 })

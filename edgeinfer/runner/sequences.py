@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import field
 from itertools import repeat
@@ -80,6 +81,9 @@ class Segment(NamedTuple):
     an output that only needs logits; empty for none. A runner that cannot sample leaves SAMPLE_TOKEN as it is. One that
     can may leave a row of DECODE out, as NaN, if the sample spec allows it (SAMPLE_ALONE).
     """
+    prepare: Callable[[], None] | None = None
+    """Completes what samplers read of this segment, such as masks. A runner calls it once, before it samples: while
+    the model runs if it can."""
 
     def check(self) -> None:
         """Raise `RequestError` for a role, outputs, samples or parents that make no sense."""
@@ -118,6 +122,13 @@ def plain_segments(segments: Items[Segment]) -> Items[Segment]:
     return [segment if all(map(_is_plain, segment[1:3])) and segment.parents is None else segment._replace(
         ids=integers("ids", segment.ids), outputs=integers("outputs", segment.outputs),
         parents=None if segment.parents is None else integers("parents", segment.parents)) for segment in segments]
+
+
+def prepare_samples(segments: Items[Segment]) -> None:
+    """Complete what samplers read."""
+    for segment in segments:
+        if segment.prepare:
+            segment.prepare()
 
 
 def decoding(sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int]) -> list[Segment]:

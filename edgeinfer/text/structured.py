@@ -24,9 +24,9 @@ MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
 KEPT_FORMS = 32
 """Compiled forms that are kept for requests to come."""
-WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-"""Between the parts of JSON: a space, or a new line with its indent. Without a limit small models write nothing else.
-"""
+JSON_OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
+"""Of llguidance, whatever a schema's own ``x-guidance`` says. Between the parts of JSON stands a space, or a new line
+with its indent: without a limit small models write nothing else. Keywords that would not be followed are refused."""
 WORD_BITS = 32
 
 
@@ -64,9 +64,9 @@ class Forms:
         matchers = llguidance.LLMatcher
         try:
             if form.kind == JSON_OBJECT:
-                grammar = matchers.grammar_from_json_schema({"type": "object"}, overrides=WHITESPACE)
+                grammar = matchers.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
             elif form.kind == JSON_SCHEMA:
-                grammar = matchers.grammar_from_json_schema(form.source, overrides=WHITESPACE)
+                grammar = matchers.grammar_from_json_schema(form.source, overrides=JSON_OPTIONS)
             elif form.kind == REGEX:
                 grammar = matchers.grammar_from_regex(form.source)
             else:
@@ -85,7 +85,8 @@ class Constraint:
     Attributes
     ----------
     words : uint32 array
-        One bit for each token that may come next, the lowest bit of a word first; valid until the next `accept`.
+        One bit for each token that may come next, the lowest bit of a word first; valid from `prepare` to the next
+        `accept`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int):
@@ -93,53 +94,57 @@ class Constraint:
         self.words: NDArray[np.uint32] = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
         self._known = False
 
-    @property
-    def complete(self) -> bool:
-        """Whether the text has its form and nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
-
-    def mask(self) -> NDArray[np.uint32]:
-        """Return the tokens that may come next, as bits."""
+    def prepare(self) -> None:
+        """Compute the mask of the next token; it is empty if the form cannot be followed (`check`)."""
         if not self._known:
             self._fill(self.words)
             self._known = True
+
+    def mask(self) -> NDArray[np.uint32]:
+        """Return the tokens that may come next, as bits."""
+        self.prepare()
+        self.check()
         return self.words
 
-    def _fill(self, words: NDArray[np.uint32]) -> None:
-        if not self._matcher.is_stopped():
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        else:
-            words[:] = 0
+    def check(self) -> None:
+        """Raise `RequestError` if the form cannot be followed, such as one that takes too much time or memory."""
         if self._matcher.is_error():
             why = " ".join(self._matcher.get_error().split())
             raise RequestError(f"The form of the text cannot be followed: {why}")
 
-    def accept(self, token_id: int) -> None:
-        """Go on with a token that may come next; the mask is computed when it is requested."""
+    def _fill(self, words: NDArray[np.uint32]) -> None:
+        if not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if not self._matcher.is_error():
+                return
+        words[:] = 0
+
+    def accept(self, token_id: int) -> bool:
+        """Go on with a token that may come next; returns whether the text is complete: nothing can follow."""
         if not self._matcher.consume_token(token_id):
             raise RequestError(f"Token {token_id} cannot stand here: {self._matcher.get_error()}")
         self._known = False
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def forced(self, most: int) -> list[int]:
         """Return the tokens that must come next, `most` at most; none if there is a choice."""
         return list(self._matcher.compute_ff_tokens()[:most])
 
-    def behind(self, proposal: Items[int]) -> list[NDArray[np.uint32]]:
-        """Return the masks after each token of a draft, as far as its tokens may be there."""
-        masks, taken = [], 0
-        for token_id in proposal:
-            if self._matcher.is_stopped() or not self._matcher.validate_tokens([token_id]) \
-                    or not self._matcher.consume_token(token_id):
-                break
-            taken += 1
-            masks.append(np.zeros_like(self.words))
-            self._fill(masks[-1])
-        if taken:
-            self._matcher.rollback(taken)
-        return masks
+    def possible(self, proposal: Items[int]) -> int:
+        """Return how many of a draft's tokens may be there, one after the other."""
+        return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(proposal)))
+
+    def prepare_draft(self, proposal: Items[int], masks: Items[NDArray[np.uint32]]) -> None:
+        """Compute the mask of the next token, and those after each token of a draft that is `possible`."""
+        self.prepare()
+        for token_id, words in zip(proposal, masks, strict=True):
+            self._matcher.consume_token(token_id)
+            self._fill(words)
+        self._matcher.rollback(len(proposal))
 
     def drafting(self) -> Callable[[int], NDArray[np.uint32] | None]:
         """Begin a draft: returns a function that takes the next draft token and returns the mask after it."""
+        self.prepare()  # a draft begins under this mask
         matcher = self._matcher.deep_copy()
 
         def behind(token_id: int) -> NDArray[np.uint32] | None:

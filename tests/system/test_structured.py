@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'st
 from edgeinfer import LLM
 from edgeinfer.base.text_form import MOST_DEPTH, TextForm, text_form
 from edgeinfer.errors import RequestError, UsageError
-from edgeinfer.text import Forms
+from edgeinfer.text import Constraint, Forms
 from tests.helpers.command_line import edgeinfer
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"},
@@ -98,7 +98,10 @@ def test_bias_and_form_that_leave_nothing_end_the_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("form", "sentence"), [
-    ({"type": "strin"}, "The json schema cannot be used: "), ({"type": "regex", "pattern": "("}, "The regex cannot be"),
+    ({"type": "strin"}, "The json schema cannot be used: "),
+    ({"not": {"type": "string"}, "x-guidance": {"lenient": True}}, 'cannot be used: Unimplemented keys: \\["not"\\]'),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}], "x-guidance": {"coerce_one_of": True}}, "oneOf constraints are not"),
+    ({"type": "regex", "pattern": "("}, "The regex cannot be"),
     ({"type": "grammar", "grammar": "start: foo bar["}, "The grammar cannot be used: "),
 ])
 def test_forms_that_mean_nothing(llm: LLM, form: dict[str, str], sentence: str) -> None:
@@ -137,6 +140,38 @@ def test_patterns_that_explode_neither_hang_nor_break_the_model(llm: LLM, patter
     except RequestError as error:
         assert "cannot be" in str(error)
     assert llm.generate(PROMPT, max_tokens=2)
+
+
+def test_a_form_that_fails_within_a_text_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = llm.complete(PROMPT, response_format=SCHEMA, seed=1, max_tokens=30).token_ids
+    failing = llm.request(PROMPT, {"response_format": {"type": "regex", "pattern": "[a-z]+"}, "max_tokens": 30})
+    other = llm.request(PROMPT, {"response_format": SCHEMA, "seed": 1, "max_tokens": 30})
+    constraint, accept = failing.task._samples[0].constraint, Constraint.accept
+
+    def fail(self: Constraint, token_id: int) -> bool:
+        complete = accept(self, token_id)
+        if self is constraint:
+            self._matcher.consume_token(0)  # which no form allows
+        return complete
+
+    monkeypatch.setattr(Constraint, "accept", fail)
+    for request in (failing, other):
+        request.start_whole()
+    with pytest.raises(RequestError, match="^The form of the text cannot be followed: "):
+        failing.finish()
+    assert other.finish().token_ids == want
+    assert not constraint.words.any()
+
+
+def test_masks_are_computed_within_the_pass_that_samples_under_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, prepare, events = llm.runner.executor.pool.submit, Constraint.prepare, []
+    monkeypatch.setattr(llm.runner.executor.tuner, "plan", lambda *given: (1, False))  # as of a long pass
+    monkeypatch.setattr(llm.runner.executor.pool, "submit", lambda *given: (events.append("pass"), submit(*given))[1])
+    monkeypatch.setattr(Constraint, "prepare", lambda self: (events.append("mask"), prepare(self))[1])
+    done = llm.complete(PROMPT, response_format={"type": "regex", "pattern": "[a-z]{8}"}, seed=1, speculate="off")
+    assert re.fullmatch("[a-z]{8}", done.text)
+    assert events[:2] == ["mask", "pass"]  # of the prompt
+    assert ["pass", "mask", "pass"] * (len(done.token_ids) - 1) == events[2:]
 
 
 def test_forms_are_compiled_once(llm: LLM) -> None:

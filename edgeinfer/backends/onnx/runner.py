@@ -16,7 +16,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import CancelledError, RequestError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
-from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, integers, plain_segments
+from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, integers, plain_segments, prepare_samples
 
 from ...base.progress import OnStageProgress
 from .calls import Calls
@@ -164,6 +164,7 @@ class OnnxRunner(Runner):
         """Run the model over the new tokens of several sequences; see `Runner.forward`."""
         segments = plain_segments(segments)
         self._admit(segments)
+        prepare_samples(segments)
         with self._turn:
             self.sessions.check_open()
             logits = self._logits

@@ -127,10 +127,11 @@ class Executor:
     # -- running -----------------------------------------------------------------------------------------------------
 
     def run(self, first: int = 0, stop: int | None = None, cancel: Cancellation | None = None,
-            further: int = 0) -> None:
+            further: int = 0, meanwhile: Callable[[], None] | None = None) -> None:
         """Run the program, or its instructions first .. stop - 1, over what ctx and its tables describe.
 
-        `further` more steps follow with the tokens that are sampled (abi.CTX_STEPS), until a text ends.
+        `further` more steps follow with the tokens that are sampled (abi.CTX_STEPS), until a text ends. `meanwhile` is
+        called once: while the instructions run, unless the caller is one of their threads.
 
         Raises
         ------
@@ -160,9 +161,11 @@ class Executor:
                 elif self.check:
                     from .check import run_checked
 
+                    if meanwhile:
+                        meanwhile()
                     run_checked(self, first, stop, cancel)
                 else:
-                    self._forward(first, stop, cancel, further)
+                    self._forward(first, stop, cancel, further, meanwhile)
                 self._raise(int(words[_ERROR]), bool(words[_CANCEL] or words[_STOP]))
                 if self.unchanged and not self._closed:
                     self.unchanged()
@@ -190,13 +193,19 @@ class Executor:
         if status:
             raise KernelError(f"A kernel failed with status {status}.")
 
-    def _forward(self, first: int, stop: int, cancel: Cancellation | None, further: int) -> None:
+    def _forward(self, first: int, stop: int, cancel: Cancellation | None, further: int,
+                 meanwhile: Callable[[], None] | None) -> None:
         words, wait, ctx, timeout = self.pool.words, self.pool.wait, self.pool.ctx, self._timeout
         tokens = int(words[_TOKENS])
         threads, inside = self.tuner.plan(tokens, first, stop, 1 + further)
+        inside = inside and self.joins
+        if inside and meanwhile:
+            meanwhile()
         began = time.perf_counter_ns()
         try:
-            over = self.pool.submit(inside and self.joins, ctx, 0, threads)
+            over = self.pool.submit(inside, ctx, 0, threads)
+            if meanwhile and not inside:
+                meanwhile()
             while not over:
                 over = wait(timeout, ctx, 0, 0)  # back in Python: signal handlers run here
                 if self.ended(cancel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.memory_planner import MemoryPlan
-from edgeinfer.runner import DECODE, Cancellation, Runner, Segment
+from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, prepare_samples
 
 from ..kv.sequence import KVCache
 from ..program.program import Program
@@ -43,6 +44,7 @@ class ModelRunner(Runner):
         self._logits: Logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
         self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
         self._counts: tuple[tuple[int, int], ...] = ()
+        self._first_sample = program.first_sample
         self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
         self.executor = Executor(program, kernels, self.plan.request.threads, regions, pool, tuner)
         for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
@@ -93,8 +95,21 @@ class ModelRunner(Runner):
                     self.executor.set_count(index, value)
                 self._counts = counts
             logits = self._logits[:outputs]
+            if any(segment.prepare for segment in segments):
+                first = self._prepare(segments, first, cancel)
             self.executor.run(first, stop, cancel, further)
         return logits
+
+    def _prepare(self, segments: Items[Segment], first: int, cancel: Cancellation | None) -> int:
+        """Complete what samples read while the instructions before the first one run; returns where to continue.
+
+        Weights in storage are read for a whole pass, so with them it is completed before.
+        """
+        if self._first_sample <= first or self.executor.stream:
+            prepare_samples(segments)
+            return first
+        self.executor.run(first, self._first_sample, cancel, meanwhile=partial(prepare_samples, segments))
+        return self._first_sample
 
     def _split(self, segments: Items[Segment], offset: int) -> int:
         """Return how many of the last tokens of a pass have their attention split along the context."""

@@ -65,7 +65,7 @@ class Tables:
         if ordered is not segments:
             of = {id(segment.sequence): start for segment, start in zip(ordered, starts, strict=True)}
             starts = [of[id(segment.sequence)] for segment in segments]
-        for (_, _, outputs, _, _, sample_specs), start in zip(segments, starts, strict=True):
+        for (_, _, outputs, _, _, sample_specs, _), start in zip(segments, starts, strict=True):
             for output, spec in zip(outputs, sample_specs or repeat(0), strict=False):
                 self._output_words[n_outputs], self._sample_words[n_outputs] = start + output, spec
                 sampled = sampled or spec != 0
@@ -98,7 +98,7 @@ class Tables:
 
     def _write_single(self, segments: Items[Segment], offset: int) -> None:
         """Describe one token of each sequence, without a temporary array."""
-        for number, (sequence, ids, _, role, _, _) in enumerate(segments):
+        for number, (sequence, ids, _, role, *_) in enumerate(segments):
             row = len(sequence.tokens) + offset
             block, within = divmod(row, abi.BLOCK_TOKENS)
             slot = recent = sequence.blocks[block] * abi.BLOCK_TOKENS + within

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import KernelError
-from edgeinfer.graph import MatMul, NeuronDown, NeuronGated, Op
+from edgeinfer.graph import MatMul, NeuronDown, NeuronGated, Op, Sample
 from edgeinfer.kernels import abi, catalogue
 
 from ...base.dataclass import dataclass
@@ -67,6 +67,11 @@ class Program:
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that the program calls, each once."""
         return tuple(dict.fromkeys(r.kernel for r in self.instructions))
+
+    @property
+    def first_sample(self) -> int:
+        """Index of the first instruction that samples; 0 if none does."""
+        return next((i for i, instruction in enumerate(self.instructions) if isinstance(instruction.op, Sample)), 0)
 
     @property
     def bytes_read(self) -> int:
