@@ -101,6 +101,8 @@ class BudgetError(EdgeInferError):
     budget_bytes : int, optional
     alternatives : tuple of Alternative
         Smaller requests that were checked to fit, in the order in which they are to be tried.
+    device_budget_bytes : int, optional
+        Limit of the memory of a GPU.
     """
 
     code = "does_not_fit"
@@ -108,12 +110,13 @@ class BudgetError(EdgeInferError):
 
     def __init__(
         self, message: str, plan: object | None = None, budget_bytes: int | None = None,
-        alternatives: tuple[object, ...] = (),
+        alternatives: tuple[object, ...] = (), device_budget_bytes: int | None = None,
     ):
         super().__init__(message)
         self.plan = plan
         self.budget_bytes = budget_bytes
         self.alternatives = alternatives
+        self.device_budget_bytes = device_budget_bytes
 
 
 class RequestError(EdgeInferError):

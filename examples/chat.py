@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 
-from edgeinfer.llm.api import LLM
+from edgeinfer import LLM
 
 
 def answer(llm: LLM, messages: list[dict[str, str]]) -> Iterator[str]:

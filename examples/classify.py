@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 
-from edgeinfer.llm.api import LLM
+from edgeinfer import LLM
 
 PROMPT = "{line}\nThe story is"
 

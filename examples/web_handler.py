@@ -12,8 +12,8 @@ import argparse
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from edgeinfer import LLM
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.llm.api import LLM
 
 MOST_BYTES = 1 << 20
 

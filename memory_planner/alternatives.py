@@ -113,11 +113,15 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     ------
     BudgetError
         With alternatives that were checked to fit; it carries the plan.
+    RequestError
+        What is to run beside the model cannot, with this plan.
     """
     budget = budget_of(config)
     if error := pool_error(planner.plan, config, budget):
         raise error
     if found := fitting(planner, config, budget, place):
+        if planner.beside:
+            planner.beside.check(found)
         return found, budget
     plan = planner.plan(to_request(config))
     if fewer := without(planner, config, budget):

@@ -35,6 +35,8 @@ class Beside(NamedTuple):
     """From the model's plan to that of both."""
     without: dict[str, str | int]
     """Options to change in order to do without, as in `Alternative.options`."""
+    check: Callable[[MemoryPlan], object] = lambda plan: None
+    """Raises `RequestError` if the second one cannot run beside a plan that fits."""
 
 
 class Planner:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         longest_ctx,
         memory_of,
         most_sequences,
+        plan_draft,
         smaller,
     )
     from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
            "OnnxRunner", "Provider", "Verified", "check_draft", "check_wheels", "device_fits", "device_planner",
            "export", "fill_device", "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx",
-           "memory_of", "most_sequences", "provider_of", "read_gpu", "smaller", "verify_export"]
+           "memory_of", "most_sequences", "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
-    "onnx.fitting": "check_draft device_fits fill_device fit_device longest_ctx memory_of most_sequences smaller",
+    "onnx.fitting": "check_draft device_fits fill_device fit_device longest_ctx memory_of most_sequences plan_draft "
+                    "smaller",
     "onnx.planning": "DevicePlanner device_planner",
     "onnx.runner": "OnnxRunner",
     "onnx.verify": "Verified is_export verify_export",

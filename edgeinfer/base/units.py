@@ -44,7 +44,8 @@ def parse_size(text: str | int) -> int:
     if plain and (nbytes := int(plain[0])) >= LEAST_PLAIN:
         return _in_range(nbytes, repr(text))
     if not match:
-        hint = f"; did you mean {text.strip()}GiB or {text.strip()}MB?" if plain else \
+        units = ("GiB", "MB") if plain and int(plain[0]) < 1000 else ("MB", "kB")
+        hint = f"; did you mean {' or '.join(text.strip() + unit for unit in units)}?" if plain else \
             "; write a number and a unit, as in 4GiB or 500MB."
         raise UsageError(f"Size {text!r} cannot be read{hint}")
     number, unit = match[1], match[2].lower()

@@ -180,6 +180,9 @@ def _print_error(error: BaseException, code: str, message: str) -> None:
         report["regions"] = [{"name": region.name, "bytes": region.bytes} for region in plan.regions]
         report["total_bytes"] = plan.total_bytes
         report["budget_bytes"] = getattr(error, "budget_bytes", None)
+        if plan.device_bytes:
+            report["device_bytes"] = plan.device_bytes
+            report["device_budget_bytes"] = getattr(error, "device_budget_bytes", None)
         report["alternatives"] = [alternative_object(option) for option in getattr(error, "alternatives", ())]
     print_json(report)
 

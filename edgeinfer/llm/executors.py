@@ -152,7 +152,7 @@ def fitted(model: ModelDescription, planner: Planner, config: RuntimeConfig,
         if device and device.own_memory:
             return Fitted(_on_card(model, planner, config))
         if model.bundle is None:
-            return Fitted(fit(planner, config, model.rebuild, placer(model.config))[0])
+            return Fitted(_planned(model, planner, config))
         from ..runtime import plan_run
 
         with Bundle.open(model.bundle) as bundle:
@@ -162,6 +162,27 @@ def fitted(model: ModelDescription, planner: Planner, config: RuntimeConfig,
     except BudgetError as error:
         plan: MemoryPlan = error.plan  # type: ignore[assignment]
         return Fitted(plan, error)
+
+
+def _planned(model: ModelDescription, planner: Planner, config: RuntimeConfig) -> MemoryPlan:
+    """Plan a run of a model that is no bundle yet, as `plan_run` will; raises as it does."""
+    from edgeinfer.memory_planner import Planner, fit
+
+    from ..graph import build_graph, expected_types, without_approximations
+
+    def exactly(exact: RuntimeConfig) -> MemoryPlan:
+        graph = build_graph(model.config, expected_types(model.graph.types), exact.recipe)
+        return _planned(replace(model, graph=graph, recipe=exact.recipe),
+                        Planner(graph, model.weight_bytes, beside=planner.beside), exact)
+
+    try:
+        return fit(planner, config, model.rebuild, placer(model.config))[0]
+    except BudgetError as error:
+        if without_approximations(config.recipe) == config.recipe:  # as mostly: nothing is imported for it
+            raise
+        from ..runtime import or_exact
+
+        raise or_exact(error, config, exactly) from None
 
 
 def placed(model: ModelDescription, planner: Planner, config: RuntimeConfig,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import CPU, RuntimeConfig
+from ..config import CPU, Recipe, RuntimeConfig
 
 SHARING = 4
 """Sequences that run together where nothing else is requested."""
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..base.progress import OnProgress
     from ..bundle import Bundle
     from ..engine.speculation.load import Draft
-    from ..graph import ModelConfig
+    from ..graph import Graph, ModelConfig
     from ..runner import Runner
     from ..runtime import SelfDraftPlan, Session
     from .strategy import Choice
@@ -75,22 +75,34 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, companion: Draft | SelfDraftPlan | None,
               progress: OnProgress | None, opened: ExitStack) -> tuple[Runner, Runner | None]:
-    """Open a model on a device, and after it its draft model, which gets what it leaves."""
-    from ..backends import OnnxRunner, check_draft
+    """Open a model on a device, and after it its draft model, which is in the same plan."""
+    from ..backends import OnnxRunner, check_draft, device_planner, plan_draft
 
-    if companion:
-        check_draft(config, provider.device)
     say = progress and partial(progress, "lower")
-    runner = OnnxRunner(bundle, config, provider, say)
-    opened.callback(runner.close)
     if companion is None:
+        runner = OnnxRunner(bundle, config, provider, say)
+        opened.callback(runner.close)
         return runner, None
+    from edgeinfer.memory_planner import resolve
+
     from ..engine.speculation.load import Draft
 
     assert isinstance(companion, Draft)  # a part of the model was refused for this device
-    draft = OnnxRunner(companion.bundle, companion.config_on(runner), provider, say, runner.plan)
-    runner.plan = runner.plan.beside(draft.plan)
+    check_draft(config, provider.device)
+    planner, taken = device_planner(as_stored(bundle), config, provider, config.kv)
+    beside, own = plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
+    runner = OnnxRunner(bundle, config, provider, say, beside)
+    opened.callback(runner.close)
+    draft = OnnxRunner(companion.bundle, own, provider, say, plan=beside)
+    runner.plan = runner.plan.beside(beside)
     return runner, draft
+
+
+def as_stored(bundle: Bundle) -> Graph:
+    """Return the graph of a bundle without passes, as devices of onnxruntime take it."""
+    from ..graph import build_graph, expected_types
+
+    return build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
 
 
 def choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None, beside: Beside | None) -> Choice | None:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .execution.executor import Executor
     from .hidden import HiddenRows
     from .memory import allocate
-    from .planning import plan_run, planner_of
+    from .planning import or_exact, plan_run, planner_of
     from .program.lowering.lower import Lowering, lower, rows
     from .program.program import Instruction, Program
     from .prompt_pruning import PruningStages
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "Executor", "HiddenRows", "Instruction", "Lowering", "Program",
            "PruningStages", "SelfDraftPlan", "SelfDraftSession", "Session", "Slots", "SparseFfn", "Stream",
-           "allocate", "decide", "dense_layers", "everywhere", "lower", "plan_run", "planner_of", "predicted_time",
-           "read_on_demand", "rows"]
+           "allocate", "decide", "dense_layers", "everywhere", "lower", "or_exact", "plan_run", "planner_of",
+           "predicted_time", "read_on_demand", "rows"]
 __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
-    "program.program": "Program Instruction", "planning": "plan_run planner_of", "session": "Session",
+    "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
     "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
     "prompt_pruning": "PruningStages", "weights.stream": "Stream",
     "memory": "allocate", "hidden": "HiddenRows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -73,16 +74,15 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
     try:
         plan, budget = fit(planner, config, rebuild, place)
     except BudgetError as error:
-        raise _or_exact(error, bundle, config, place, beside) from None
+        raise or_exact(error, config, lambda exact: plan_run(bundle, exact, place, beside).plan) from None
     whole = not plan.parts and plan.cold is None and plan.experts is None
     instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
     return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
 
 
-def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: Placer | None,
-              beside: Beside | None) -> BudgetError:
+def or_exact(error: BudgetError, config: RuntimeConfig, plan_of: Callable[[RuntimeConfig], MemoryPlan]) -> BudgetError:
     """Return why a run does not fit, with the run without its approximations where that does, or what of it does where
-    nothing else would.
+    nothing else would; `plan_of` plans it and raises `BudgetError`.
     """
     exact = without_approximations(config.recipe)
     if exact == config.recipe:
@@ -90,7 +90,7 @@ def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: 
     left_out: dict[str, str | int] = {step.name: "exact" for step in config.recipe.steps if step not in exact.steps}
     kept: tuple[Alternative, ...] = error.alternatives  # type: ignore[assignment]
     try:
-        found = plan_run(bundle, replace(config, recipe=exact), place, beside).plan
+        found = plan_of(replace(config, recipe=exact))
         options = [Alternative(left_out, found.total_bytes, found.streamed_bytes), *kept]
     except BudgetError as other:
         smaller: tuple[Alternative, ...] = () if kept else other.alternatives  # type: ignore[assignment]

@@ -276,9 +276,6 @@ def _slopes(attention: Attention) -> Items[Floats]:
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:
     """The one tensor that a token needs at the boundaries of what was computed before."""
-    if graph.config.kv_layers:
-        raise UnsupportedModelError("Layers of this model read the K and V of others, of which a token that is left "
-                                    "behind has more than they; its prompts cannot be pruned, so leave --lazy out.")
     buffers = graph.buffers()
     found = set()
     for layer in schedule.layers:

@@ -80,7 +80,7 @@ class SelfDraftPlan(NamedTuple):
             found = self.planned(plan)
             return plan.beside(found.plan) if found else plan
 
-        return Beside(both, {"speculate": "off"})
+        return Beside(both, {"speculate": "off"}, self.check)
 
     def planned(self, host: MemoryPlan) -> Planned | None:
         """Plan the first way that goes together with a session's plan; None if weights are read from storage."""
@@ -93,12 +93,16 @@ class SelfDraftPlan(NamedTuple):
                 return Planned(planner.graph, _plan(planner, host, bool(own)))
         return None
 
-    def open(self, host: Session) -> SelfDraftSession:
-        """Take its memory, beside an open session whose plan has room for it."""
-        if not (found := self.planned(host.plan)):
+    def check(self, host: MemoryPlan) -> Planned:
+        """Return the way that goes together with a session's plan; raises `RequestError` if there is none."""
+        if not (found := self.planned(host)):
             raise RequestError("Weights of the model are read from storage, so it cannot draft for itself; leave "
                                "--speculate self out.")
-        return SelfDraftSession(host, *found)
+        return found
+
+    def open(self, host: Session) -> SelfDraftSession:
+        """Take its memory, beside an open session whose plan has room for it."""
+        return SelfDraftSession(host, *self.check(host.plan))
 
 
 class SelfDraftSession(Session):

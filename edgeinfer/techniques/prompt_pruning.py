@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.validation import NATS, Rule
-from ..errors import UsageError
+from ..errors import UnsupportedModelError, UsageError
 from ..runner.pruning import LEAST_PROMPT, Schedule, calibrated, layers_of
 from ..technique import COMMANDS, NEVER, Option, Reported, Technique
 
@@ -58,9 +58,15 @@ def ask(values: Mapping[str, Any]) -> Schedule | None:
 
 
 def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Region]:
-    """Yield what a prompt takes beside the program's own memory: what waits between stages, and what choosing takes."""
+    """Yield what a prompt takes beside the program's own memory: what waits between stages, and what choosing takes.
+
+    Raises `UnsupportedModelError` for a model whose prompts cannot be pruned.
+    """
     from ..memory_planner import Region
 
+    if graph.config.kv_layers:
+        raise UnsupportedModelError("Layers of this model read the K and V of others, of which a token that is left "
+                                    "behind has more than they; its prompts cannot be pruned, so leave --lazy out.")
     hidden = graph.config.hidden_size
     heads = max((op.kv for op in graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
     score = score_bytes(graph.config.num_attention_heads // heads.heads, heads.head_dim)

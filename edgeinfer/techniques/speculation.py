@@ -74,7 +74,7 @@ class Drafting(NamedTuple):
 
     def beside(self, model: ModelDescription, stored: tuple[str | None, int | None],
                config: RuntimeConfig) -> Beside | None:
-        """Return what a plan has room for beside a model; a run compares the tokenizers too."""
+        """Return what a plan has room for beside a model."""
         from edgeinfer.memory_planner import Planner, beside_draft
 
         from ..models.describe import describe

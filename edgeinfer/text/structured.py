@@ -172,10 +172,16 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
 
+        self._of_byte = {token: i for i, token in reversed([*enumerate(self.tokens)]) if len(token) == 1}
+
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_bos=False)
+        """Return tokens of exactly these bytes: some tokenizers replace characters, as SentencePiece does U+2581."""
+        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_bos=False)
+        if b"".join(self.tokens[i] for i in ids) != data and all(data[i : i + 1] in self._of_byte
+                                                                  for i in range(len(data))):
+            return [self._of_byte[data[i : i + 1]] for i in range(len(data))]
+        return ids
 
 
 def _refused(form: TextForm, why: str) -> RequestError:

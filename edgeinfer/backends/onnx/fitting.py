@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from edgeinfer.config import CUDA, RuntimeConfig
 from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.graph import Graph
 from edgeinfer.memory_planner import (
-    DEVICE,
     Alternative,
     MemoryPlan,
     Request,
     budget_of,
+    draft_config,
     fill_budget,
     fills,
     largest,
@@ -26,7 +27,7 @@ from edgeinfer.memory_planner import (
 
 from .devices import Provider
 from .driver import gpu_free_bytes
-from .planning import DevicePlanner
+from .planning import DevicePlanner, device_planner
 
 BLOCK = 16
 """Tokens in which contexts that fit are given."""
@@ -52,20 +53,21 @@ def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
 
 
 def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
-    """Plan a run within the memory of this process and of its device, of which something else may have taken a part.
+    """Plan a run within the memory of this process and of its device, with room for what is to run beside it.
 
     Raises
     ------
     BudgetError
         It does not fit; the sentence has what would.
     """
-    config = resolve(config, planner.graph.config)
+    config = replace(resolve(config, planner.graph.config), outputs=config.outputs)  # fewer sequences need fewer
     host, device = memory_of(planner.provider, config)
-    if beside and config.budget_bytes:  # else it is what is left already, as of the device
-        host -= sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
+
+    def both(plan: MemoryPlan) -> MemoryPlan:
+        return plan.beside(beside) if beside else plan
 
     def fits(other: MemoryPlan) -> bool:
-        return device_fits(other, host, device)
+        return device_fits(both(other), host, device)
 
     if error := pool_error(planner.plan, config, host):
         raise error
@@ -73,8 +75,8 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
     if fits(plan):
         return plan
     options = list(smaller(planner, config, fits))
-    short = host if plan.total_bytes > host else device or 0
-    raise BudgetError(planner.refusal(plan, host, device, options), plan, short, tuple(options))
+    plan = both(plan)
+    raise BudgetError(planner.refusal(plan, host, device, options), plan, host, tuple(options), device)
 
 
 def fill_device(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> MemoryPlan:
@@ -83,6 +85,14 @@ def fill_device(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Me
         return fill_budget(planner.plan, config, fits, planner.positions(to_request(config)))
     slots = max(1, most_sequences(planner, config, fits, config.max_sequences))
     return planner.plan(to_request(replace(config, max_sequences=slots)))
+
+
+def plan_draft(planner: DevicePlanner, config: RuntimeConfig, draft: Graph) -> tuple[MemoryPlan, RuntimeConfig]:
+    """Plan a draft model on the device of a model, whose settings have no open fields; returns its own too."""
+    own = replace(draft_config(planner.plan(to_request(config)), 1), budget_bytes=config.budget_bytes,
+                  threads=config.threads, kv_layout=config.kv_layout)
+    beside, own = device_planner(draft, own, planner.provider, own.kv)
+    return beside.plan(to_request(own)), own
 
 
 def check_draft(config: RuntimeConfig, device: str) -> None:

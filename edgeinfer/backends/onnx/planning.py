@@ -214,10 +214,13 @@ class DevicePlanner:
         """The sentence for a plan that does not fit."""
         here = host is not None and plan.total_bytes > host
         needs, has = (plan.total_bytes, host or 0) if here else (plan.device_bytes, device or 0)
+        said = (format_size(needs), format_size(has))
+        if said[0] == said[1]:
+            said = (f"{needs:,} bytes", f"{has:,} bytes")
         advice = f"It fits with {', or with '.join(map(str, options))}" if options else \
             "No smaller setting of this model fits"
-        return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
-                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; "
+        return (f"The run needs {said[0]} of {'this process' if here else 'the GPU'}'s memory, and the "
+                f"budget is {said[1]}; layers are not streamed on device {self.provider.device}. {advice}; "
                 "otherwise run with --device cpu.")
 
 

@@ -50,7 +50,9 @@ class OnnxRunner(Runner):
     progress : callable, optional
         Called with (bytes done, bytes in all, name) while the model is lowered.
     beside : MemoryPlan, optional
-        Of what has taken its memory before, within the same budget.
+        Of what is opened next, within the same budget.
+    plan : MemoryPlan, optional
+        Its own, where that is made already.
 
     Raises
     ------
@@ -68,14 +70,14 @@ class OnnxRunner(Runner):
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider,
                  progress: OnStageProgress | None = None,
-                 beside: MemoryPlan | None = None):
+                 beside: MemoryPlan | None = None, plan: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
         self.isa, self.device = f"onnxruntime {provider.name}", provider.device
         graph = build_graph(self.model, expected_types(bundle.types), Recipe(()))
         planner, config = device_planner(graph, config, provider, config.kv)
-        self.config = resolve(config, self.model)
-        self.plan = fit_device(planner, self.config, beside)
-        self.config = replace(self.config, max_sequences=self.plan.request.sequences)  # fewer slots than requested
+        self.plan = plan or fit_device(planner, config, beside)
+        sequences = self.plan.request.sequences  # fewer slots than requested
+        self.config = replace(resolve(config, self.model), max_sequences=sequences)
         self.block_tokens = planner.positions(self.plan.request)
         self._turn = threading.RLock()
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0

@@ -165,8 +165,9 @@ def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeCo
 
     from ...models.describe import describe
 
+    beside = drafting.beside(describe(name, *stored), stored, config) if drafting.model else None  # first, as in run
     model, choice, decision = describe(name, *stored, config.recipe, device), None, None
-    beside = drafting.beside(model, stored, config)
+    beside = beside or drafting.beside(model, stored, config)
     if device is None:
         model, choice, decision = described_as_run(model, config, max_kld, beside)
     config = choice.strategy.config if choice else config

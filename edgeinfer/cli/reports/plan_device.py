@@ -103,19 +103,14 @@ def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fi
 
 def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
     """Return the plan of a draft model on the same device, as a run has it beside the model."""
-    from edgeinfer.memory_planner import draft_config, to_request
-
-    from ...backends import device_planner
+    from ...backends import plan_draft
     from ...config import Recipe
     from ...engine.speculation.load import check_described
     from ...models.describe import describe
 
     model = describe(name, recipe=Recipe(()))
     check_described(model, target, config)
-    own = replace(draft_config(planner.plan(to_request(config)), 1), threads=config.threads,
-                  kv_layout=config.kv_layout)
-    beside, own = device_planner(model.graph, own, planner.provider, own.kv)
-    return beside.plan(to_request(own))
+    return plan_draft(planner, config, model.graph)[0]
 
 
 def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig, own: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...graph import ModelConfig
     from ...models.describe import ModelDescription
-    from ...runner import Runner
 
 TOKENIZER = "tokenizer.json"
 
@@ -57,18 +56,11 @@ class Draft:
         try:
             _check_weights(name, self.bundle, target)
             _check_context(name, self.bundle.config, target.config, config)
-            if said := _difference(target, tokenizer, self.bundle):
-                raise TokenizerError(f"The draft {name} has another tokenizer than the model: {said}. Give a draft "
-                                     "with the same one.")
+            _check_tokenizer(name, self.bundle, target, tokenizer)
             self.beside: Beside = beside_draft(planner_of(self.bundle))
         except BaseException:
             self.bundle.close()
             raise
-
-    def config_on(self, runner: Runner) -> RuntimeConfig:
-        """Return how the draft runs on another device than our own kernels, beside the model that checks."""
-        return replace(draft_config(runner.plan, 1), budget_bytes=runner.config.budget_bytes,
-                       threads=runner.config.threads, kv_layout=runner.config.kv_layout)
 
     def open(self, host: Session) -> Session:
         """Open the draft on the threads of the model that checks, whose plan has room for it."""
@@ -78,11 +70,16 @@ class Draft:
 
 
 def check_described(draft: ModelDescription, target: ModelDescription, config: RuntimeConfig) -> None:
-    """Raise `RequestError` where a run would refuse the draft, as far as descriptions tell; tokenizers are not read."""
-    if draft.bundle and target.bundle:
-        with Bundle.open(draft.bundle) as small, Bundle.open(target.bundle) as large:
+    """Raise as `Draft` where a run would refuse the draft, as far as descriptions tell; those of models that are not
+    converted yet have no tokenizer.
+    """
+    with ExitStack() as opened:
+        small, large = (one.bundle and opened.enter_context(Bundle.open(one.bundle)) for one in (draft, target))
+        if small and large:
             _check_weights(draft.name, small, large)
-    _check_context(draft.name, draft.config, target.config, config)
+        _check_context(draft.name, draft.config, target.config, config)
+        if small and large:
+            _check_tokenizer(draft.name, small, large)
 
 
 def _check_weights(name: str | Path, draft: Bundle, target: Bundle) -> None:
@@ -101,11 +98,19 @@ def _check_context(name: str | Path, draft: ModelConfig, target: ModelConfig, co
                            f"--ctx {longest}, or give a draft with a longer context.")
 
 
-def _difference(target: Bundle, tokenizer: Tokenizer | None, draft: Bundle) -> str:
-    """Say what differs between their tokenizers; a file with the same bytes need not be read twice."""
+def _check_tokenizer(name: str | Path, draft: Bundle, target: Bundle, tokenizer: Tokenizer | None = None) -> None:
+    """Raise `TokenizerError` if a draft has another tokenizer than the model, which is read if it is not given."""
     if TOKENIZER in target.files and TOKENIZER in draft.files \
             and (target.path / TOKENIZER).read_bytes() == (draft.path / TOKENIZER).read_bytes():
-        return ""
+        return
+    tokenizer = tokenizer or Tokenizer.of_model(target.path, target.files, target.config)
+    if said := _difference(target, tokenizer, draft):
+        raise TokenizerError(f"The draft {name} has another tokenizer than the model: {said}. Give a draft with the "
+                             "same one.")
+
+
+def _difference(target: Bundle, tokenizer: Tokenizer | None, draft: Bundle) -> str:
+    """Say what differs between their tokenizers."""
     other = Tokenizer.of_model(draft.path, draft.files, draft.config)
     if tokenizer and other:
         return tokenizer.difference(other)

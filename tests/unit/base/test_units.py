@@ -24,7 +24,7 @@ def test_a_size_is_read(text: str | int, nbytes: int) -> None:
     ("text", "sentence"),
     [
         ("4", r"Size '4' cannot be read; did you mean 4GiB or 4MB\?"),
-        ("999999", r"Size '999999' cannot be read; did you mean 999999GiB or 999999MB\?"),
+        ("999999", r"Size '999999' cannot be read; did you mean 999999MB or 999999kB\?"),
         ("99999999999999999999", "Size '99999999999999999999' is out of range; it must be from 1 byte to"),
         ("", "Size '' cannot be read; write a number and a unit, as in 4GiB or 500MB."),
         ("GiB", "cannot be read"),
