@@ -187,9 +187,7 @@ class Chat:
         events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": one}]} for one in deltas]
         events.append({"choices": [], "usage": {"completion_tokens": len(deltas)}})
         body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
-        self.page.route("**/v1/*completions", lambda route: route.fulfill(
-            status=200, content_type="text/event-stream", body=body))
-        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        self.page.route(re.compile("/v1/(chat/)?completions$"), lambda route: route.fulfill(
             status=200, content_type="text/event-stream", body=body))
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
@@ -490,10 +488,15 @@ def test_a_phone_has_no_sideways_scrolling(opened: Callable[..., Chat]) -> None:
 def overflow(chat: Chat) -> list[str]:
     """Elements that reach out of the window, unless they are in something that scrolls or is hidden."""
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    return chat.page.evaluate("""() => [...document.querySelectorAll("body *")].filter(one =>
-        !one.closest(".wide, pre, #chats a, select, textarea, input") &&
-        one.checkVisibility({visibilityProperty: true}) && one.getBoundingClientRect().right > innerWidth + 1
-    ).map(one => one.outerHTML.slice(0, 80))""")
+    return chat.page.evaluate("""() => {
+        const scrolls = one => one && one.id !== "scroll" && (
+            /auto|scroll/.test(getComputedStyle(one).overflowX) || scrolls(one.parentElement));
+        return [...document.querySelectorAll("body *")].filter(one => {
+            const {left, right} = one.getBoundingClientRect();
+            return Math.max(right, left + one.scrollWidth) > innerWidth + 1 && !one.closest("#chats a") &&
+                one.checkVisibility({visibilityProperty: true}) && !scrolls(one);
+        }).map(one => one.outerHTML.slice(0, 80));
+    }""")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
