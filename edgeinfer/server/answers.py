@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,13 +30,15 @@ class Answer:
         self._progress = Progress(request)
         self._there = event_of(request)
         self.prompt_ids = request.task.prompt_ids
-        self._until = time.monotonic() + call.server.config.request_seconds
+        self._over: asyncio.TimerHandle | None = None
         call.note["prompt_tokens"] = len(self.prompt_ids)
 
     def start(self) -> None:
         """Hand it to the engine; raises what refuses it."""
         self._request.start_whole()
-        self._call.server.answers.add(self)
+        server = self._call.server
+        server.answers.add(self)
+        self._over = asyncio.get_running_loop().call_later(server.config.request_seconds, self._request.cancel)
 
     def cancel(self) -> None:
         """End it with what there is."""
@@ -65,11 +66,7 @@ class Answer:
         return self._request.finish()
 
     async def _wait(self) -> None:
-        left = self._until - time.monotonic()
-        try:
-            await asyncio.wait_for(self._there.wait(), max(left, 0.1))
-        except asyncio.TimeoutError:
-            self._request.cancel()
+        await self._there.wait()
         self._there.clear()
 
     @property
@@ -81,6 +78,8 @@ class Answer:
         """End it, and write its figures to the log and into the metrics."""
         self._request.cancel()
         self._call.server.answers.discard(self)
+        if self._over is not None:
+            self._over.cancel()
         done = self.completion
         note = self._call.note
         note["completion_tokens"], note["cached_tokens"] = done.completion_tokens, done.cached_tokens
