@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from edgeinfer import LLM
 
 CTX, PROMPT, SHORT, LONG = 512, 64, 16, 256
 """Tokens: of the context, of prompts, of whole answers, and of streamed ones."""
-IDLE = 500
+IDLE, BLOCK = 500, 20
+"""Connections without a request, and requests of a turn."""
 RUN = ("-m", "edgeinfer")
 
 
@@ -82,6 +83,11 @@ class Requests:
         return (times[-1] - times[0]) / LONG, (time.process_time() - began) / LONG
 
 
+def block(once: Callable[[], float]) -> float:
+    """Return the median of a few requests one after the other."""
+    return statistics.median(once() for _ in range(BLOCK))
+
+
 def pairs(http_side: Any, own_side: Any, rounds: int) -> tuple[list[Any], list[Any]]:
     """Run both sides in turns, once for nothing and so many times, and return what each gave."""
     found = [in_turns({"http": http_side, "own": own_side}, turn) for turn in range(rounds + 1)][1:]
@@ -94,7 +100,7 @@ def times(model: str, rounds: int) -> list[str]:
     with running(command(model, port), port) as server, \
             LLM(model, ctx=CTX, threads=1, max_sequences=16, speculate="off") as llm:
         both = Requests(server, llm)
-        http_side, own = pairs(both.over_http, both.in_process, rounds)
+        http_side, own = pairs(partial(block, both.over_http), partial(block, both.in_process), rounds)
         rows.append(compared(f"a request of {SHORT} tokens, wall time", http_side, own, "2 ms", 1e3, "ms"))
         for more, events in ({}, "several to an event"), ({"logprobs": 0}, "alone with its log-probability"):
             http_streams, own_streams = pairs(partial(both.streamed, **more), partial(both.streamed_in_process, **more),
@@ -103,14 +109,14 @@ def times(model: str, rounds: int) -> list[str]:
                 rows.append(compared(f"a streamed token, {events}, {what}", [one[i] for one in http_streams],
                                      [one[i] for one in own_streams], "100 us", 1e6, "us"))
         quiet, crowded = list[float](), list[float]()
-        for turn in range(max(rounds // 5, 3)):
-            def with_idle() -> list[float]:
+        for turn in range(max(rounds // 2, 3)):
+            def with_idle() -> float:
                 with idle_connections(port):
-                    return [both.over_http() for _ in range(20)]
+                    return block(both.over_http)
 
-            found = in_turns({"quiet": lambda: [both.over_http() for _ in range(20)], "crowded": with_idle}, turn)
-            quiet.append(statistics.median(found["quiet"]))
-            crowded.append(statistics.median(found["crowded"]))
+            found = in_turns({"quiet": lambda: block(both.over_http), "crowded": with_idle}, turn)
+            quiet.append(found["quiet"])
+            crowded.append(found["crowded"])
         ratios = [one / other for one, other in zip(crowded, quiet, strict=True)]
         rows.append(f"| a request beside {IDLE} idle connections | {1e3 * statistics.median(crowded):.2f} ms | "
                     f"{1e3 * statistics.median(quiet):.2f} ms | {spread(ratios)} times | 1.05 |")
