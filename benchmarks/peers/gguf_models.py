@@ -2,8 +2,9 @@
 
     python gguf_models.py --shape '{"hidden_size": 2048, ...}' --format q4_0 --output FILE
 
-q4_0 has matrices of 4.5 bits and embedding and head of 8.5, as edgeinfer's q4 in groups of 32: the same bytes. q4_k_m
-follows llama.cpp's own mixture of types. Only speed is to be measured, so blocks are random bytes with sane scales.
+q4_0 has matrices of 4.5 bits and embedding and head of 8.5, as edgeinfer's q4 in groups of 32: the same bytes. q8_0 has
+matrices of 8.5 bits, and q4_k_m follows llama.cpp's own mixture of types. Only speed is to be measured, so blocks are
+random bytes with sane scales.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def matrices(shape: dict, mixture: str) -> Iterator[tuple[str, int, int, gguf.GG
     hidden, vocab = shape["hidden_size"], shape["vocab_size"]
     q, kv = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     layers, tied = shape["num_hidden_layers"], shape["tie_word_embeddings"]
-    plain, head, table = (TYPES.Q4_0, TYPES.Q8_0, TYPES.Q8_0) if mixture == "q4_0" else \
-        (TYPES.Q4_K, TYPES.Q6_K, TYPES.Q6_K if tied else TYPES.Q4_K)
+    plain, head, table = {
+        "q4_0": (TYPES.Q4_0, TYPES.Q8_0, TYPES.Q8_0), "q8_0": (TYPES.Q8_0, TYPES.Q8_0, TYPES.Q8_0),
+        "q4_k_m": (TYPES.Q4_K, TYPES.Q6_K, TYPES.Q6_K if tied else TYPES.Q4_K),
+    }[mixture]
     yield "token_embd", vocab, hidden, suited(table, hidden)
     if not tied:
         yield "output", vocab, hidden, suited(head, hidden)
@@ -176,7 +179,7 @@ def write(shape: dict, mixture: str, path: str, spread: float | None = None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=json.loads, required=True)
-    parser.add_argument("--format", choices=("q4_0", "q4_k_m"), required=True)
+    parser.add_argument("--format", choices=("q4_0", "q8_0", "q4_k_m"), required=True)
     parser.add_argument("--spread", type=float, help="of a mixture's routing (converters/synthetic/random_experts.py)")
     parser.add_argument("--output", required=True)
     given = parser.parse_args()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,13 +32,18 @@ class Answer:
         self._progress = Progress(request)
         self._there = event_of(request)
         self.prompt_ids = request.task.prompt_ids
-        self._until = time.monotonic() + call.server.config.request_seconds
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._silent = False
         call.note["prompt_tokens"] = len(self.prompt_ids)
 
     def start(self) -> None:
         """Hand it to the engine; raises what refuses it."""
         self._request.start_whole()
-        self._call.server.answers.add(self)
+        server = self._call.server
+        server.answers.add(self)
+        loop = asyncio.get_running_loop()
+        self._timers["over"] = loop.call_later(server.config.request_seconds, self._request.cancel)
+        self._timers["silent"] = loop.call_later(SILENCE_SECONDS, self._wake)
 
     def cancel(self) -> None:
         """End it with what there is."""
@@ -52,9 +56,9 @@ class Answer:
         """
         request = self._request
         while not request.ended:
-            if not await self._wait():
-                yield []
-            elif not request.ended and (found := self._progress.read()):
+            await self._wait()
+            if not request.ended and ((found := self._progress.read()) or self._silent):
+                self._silent = False
                 yield found
         request.finish()  # raises what it ended with
         if found := self._progress.read():
@@ -67,17 +71,15 @@ class Answer:
             await self._wait()
         return self._request.finish()
 
-    async def _wait(self) -> bool:
-        """Wait for something to read; returns whether there may be something."""
-        left = self._until - time.monotonic()
-        if left <= 0:
-            self._request.cancel()
-        try:
-            await asyncio.wait_for(self._there.wait(), min(max(left, 0.1), SILENCE_SECONDS))
-        except asyncio.TimeoutError:
-            return False
+    def _wake(self) -> None:
+        """Say that a stream is alive, again and again."""
+        self._silent = True
+        self._there.set()
+        self._timers["silent"] = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._wake)
+
+    async def _wait(self) -> None:
+        await self._there.wait()
         self._there.clear()
-        return True
 
     @property
     def completion(self) -> Completion:
@@ -88,6 +90,8 @@ class Answer:
         """End it, and write its figures to the log and into the metrics."""
         self._request.cancel()
         self._call.server.answers.discard(self)
+        for timer in self._timers.values():
+            timer.cancel()
         done = self.completion
         note = self._call.note
         note["completion_tokens"], note["cached_tokens"] = done.completion_tokens, done.cached_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,7 +13,7 @@ from . import messages
 from .chat import message_of
 from .conversation import Asked, Conversation, begin
 from .errors import ApiError, anthropic_error
-from .http import ALIVE, Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event, new_id
 from .models import in_thread
 from .sampling import only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
@@ -68,7 +67,7 @@ async def message(call: Call) -> Reply | Events:
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))
         talk = await begin(call, served, asked, held)
-        head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": served.name}
+        head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": served.name}
         if body.stream:
             return Events(_Stream(head).events(talk), lambda error: event(anthropic_error(error), "error"),
                           held.pop_all())

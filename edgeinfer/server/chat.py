@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
@@ -12,7 +11,7 @@ from ..engine import Completion, TokenLogprob
 from . import messages
 from .conversation import Asked, Conversation, Piece, begin
 from .errors import ApiError, openai_error
-from .http import ALIVE, Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event, new_id
 from .sampling import form_of, only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event, Reasoning
 from .types import ChatRequest
@@ -33,7 +32,7 @@ async def complete(call: Call) -> Reply | Events:
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))
         talk = await begin(call, served, asked, held)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name,
+        head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": served.name,
                 "system_fingerprint": None}
         tokenizer = served.model.tokenizer
         if body.stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
@@ -15,17 +14,20 @@ from .answers import Answer, outcome
 from .chat import DONE
 from .conversation import finish_reason
 from .errors import ApiError, openai_error
-from .http import ALIVE, Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event, new_id
 from .models import Served, in_thread
 from .sampling import fitted, form_of, only, options_of, prompts_of, refuse
 from .types import CompletionRequest
 
 if TYPE_CHECKING:
+    from ..engine import Request
     from ..llm import LLM
     from ..text import Tokenizer
 
 DEFAULT_TOKENS = 16
 """Tokens of a completion where none are asked for, as OpenAI has it."""
+SHORT = 1024
+"""Characters or tokens of prompts that are read in less time than another thread takes to wake up."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ async def complete(call: Call) -> Reply | Events:
         served = await held.enter_async_context(call.server.models.using(body.model))
         call.note["model"] = served.name
         begun = [await _begin(call, served, body, one, options, held) for one in prompts]
-        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()),
+        head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()),
                 "model": served.name}
         tokenizer = served.model.tokenizer
         if body.stream:
@@ -88,21 +90,24 @@ async def _begin(call: Call, served: Served, body: CompletionRequest, prompt: st
                  options: dict[str, Any], held: AsyncExitStack) -> Prompted:
     """Prepare one prompt, score it where its log-probabilities are asked for, and start its generation."""
     llm = served.model
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
 
-    def prepare() -> tuple[list[int], str]:
+    def prepare() -> tuple[list[int], str, Request[Completion] | None]:
         if isinstance(prompt, str):
-            return llm.prompt_ids(prompt), prompt
-        return prompt, llm.tokenizer.decode(prompt) if body.echo else ""
+            ids, text = llm.prompt_ids(prompt), prompt
+        else:
+            ids, text = prompt, llm.tokenizer.decode(prompt) if body.echo else ""
+        chosen = fitted({**options, "reuse": True}, served, len(ids), most)
+        return ids, text, llm.request(ids, chosen, salt=call.salt) if most else None
 
-    ids, text = await in_thread(prepare)
+    short = len(prompt) <= SHORT and not body.echo and options.get("response_format") is None
+    ids, text, request = await in_thread(prepare, short)
     scored = list[TokenLogprob | None]()
     if body.echo and body.logprobs is not None:
         scored = [None, *await _scores(llm, ids, body.logprobs)]
-    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     answer = None
-    if most:
-        chosen = fitted({**options, "reuse": True}, served, len(ids), most)
-        answer = Answer(await in_thread(lambda: llm.request(ids, chosen, salt=call.salt)), call)
+    if request is not None:
+        answer = Answer(request, call)
         held.callback(answer.close)
         answer.start()
     return Prompted(answer, text if body.echo else "", scored, len(ids))
@@ -171,6 +176,11 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
 async def _merged(begun: list[Prompted]) -> AsyncIterator[tuple[int, list[Delta]]]:
     """Iterate over what all prompts get, in the order in which it comes."""
     running = {i: one.answer.deltas() for i, one in enumerate(begun) if one.answer}
+    if len(running) == 1:
+        ((i, only_one),) = running.items()
+        async for found in only_one:
+            yield i, found
+        return
     waiting = {asyncio.ensure_future(anext(each)): i for i, each in running.items()}
     try:
         while waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
 SSE, NDJSON = "text/event-stream; charset=utf-8", "application/x-ndjson"
 encode = msgspec.json.encode
+_names = random.Random()
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -246,3 +248,8 @@ ALIVE = b": the answer is being computed\n\n"
 def event(value: Any, name: str = "") -> bytes:
     """Return a server-sent event with a JSON object."""
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode(value) + b"\n\n"
+
+
+def new_id(prefix: str) -> str:
+    """Return a name that no other object has: of Python's own generator, as the system's would make others wait."""
+    return f"{prefix}{_names.getrandbits(96):024x}"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.units import format_size
@@ -27,6 +28,10 @@ PROCESS = "python"
 """Region of a plan that all models of a process share."""
 LATEST = ":latest"
 """Tag that ollama's clients add to names."""
+LINGER_SECONDS = 10.0
+"""Time after its last work until a thread ends."""
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""Of the threads that wait for work."""
 
 
 @dataclass(eq=False)
@@ -171,8 +176,10 @@ def _own_bytes(one: Served) -> int:
     return plan.total_bytes - plan.region(PROCESS).nbytes
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run some work in a thread of its own, for which the end of the program does not wait."""
+async def in_thread(work: Callable[[], T], short: bool = False) -> T:
+    """Run some work in a thread, for which the end of the program does not wait; `short` work runs here, and sooner."""
+    if short:
+        return work()
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -188,8 +195,33 @@ async def in_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, *done)
 
-    threading.Thread(target=run, name="edgeinfer server", daemon=True).start()
+    _hand_over(run)
     return await asyncio.shield(future)
+
+
+def _hand_over(run: Callable[[], None]) -> None:
+    """Let a thread that waits, or a new one, do some work: to start a thread takes longer than most of it."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = SimpleQueue()
+        threading.Thread(target=_serve, args=(inbox,), name="edgeinfer server", daemon=True).start()
+    inbox.put(run)
+
+
+def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
+    """Do what is handed over, until nothing has come for a while."""
+    while True:
+        try:
+            run = inbox.get(timeout=LINGER_SECONDS)
+        except Empty:
+            with contextlib.suppress(ValueError):  # it has just been handed some more
+                _idle.remove(inbox)
+                return
+            continue
+        run()
+        del run
+        _idle.append(inbox)
 
 
 def loading() -> ApiError:

@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack
 from datetime import datetime, timezone
 from typing import Any
 
-from msgspec import Struct
-
 from .. import __version__
 from ..engine import Completion
 from . import messages
@@ -20,6 +18,7 @@ from .embeddings import MOST_TEXTS, embedded
 from .errors import ApiError, ollama_error
 from .http import NDJSON, Call, Events, Reply, encode
 from .models import LATEST, Served, in_thread
+from .ollama_types import ChatBody, EmbedBody, GenerateBody, Generating, ShowBody
 from .sampling import fitted, form_of, options_of, prompts_of
 from .tools import CallArguments, CallStart
 
@@ -32,59 +31,6 @@ OPENING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "use_mmap", "num_threa
            "mirostat_eta", "mirostat_tau", "f16_kv")
 """Options of opening a model, which was opened already, and of samplers that are not here; a server of ollama's accepts
 them for every model, too."""
-
-
-class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all requests."""
-
-    model: str
-    options: dict[str, Any] | None = None
-    keep_alive: Any = None
-
-
-class Generating(Body, kw_only=True):
-    """Fields of requests for text."""
-
-    stream: bool = True
-    format: str | dict[str, Any] | None = None
-    think: bool | str | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-
-class ChatBody(Generating, kw_only=True):
-    """Body of /api/chat."""
-
-    messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] | None = None
-
-
-class GenerateBody(Generating, kw_only=True):
-    """Body of /api/generate."""
-
-    prompt: str = ""
-    suffix: str | None = None
-    system: str | None = None
-    template: str | None = None
-    images: list[str] | None = None
-    raw: bool = False
-    context: list[int] | None = None
-
-
-class EmbedBody(Body, kw_only=True):
-    """Body of /api/embed."""
-
-    input: str | list[str]
-    truncate: bool | None = None
-    dimensions: int | None = None
-
-
-class ShowBody(Struct, kw_only=True):
-    """Body of /api/show."""
-
-    model: str = ""
-    name: str = ""
-    verbose: bool = False
 
 
 def _options(call: Call, given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:

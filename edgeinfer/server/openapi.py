@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 
 from .. import __version__
-from . import anthropic, ollama, types
+from . import anthropic, ollama_types, types
 from .http import Handler
 
 BODIES: dict[str, type] = {
     "/v1/chat/completions": types.ChatRequest, "/v1/completions": types.CompletionRequest,
     "/v1/responses": types.ResponsesRequest, "/v1/embeddings": types.EmbeddingRequest,
     "/v1/rerank": types.RerankRequest, "/tokenize": types.TokenizeRequest, "/detokenize": types.DetokenizeRequest,
-    "/api/chat": ollama.ChatBody, "/api/generate": ollama.GenerateBody, "/api/embed": ollama.EmbedBody,
-    "/api/show": ollama.ShowBody, "/v1/messages": anthropic.Body,
+    "/api/chat": ollama_types.ChatBody, "/api/generate": ollama_types.GenerateBody,
+    "/api/embed": ollama_types.EmbedBody,
+    "/api/show": ollama_types.ShowBody, "/v1/messages": anthropic.Body,
     "/v1/messages/count_tokens": anthropic.Counted,
 }
 """Type of the body that each path reads."""

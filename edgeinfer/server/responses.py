@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
@@ -12,7 +11,7 @@ from ..engine import Completion
 from . import messages
 from .conversation import Asked, Conversation, begin
 from .errors import ApiError, openai_error
-from .http import ALIVE, Call, Events, Reply, event
+from .http import ALIVE, Call, Events, Reply, event, new_id
 from .sampling import form_of, only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event
 from .types import ResponsesRequest
@@ -95,7 +94,7 @@ class _Response:
     def __init__(self, body: ResponsesRequest, model: str):
         self._number = -1
         self._head: dict[str, Any] = {
-            "id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": int(time.time()),
+            "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
             "status": "in_progress", "model": model, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "parallel_tool_calls": body.parallel_tool_calls is not False, "temperature": body.temperature,
@@ -108,7 +107,7 @@ class _Response:
         """Take in a part of the answer; returns the events that tell of it."""
         if isinstance(part, CallStart):
             return [*self._close(), self._open({
-                "type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": part.id, "name": part.name,
+                "type": "function_call", "id": new_id("fc_"), "call_id": part.id, "name": part.name,
                 "arguments": "", "status": "in_progress"})]
         if isinstance(part, CallArguments):
             self._items[-1]["arguments"] += part.text
@@ -129,7 +128,7 @@ class _Response:
 
     def _open_text(self, kind: str) -> Iterable[bytes]:
         reasoning = kind == "reasoning"
-        item: dict[str, Any] = {"type": kind, "id": f"{'rs' if reasoning else 'msg'}_{secrets.token_hex(12)}",
+        item: dict[str, Any] = {"type": kind, "id": new_id("rs_" if reasoning else "msg_"),
                                 "status": "in_progress", "content": []}
         if reasoning:
             item["summary"] = []
