@@ -270,13 +270,19 @@ class Scheduler:
 
     def preempt(self, request: Request[Any]) -> None:
         """Take a request's blocks; it waits again, before all that arrived later, and computes them again."""
+        import logging  # here: most runs preempt nothing, and the import takes milliseconds
+
+        task, held = request.task, request.task.sequence
+        n_tokens = 0 if held is None else len(held)
         self.share_end(request)
-        request.task.release()
+        task.release()
         self.running.remove(request)
         self.waiting.append(request)
         self.waiting.sort(key=lambda one: one.number)
-        request.task.preemptions += 1
+        task.preemptions += 1
         self.preemptions += 1
+        logging.getLogger(__name__).info("Request %d was preempted at %d tokens; %d KV blocks are free.",
+                                         request.number, n_tokens, self.runner.free_blocks)
         request.wait_again()
 
     def share_end(self, request: Request[Any]) -> None:
