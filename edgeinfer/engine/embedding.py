@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import CancelledError
 from ..runner import Cancellation
-from .task import Ran, Run, Task
+from .task import Ran, Run, Task, check_blocks
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
@@ -37,6 +37,8 @@ class Embedding(Task[NDArray[np.float32]]):
     def __init__(self, runner: Runner, prompt_ids: Iterable[int], rows: Rows, pooling: str = MEAN,
                  normalise: bool = True):
         super().__init__(runner, prompt_ids)
+        n_tokens = len(self.prompt_ids)
+        check_blocks(runner, f"A text of {n_tokens} tokens", n_tokens, 0, lower="shorten it")
         self._rows = rows
         self._pooling, self._normalise = pooling, normalise
         self._sequence: Sequence | None = None

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import GenerationConfig
 from ..errors import RequestError
-from ..memory_planner import shared_blocks
 from ..runner import DECODE
 from ..text import Tokenizer
 from .candidate import Sample
 from .completion import Completion
 from .sampler import Sampler
-from .task import Ran, Run, Task
+from .task import MORE, Ran, Run, Task, check_blocks
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
@@ -82,7 +81,7 @@ class Generation(Task[Completion]):
             raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
         self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
-        self._check_blocks(what)
+        self._check_room(what)
         self._begin_form, self._skip_special = begin_form, skip_special
         self._samples: Items[Sample] = self._new_samples(tokenizer)
         self._usage = speculation.usage() if speculation else None
@@ -106,23 +105,16 @@ class Generation(Task[Completion]):
                                f"texts of up to {self.room} tokens; give those of one text.")
         self._samples[0].resume(ids, self.room)
         self._chosen = True
-        return len(ids)
+        return self._samples[0].n_tokens
 
-    def _check_blocks(self, what: str) -> None:
-        """Refuse what cannot fit the KV pools even when nothing else runs."""
-        n, n_prompt, runner = self.n_sequences, len(self.prompt_ids), self._runner
-        room, own = max(self.room, 0), f"own_tokens={self._config.max_tokens}"
+    def _check_room(self, what: str) -> None:
+        n, n_prompt, room, config = self.n_sequences, len(self.prompt_ids), max(self.room, 0), self._runner.config
+        whose, remedy = f"A prompt of {n_prompt} tokens and up to {room} new ones", MORE
         if n > 1:
             whose = f"{n} {what} of up to {room} tokens behind a prompt of {n_prompt}"
-        else:
-            whose, own = f"A prompt of {n_prompt} tokens and up to {room} new ones", "more KV memory (--kv-memory)"
-        if (needed := shared_blocks(n_prompt, room, n, runner.block_tokens)) > (there := runner.plan.kv_blocks):
-            raise RequestError(f"{whose} may need {needed} KV blocks of {runner.block_tokens} tokens, and the model is "
-                               f"open for {there}; lower max_tokens, or open it with {own}.")
-        windowed = runner.plan.windowed
-        if windowed and (needed := windowed.needed(room, n)) > windowed.blocks:
-            raise RequestError(f"{whose} may need {needed} KV blocks of layers with a window, and the model is open "
-                               f"for {windowed.blocks}; lower max_tokens, or open it with {own}.")
+            if config.kv_memory is None and config.kv_tokens in (None, config.ctx):  # the pool follows own_tokens
+                remedy = f"own_tokens={self._config.max_tokens}"
+        check_blocks(self._runner, whose, n_prompt, room, n, remedy=remedy)
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
         return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index,

@@ -84,6 +84,9 @@ class Request(Generic[Result]):
 
     def next_piece(self) -> str | None:
         """Return the next text, or None at the end; raises what the request ended with."""
+        if self._engine is not None and self._engine.inside and not self.ended:
+            raise RequestError("A callback cannot wait for a request: it runs in the thread that runs all requests. "
+                               "Make the request in another thread.")
         self.start()
         try:
             piece = self._next()

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import RequestError
 from ..runner import DECODE, PROMPT
 from .request import Request
 from .task import Ran, Run, shared
@@ -83,12 +84,12 @@ class Scheduler:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def admit(self) -> list[tuple[Request[Any], Exception]]:
+    def admit(self) -> list[tuple[Request[Any], BaseException]]:
         """Let waiting requests in, in order of arrival, as long as their prompts and answers find blocks.
 
         Returns those that failed, with their errors.
         """
-        failed: list[tuple[Request[Any], Exception]] = []
+        failed: list[tuple[Request[Any], BaseException]] = []
         while self.waiting and self._retry:
             request = self.waiting[0]
             if not self._has_sequences(request):
@@ -98,7 +99,7 @@ class Scheduler:
                 continue
             try:
                 entered = self._enter(request)
-            except Exception as error:
+            except BaseException as error:  # its callback may raise anything, and no other request is to end with it
                 self.waiting.pop(0)
                 failed.append((request, error))
                 continue
@@ -116,8 +117,13 @@ class Scheduler:
 
     def _enter(self, request: Request[Any]) -> bool:
         """Begin a request if the pools have room for it beside what those that run still need."""
-        sequence = self._first_sequence(request)
         task = request.task
+        try:
+            sequence = self._first_sequence(request)
+        except RequestError:  # no room for what its file has
+            if not self.running:
+                raise
+            return False
         wanted = [(sequence, self._growth(request, len(sequence)))]
         wanted += [(one.task.sequence, self._growth(one, len(one.task.sequence))) for one in self.running
                    if one.task.sequence is not None]
@@ -270,13 +276,19 @@ class Scheduler:
 
     def preempt(self, request: Request[Any]) -> None:
         """Take a request's blocks; it waits again, before all that arrived later, and computes them again."""
+        import logging  # here: most runs preempt nothing, and the import takes milliseconds
+
+        task, held = request.task, request.task.sequence
+        n_tokens = 0 if held is None else len(held)
         self.share_end(request)
-        request.task.release()
+        task.release()
         self.running.remove(request)
         self.waiting.append(request)
         self.waiting.sort(key=lambda one: one.number)
-        request.task.preemptions += 1
+        task.preemptions += 1
         self.preemptions += 1
+        logging.getLogger(__name__).info("Request %d was preempted at %d tokens; %d KV blocks are free.",
+                                         request.number, n_tokens, self.runner.free_blocks)
         request.wait_again()
 
     def share_end(self, request: Request[Any]) -> None:

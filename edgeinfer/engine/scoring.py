@@ -13,7 +13,7 @@ from ..errors import CancelledError, RequestError
 from ..runner import DECODE
 from .completion import Score
 from .sampler import log_softmax
-from .task import Ran, Run, Task, checked_prompt
+from .task import Ran, Run, Task, check_blocks, checked_prompt
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
@@ -37,7 +37,7 @@ class Scoring(Task[list[Score]]):
     ------
     RequestError
         There is no continuation, one is empty, a token id is outside the vocabulary, or the prompt and a continuation
-        do not fit the context.
+        do not fit the context or the KV pool.
     """
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int],
@@ -47,6 +47,9 @@ class Scoring(Task[list[Score]]):
             raise RequestError("There is no continuation to score; give at least one.")
         room = int(runner.config.ctx or 0) - len(self.prompt_ids)
         self._todo = [(text, self._checked(number, ids, room)) for number, (text, ids) in enumerate(continuations)]
+        n_prompt, longest = len(self.prompt_ids), max(len(ids) for _, ids in self._todo)
+        check_blocks(runner, f"A prompt of {n_prompt} tokens and a continuation of {longest}", n_prompt, longest,
+                     lower="shorten them")
         self._sequence: Sequence | None = None
         self._first: Floats | None = None  # log-probabilities after the prompt
         self._logprobs: list[float] = []  # of the continuation that is being scored

@@ -84,7 +84,8 @@ class Steps:
             for request in [work.request for work in works] or list(self.scheduler.running):
                 self._conclude(request, error)
             return
-        self._note_time(passed.works, time.perf_counter() - began)
+        if passed.works:
+            self._note_time(passed.works, time.perf_counter() - began)
         for work, ran in zip(passed.works, passed.results, strict=True):
             self._take(work.request, ran)
         if passed.learn is not None:
@@ -124,7 +125,7 @@ class Steps:
     def _forward(self, works: list[Work], cancel: Any) -> Passed:
         """Run the model over the tokens of works."""
         self.passes += 1
-        if self._runner.prefill_strategy and (whole := self._whole_prompt(works, cancel)):
+        if self._runner.prefill_strategy and (whole := self._whole_prompt(works)):
             return whole
         samples = self._samples(works)
         if forced := self._forced(works, samples):
@@ -155,15 +156,22 @@ class Steps:
                                           for run, n in zip(work.runs, work.counts, strict=True) if n], cancel))
         return Passed(works, [result_of(work, rows) for work in works])
 
-    def _whole_prompt(self, works: list[Work], cancel: Any) -> Passed | None:
-        """Process a prompt by the runner's own strategy, alone, while the others wait."""
+    def _whole_prompt(self, works: list[Work]) -> Passed | None:
+        """Process a prompt by the runner's own strategy, alone, while the others wait; an error ends its request alone.
+        """
         strategy = self._runner.prefill_strategy
         for work in works:
             run = work.runs[0]
             if strategy and run.owner is None and run.last and strategy.takes(run.ids):
                 task = work.request.task
                 spec = run.specs[0] if run.specs else 0
-                row = self._runner.prefill(run.sequence, run.ids, cancel, spec, task.telling())
+                try:
+                    row = self._runner.prefill(run.sequence, run.ids, task.cancellation, spec, task.telling())
+                except BaseException as error:  # its callback may raise anything
+                    if isinstance(error, CancelledError) and task.cancellation.asked:
+                        raise
+                    self._conclude(work.request, error)
+                    return Passed([], [])
                 return Passed([work], [[Ran(run, len(run.ids), [row])]])
         return None
 
@@ -233,7 +241,7 @@ class Steps:
                 task.tell()
                 self._save(request)
                 self.scheduler.share(request)
-        except Exception as error:
+        except BaseException as error:  # its callback may raise anything
             self._conclude(request, error)
             return
         if task.finished:
@@ -246,7 +254,7 @@ class Steps:
                 and task.sequence is not None and len(task.sequence) == n_prompt:
             self._runner.save(task.sequence, request.prompt_cache)
 
-    def _conclude(self, request: Request[Any], error: Exception | None = None) -> None:
+    def _conclude(self, request: Request[Any], error: BaseException | None = None) -> None:
         """End a request, give its sequences back and tell its client."""
         if request in self.scheduler.waiting and not request.claim():  # who cancelled it has ended it
             self.scheduler.remove(request)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..base.validation import shown, whole
 from ..errors import ContextError, RequestError
+from ..memory_planner import shared_blocks
 from ..runner import PROMPT, Cancellation, Segment
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .speculation.controller import Speculation
 
 Result = TypeVar("Result")
+MORE = "more KV memory (--kv-memory)"
 
 
 class Run(NamedTuple):
@@ -194,6 +196,27 @@ def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
     if len(ids) > ctx:
         raise too_long(f"has more than {ctx} tokens", ctx + 1, runner)
     return ids
+
+
+def check_blocks(runner: Runner, what: str, n_prompt: int, room: int, n: int = 1, lower: str = "lower max_tokens",
+                 remedy: str = MORE) -> None:
+    """Raise `RequestError` for what cannot fit the KV pools even when nothing else runs.
+
+    Parameters
+    ----------
+    what : names the request in the sentence
+    n_prompt : tokens of the prompt
+    room : tokens that may follow it in each of `n` sequences, the last of which is never run
+    lower, remedy : what the caller can do
+    """
+    pools = [(shared_blocks(n_prompt, room, n, runner.block_tokens), runner.plan.kv_blocks,
+              f"of {runner.block_tokens} tokens")]
+    if windowed := runner.plan.windowed:
+        pools.append((windowed.needed(room, n), windowed.blocks, "of layers with a window"))
+    for needed, there, which in pools:
+        if needed > there:
+            raise RequestError(f"{what} may need {needed} KV blocks {which}, and the model is open for {there}; "
+                               f"{lower}, or open it with {remedy}.")
 
 
 def too_long(what: str, n_tokens: int, runner: Runner) -> ContextError:

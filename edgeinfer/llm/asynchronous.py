@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -121,7 +122,7 @@ def _event_of(request: Request[Any]) -> asyncio.Event:
     loop, there = asyncio.get_running_loop(), asyncio.Event()
 
     def tell() -> None:
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits there
             loop.call_soon_threadsafe(there.set)
 
     request.on_event = tell

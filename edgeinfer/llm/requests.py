@@ -130,6 +130,8 @@ class Requests(Prompts):
         if form is None:
             return None
         if self._forms is None:
+            if self._tokenizer is None:
+                raise RequestError("Texts of a given form need a tokenizer, and this bundle has none.")
             from ..text import Forms
 
             self._forms = Forms(self.tokenizer, self.runner.model.vocab_size, self._eos_ids)

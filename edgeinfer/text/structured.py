@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
+MOST_FORCED = 4096
+"""Tokens in a row that a form may leave no choice about: each step looks at all of them."""
 KEPT_FORMS = 32
 """Compiled forms that are kept for requests to come."""
 JSON_OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
@@ -38,15 +40,27 @@ class Forms:
     tokenizer : Tokenizer
     vocab_size : length of the model's logits
     eos_ids : tokens that end a text
+
+    Raises
+    ------
+    RequestError
+        llguidance cannot use the tokenizer.
+    UsageError
+        llguidance is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]):
         llguidance = _llguidance()
         self._vocab_size = vocab_size
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(
-            _Vocabulary(tokenizer, vocab_size, sorted(eos_ids))), n_vocab=vocab_size, eos_token=sorted(eos_ids) or None)
+        ends = sorted(i for i in eos_ids if i < vocab_size)  # a tokenizer may have more ids than the model has logits
+        try:
+            vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends))
+            self._tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends or None)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError("Texts of a given form need a tokenizer that llguidance can use, and it refuses this "
+                               f"one: {' '.join(str(error).split())[:300]}") from None
         self._limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, initial_lexer_fuel=MOST_FUEL,
-                                                 max_lexer_states=MOST_STATES)
+                                                 max_lexer_states=MOST_STATES, verbose_errors=False)
         self._compiled: OrderedDict[TextForm, Any] = OrderedDict()
 
     def begin(self, form: TextForm) -> Constraint:
@@ -74,8 +88,11 @@ class Forms:
         except (ValueError, RecursionError) as error:
             raise _refused(form, str(error)) from None
         matcher = matchers(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        forced = matcher.compute_ff_tokens()
         if matcher.is_error():
-            raise _refused(form, matcher.get_error())
+            raise _refused(form, _why(matcher))
+        if len(forced) > MOST_FORCED:
+            raise _refused(form, _too_many(forced))
         return matcher
 
 
@@ -93,6 +110,8 @@ class Constraint:
         self._matcher = matcher
         self.words: NDArray[np.uint32] = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
         self._known = False
+        self._refused = ""
+        """Why the text cannot go on."""
 
     def prepare(self) -> None:
         """Compute the mask of the next token; it is empty if the form cannot be followed (`check`)."""
@@ -108,34 +127,47 @@ class Constraint:
 
     def check(self) -> None:
         """Raise `RequestError` if the form cannot be followed, such as one that takes too much time or memory."""
-        if self._matcher.is_error():
-            why = " ".join(self._matcher.get_error().split())
-            raise RequestError(f"The form of the text cannot be followed: {why}")
+        if self._refused or self._matcher.is_error():
+            raise self._failure()
 
     def _fill(self, words: NDArray[np.uint32]) -> None:
-        if not self._matcher.is_stopped():
+        """Compute a mask; it is empty where the grammar fails at it, for instance at its limits."""
+        if not self._refused and not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if not self._matcher.is_error():
                 return
         words[:] = 0
 
+    def _failure(self) -> RequestError:
+        return RequestError(f"The form of the text cannot be followed: {self._refused or _why(self._matcher)}")
+
     def accept(self, token_id: int) -> bool:
         """Go on with a token that may come next; returns whether the text is complete: nothing can follow."""
         if not self._matcher.consume_token(token_id):
-            raise RequestError(f"Token {token_id} cannot stand here: {self._matcher.get_error()}")
+            raise self._failure()
         self._known = False
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def forced(self, most: int) -> list[int]:
-        """Return the tokens that must come next, `most` at most; none if there is a choice."""
-        return list(self._matcher.compute_ff_tokens()[:most])
+        """Return the tokens that must come next, `most` at most; none if there is a choice.
+
+        If they are more than a form may force, the next mask is empty, and `check` raises. Nothing does here: the step
+        is that of others, too.
+        """
+        found = self._matcher.compute_ff_tokens()
+        if len(found) > MOST_FORCED:
+            self._refused, self._known, found = _too_many(found), False, []
+        return list(found[:most])
 
     def possible(self, proposal: Items[int]) -> int:
         """Return how many of a draft's tokens may be there, one after the other."""
         return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(proposal)))
 
     def prepare_draft(self, proposal: Items[int], masks: Items[NDArray[np.uint32]]) -> None:
-        """Compute the mask of the next token, and those after each token of a draft that is `possible`."""
+        """Compute the mask of the next token, and those after each token of a draft that is `possible`.
+
+        Raises nothing, as `forced`.
+        """
         self.prepare()
         for token_id, words in zip(proposal, masks, strict=True):
             self._matcher.consume_token(token_id)
@@ -186,6 +218,14 @@ class _Vocabulary:
 
 def _refused(form: TextForm, why: str) -> RequestError:
     return RequestError(f"The {form.kind.replace('_', ' ')} cannot be used: {' '.join(why.split())[:300]}")
+
+
+def _too_many(forced: Items[int]) -> str:
+    return f"it forces {len(forced)} tokens in a row, and at most {MOST_FORCED} are taken; shorten its literals."
+
+
+def _why(matcher: Any) -> str:
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
 
 
 def _llguidance() -> Any:

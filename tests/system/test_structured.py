@@ -100,7 +100,8 @@ def test_bias_and_form_that_leave_nothing_end_the_text(llm: LLM) -> None:
 @pytest.mark.parametrize(("form", "sentence"), [
     ({"type": "strin"}, "The json schema cannot be used: "),
     ({"not": {"type": "string"}, "x-guidance": {"lenient": True}}, 'cannot be used: Unimplemented keys: \\["not"\\]'),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 2}], "x-guidance": {"coerce_one_of": True}}, "oneOf constraints are not"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}], "x-guidance": {"coerce_one_of": True}},
+     "oneOf constraints are not"),
     ({"type": "regex", "pattern": "("}, "The regex cannot be"),
     ({"type": "grammar", "grammar": "start: foo bar["}, "The grammar cannot be used: "),
 ])
@@ -157,7 +158,7 @@ def test_a_form_that_fails_within_a_text_ends_its_request_alone(llm: LLM, monkey
     monkeypatch.setattr(Constraint, "accept", fail)
     for request in (failing, other):
         request.start_whole()
-    with pytest.raises(RequestError, match="^The form of the text cannot be followed: "):
+    with pytest.raises(RequestError, match=r"^The form of the text cannot be followed: "):
         failing.finish()
     assert other.finish().token_ids == want
     assert not constraint.words.any()
@@ -200,3 +201,9 @@ def test_run_takes_a_schema_and_a_grammar(tmp_path: Path) -> None:
     ):
         refused = edgeinfer("run", "demo", PROMPT, *given)
         assert refused.code == 2 and sentence in refused.sentence, refused
+
+
+@pytest.mark.parametrize("text", ["▁a", "<｜tool▁calls▁begin｜>x", "naïve ▁▁ é"])
+def test_characters_that_a_tokenizer_replaces(llm: LLM, text: str) -> None:
+    """SentencePiece writes U+2581 as a space, and so cannot encode it; bytes can."""
+    assert llm.generate("Once", response_format={"type": "regex", "pattern": text}, max_tokens=60) == text
