@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("starlette")
+from edgeinfer import LLM
 from tests.helpers.serving import Running, chat_model, serving
 
 PROMPT = "Once upon a time"
@@ -97,6 +100,56 @@ def test_requests_together_have_the_texts_of_each_alone(running: Running) -> Non
     with ThreadPoolExecutor(len(bodies)) as pool:
         assert list(pool.map(text, bodies)) == alone
     assert running.free()
+
+
+def random_body(number: int) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a request of any kind."""
+    chance = random.Random(number)
+    beginning = "The king and the queen lived in a castle by the sea. " * chance.choice((0, 1, 4, 20))
+    prompt = f"{beginning}Tale {number % 9}:"
+    body: dict[str, Any] = {
+        "temperature": chance.choice((0, 0.9)), "seed": number, "max_tokens": chance.choice((1, 8, 60, 200)),
+        "frequency_penalty": chance.choice((0, 0.5)), "n": chance.choice((1, 1, 1, 2)), "stream": chance.random() < 0.5}
+    if chance.random() < 0.2:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": TOOL["function"]["parameters"]}}
+    if chance.random() < 0.4:
+        if chance.random() < 0.3:
+            body |= {"tools": [TOOL], "tool_choice": "required"}
+            body.pop("response_format", None)
+        return CHAT, {**body, "messages": [{"role": "user", "content": prompt}]}
+    return COMPLETIONS, {**body, "prompt": prompt, "logprobs": chance.choice((None, 2))}
+
+
+def answer(running: Running, path: str, body: dict[str, Any]) -> dict[int, Any]:
+    """Return text, arguments of calls, log-probabilities and end of each sample, streamed or not."""
+    found = running.ask(path, {name: value for name, value in body.items() if value is not None})
+    assert found.status == 200, found.body
+    made: dict[int, Any] = {}
+    for choice in (each for one in (found.events if body["stream"] else [found.json]) for each in one["choices"]):
+        own = made.setdefault(choice["index"], ["", "", [], None])
+        part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        own[0] += part.get("content") or ""
+        own[1] += "".join(call["function"]["arguments"] for call in part.get("tool_calls") or ())
+        own[2] += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        own[3] = choice["finish_reason"] or own[3]
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_200_requests_of_all_kinds_together_have_the_answers_of_each_alone(tmp_path: Path) -> None:
+    asked = [random_body(number) for number in range(200)]
+
+    def opener(source: str, left: int | None) -> LLM:  # a pool in which requests are preempted
+        return LLM(source, ctx=512, threads=2, max_sequences=8, kv_tokens=1024)
+
+    with serving({"chat": chat_model(tmp_path)}, opener, max_requests=1000) as one, ThreadPoolExecutor(48) as pool:
+        alone = [answer(one, *each) for each in asked]
+        other_way = [(path, {**body, "stream": not body["stream"]}) for path, body in asked]
+        random.Random(0).shuffle(order := list(range(200)))
+        together = dict(zip(order, pool.map(lambda i: answer(one, *other_way[i]), order), strict=True))
+        assert [together[i] for i in range(200)] == alone
+        assert one.free() and one.llm().state().preemptions
 
 
 def test_a_stop_string_and_a_form(running: Running) -> None:
