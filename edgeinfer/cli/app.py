@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -98,8 +99,7 @@ def execute(arguments: list[str]) -> int:
             if arguments[:1] not in ([], ["config"], ["--help"], ["-h"], ["--version"]):
                 settings.apply()
                 process.reports_json = _wants_json(arguments)
-            command = typer.main.get_command(make_app([name for name in arguments[:1] if name in COMMANDS] or COMMANDS))
-            read_plainly(command)
+            command = _command(tuple(name for name in arguments[:1] if name in COMMANDS) or tuple(COMMANDS))
             result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
             sys.stdout.flush()
             if result == TYPER_INTERRUPTED:
@@ -113,6 +113,14 @@ def execute(arguments: list[str]) -> int:
     finally:
         settings.withdraw()
     return result if isinstance(result, int) else 0
+
+
+@cache
+def _command(names: tuple[str, ...]) -> Any:
+    """Return the program with these commands; a process that runs many, such as a test, makes each once."""
+    command = typer.main.get_command(make_app(names))
+    read_plainly(command)
+    return command
 
 
 def _failed(error: BaseException, as_json: bool, command: Any) -> int:

@@ -33,7 +33,7 @@ def modes(cases: Iterable[answers.Case], whole: bool = False) -> set[str]:
 
 
 def test_they_agree(models: dict[str, Path]) -> None:
-    assert modes(answers.cases(models, 200, 7)) > {"resident", "streamed", "refused"}
+    assert modes(answers.cases(models, 150, 7)) > {"resident", "streamed", "refused"}
 
 
 @pytest.mark.slow

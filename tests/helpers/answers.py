@@ -104,8 +104,8 @@ def options(chance: random.Random, name: str, paths: dict[str, Path]) -> Iterato
                                ("--recipe", "none"), ("--max-kld", 0), ("--head", "screened"),
                                ("--mlock",)])] * (chance.random() < 0.2)
     if name in ("checkpoint", "Q4_K"):
-        yield from [("--weights", chance.choice(["q4", "int8", "f16"]))] * (chance.random() < 0.5)
-        yield from [("--group-size", chance.choice([32, 64]))] * (chance.random() < 0.3)
+        yield from [("--weights", "int8" if name == "Q4_K" else "f16")] * (chance.random() < 0.4)
+        yield from [("--group-size", 64)] * (chance.random() < 0.2)
     device = chance.choice(["auto", "cuda", "onnx-cpu"]) if chance.random() < 0.25 else ""
     yield from [("--device", device)] * bool(device)
     yield from [("--no-mmap",)] * (chance.random() < (0.05 if device else 0.3))
@@ -151,7 +151,7 @@ def size(path: Path) -> int:
 
 def within(case: Case, whole: Answer, chance: random.Random, spread: int) -> Case:
     """Return a case with less memory or little more than all of it takes, as a budget or as what the machine has."""
-    least = whole.total + chance.randint(-max(spread, 100_000), max(spread, 100_000) // 3)
+    least = whole.total + chance.randint(-max(spread, 100_000) // 2, max(spread, 100_000) // 2)
     if whole.on_device:
         case = case._replace(card=case.card and whole.on_device + chance.randint(-spread, spread // 2))
         least = least if chance.random() < 0.2 else max(least, whole.total)
