@@ -103,9 +103,12 @@ class ModelRunner(Runner):
     def _prepare(self, segments: Items[Segment], first: int, cancel: Cancellation | None) -> int:
         """Complete what samples read while the instructions before the first one run; returns where to continue.
 
-        Weights in storage are read for a whole pass, so with them it is completed before.
+        It is completed before a pass that is too short to be cut in two, and where weights in storage are read for a
+        whole pass.
         """
-        if self._first_sample <= first or self.executor.stream:
+        n = sum(len(segment.ids) for segment in segments)
+        if self._first_sample <= first or self.executor.stream or self.executor.tuner.short(n, first,
+                                                                                            self._first_sample):
             prepare_samples(segments)
             return first
         self.executor.run(first, self._first_sample, cancel, meanwhile=partial(prepare_samples, segments))

@@ -114,6 +114,11 @@ class ThreadTuner:
             kind.turn()
         return self.threads if kind.mode else 1, 0 < steps * kind.last < CALLER_NS
 
+    def short(self, tokens: int, first: int, stop: int) -> bool:
+        """Return whether the caller would be one of the threads of such a pass."""
+        kind = self._kinds.get((tokens.bit_length(), first, stop))
+        return kind is not None and 0 < kind.last < CALLER_NS
+
     def further(self, tokens: int, stop: int) -> int:
         """Return how many steps a forward pass of the whole program over this many tokens may take besides the
         first."""
