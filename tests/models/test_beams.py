@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import itertools
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -324,6 +325,15 @@ def test_a_model_opens_for_beams(llm: LLM) -> None:
         LLM("demo", beams=20)
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Hear Ctrl-C although the suite may be deaf to it, as in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("place", ["finished", "release", "_conclude"])
 def test_ctrl_c_while_a_search_ends_leaves_the_model_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str

@@ -202,6 +202,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.cli.commands.bench_run.READ_BYTES", 8 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_reads")
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["-p", "16", "-n", "4", "-d", "0,32", "-r", "2", "-t", "1"]

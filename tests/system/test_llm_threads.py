@@ -340,7 +340,7 @@ with LLM("demo", ctx=256, threads=1, device=sys.argv[1]) as llm:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("device", ["cpu", "onnx-cpu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("onnx-cpu", marks=pytest.mark.slow)])
 def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None:
     """The engine runs another thread's request when the process forks: neither a request nor closing waits for that."""
     if device != "cpu":

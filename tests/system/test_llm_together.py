@@ -168,6 +168,7 @@ def test_embeddings_do_not_depend_on_chunks_or_company() -> None:
         assert np.allclose(model.embed([text, PROMPTS[0]]), beside, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.reference
 def test_embeddings_are_transformers_hidden_states(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

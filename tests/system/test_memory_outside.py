@@ -65,6 +65,7 @@ def test_the_plan_is_what_is_measured() -> None:
     assert abs(done.vm_hwm_bytes - reported) < 4 * MB
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("memory", ["1MB", "200MB"])
 def test_a_pool_takes_its_own_size(memory: str) -> None:
     """Smaller and larger than the context that it has without."""
@@ -86,6 +87,7 @@ def test_beams_take_what_they_were_planned_to_take() -> None:
     assert abs(beams.vm_hwm_bytes - planned[1]) < 24 * MB
 
 
+@pytest.mark.slow
 def test_a_run_lives_within_what_was_planned() -> None:
     """Also without an explicit budget: the limit of the group is then the budget, and it is just enough."""
     planned = json.loads(run_demo().out)["planned_bytes"]

@@ -95,6 +95,7 @@ def test_every_store_is_found_under_the_name_to_type(home: Path, source: Path) -
     assert all(name in table.out for name in found) and "8 models, all of which run and fit" in table.out
 
 
+@pytest.mark.slow
 def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
