@@ -102,11 +102,11 @@ def times(model: str, rounds: int) -> list[str]:
         both = Requests(server, llm)
         http_side, own = pairs(partial(block, both.over_http), partial(block, both.in_process), rounds)
         rows.append(compared(f"a request of {SHORT} tokens, wall time", http_side, own, "2 ms", 1e3, "ms"))
-        for more, events in ({}, "several to an event"), ({"logprobs": 0}, "alone with its log-probability"):
+        for more, kind in ({}, "text alone"), ({"logprobs": 0}, "with log-probabilities"):
             http_streams, own_streams = pairs(partial(both.streamed, **more), partial(both.streamed_in_process, **more),
                                               rounds)
             for i, what in enumerate(("wall time", "processor time")):
-                rows.append(compared(f"a streamed token, {events}, {what}", [one[i] for one in http_streams],
+                rows.append(compared(f"a streamed token, {kind}, {what}", [one[i] for one in http_streams],
                                      [one[i] for one in own_streams], "100 us", 1e6, "us"))
         quiet, crowded = list[float](), list[float]()
         for turn in range(max(rounds // 2, 3)):
@@ -125,9 +125,9 @@ def times(model: str, rounds: int) -> list[str]:
 
 def compared(what: str, http_side: list[float], own: list[float], most: str, scale: float, unit: str) -> str:
     """Return a row: medians of both sides, and the median of the differences."""
-    differences = [scale * (one - other) for one, other in zip(http_side, own, strict=True)]
-    return (f"| {what} | {scale * statistics.median(http_side):.2f} {unit} | {scale * statistics.median(own):.2f} {unit} "
-            f"| {statistics.median(differences):.2f} {unit} | {most} |")
+    differences = [one - other for one, other in zip(http_side, own, strict=True)]
+    cells = " | ".join(f"{scale * statistics.median(values):.2f} {unit}" for values in (http_side, own, differences))
+    return f"| {what} | {cells} | {most} |"
 
 
 @contextmanager

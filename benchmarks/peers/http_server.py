@@ -44,7 +44,7 @@ class HttpServer:
     """
 
     def __init__(self, command: list[str], port: int):
-        self.port, self._log = port, tempfile.TemporaryFile()
+        self.port, self._log = port, tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
         began = time.perf_counter()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL)
         self._own = psutil.Process(self._process.pid)
@@ -131,6 +131,8 @@ def free_port() -> int:
 class Streamed:
     """Times of one streamed answer, in seconds since it was asked for."""
 
+    began: float
+    """When it was asked for, by time.perf_counter()."""
     arrivals: list[float]
     """When each event with text arrived."""
     end: float
@@ -184,7 +186,7 @@ class _Receiver(asyncio.Protocol):
                 arrivals.append(self.times[bisect_left(ends, found.end())] - self.began)
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
-        return Streamed(arrivals, self.times[-1] - self.began, tokens)
+        return Streamed(self.began, arrivals, self.times[-1] - self.began, tokens)
 
 
 async def _ask(port: int, body: dict[str, Any]) -> Streamed:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SILENCE_SECONDS = 15.0
 """Time without text after which a stream says that it is alive: proxies close connections that are silent."""
+GAP_SECONDS = 0.002
+"""Least time between two events of a text: nobody sees a shorter one, and an event costs as much as a small model's
+token."""
 
 
 class Answer:
@@ -30,7 +33,7 @@ class Answer:
     def __init__(self, request: Request[Completion], call: Call):
         self._request, self._call = request, call
         self._progress = Progress(request)
-        self._there = event_of(request)
+        self._arrivals = _Arrivals(request)
         self.prompt_ids = request.task.prompt_ids
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent = False
@@ -43,7 +46,7 @@ class Answer:
         server.answers.add(self)
         loop = asyncio.get_running_loop()
         self._timers["over"] = loop.call_later(server.config.request_seconds, self._request.cancel)
-        self._timers["silent"] = loop.call_later(SILENCE_SECONDS, self._wake)
+        self._timers["silent"] = loop.call_later(SILENCE_SECONDS, self._say_alive)
 
     def cancel(self) -> None:
         """End it with what there is."""
@@ -56,7 +59,7 @@ class Answer:
         """
         request = self._request
         while not request.ended:
-            await self._wait()
+            await self._arrivals.wait()
             if not request.ended and ((found := self._progress.read()) or self._silent):
                 self._silent = False
                 yield found
@@ -68,18 +71,14 @@ class Answer:
         """Wait for the outcome."""
         self._request.every_step = False
         while not self._request.ended:
-            await self._wait()
+            await self._arrivals.wait()
         return self._request.finish()
 
-    def _wake(self) -> None:
-        """Say that a stream is alive, again and again."""
+    def _say_alive(self) -> None:
+        """Let a stream say that it is alive, again and again."""
         self._silent = True
-        self._there.set()
-        self._timers["silent"] = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._wake)
-
-    async def _wait(self) -> None:
-        await self._there.wait()
-        self._there.clear()
+        self._arrivals.wake()
+        self._timers["silent"] = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._say_alive)
 
     @property
     def completion(self) -> Completion:
@@ -105,30 +104,49 @@ class Answer:
 
 async def outcome(request: Request[T], start: Callable[[], None] | None = None) -> T:
     """Return the outcome of a request that has no text: scores, embeddings."""
-    there = event_of(request)
+    arrivals = _Arrivals(request)
     try:
         (start or request.start_whole)()
         while not request.ended:
-            await there.wait()
-            there.clear()
+            await arrivals.wait()
         return request.finish()
     finally:
         request.cancel()
 
 
-def event_of(request: Request[Any]) -> asyncio.Event:
-    """Return an event of the running loop that the engine sets when there is something to read.
+class _Arrivals:
+    """Wakes a coroutine when a request has something to read: at once at first and at the end, else not too often.
 
-    While it is set the engine need not wake the loop again.
+    Until the coroutine has read, the engine need not wake the loop again.
     """
-    loop, there = asyncio.get_running_loop(), asyncio.Event()
 
-    def tell() -> None:
-        if not there.is_set() or request.ended:
-            try:
-                loop.call_soon_threadsafe(there.set)
-            except RuntimeError:  # the loop is closed
-                request.cancel()
+    def __init__(self, request: Request[Any]):
+        self._request, self._loop = request, asyncio.get_running_loop()
+        self._there, self._told, self._next = asyncio.Event(), False, 0.0
+        request.on_event = self._tell
 
-    request.on_event = tell
-    return there
+    async def wait(self) -> None:
+        """Wait until there is something."""
+        await self._there.wait()
+        self._there.clear()
+        self._told, self._next = False, self._loop.time() + GAP_SECONDS
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._there.set()
+
+    def _tell(self) -> None:
+        """Wake the loop, from the engine's thread."""
+        if self._told and not self._request.ended:
+            return
+        self._told = True
+        try:
+            self._loop.call_soon_threadsafe(self._arrived)
+        except RuntimeError:  # the loop is closed
+            self._request.cancel()
+
+    def _arrived(self) -> None:
+        if self._request.ended or self._loop.time() >= self._next:
+            self._there.set()
+        else:
+            self._loop.call_at(self._next, self._there.set)
