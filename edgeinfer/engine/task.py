@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..base.validation import shown, whole
-from ..errors import ContextError, PromptError
+from ..errors import ContextError, PromptError, RequestError
 from ..memory_planner import shared_blocks
 from ..runner import PROMPT, Cancellation, Segment
 
