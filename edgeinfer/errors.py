@@ -131,7 +131,15 @@ class QueueFullError(RequestError):
     code = "queue_full"
 
 
-class ContextError(RequestError):
+class FormError(RequestError):
+    """A form that a text cannot have: a JSON schema, a regular expression or a grammar that cannot be used."""
+
+
+class PromptError(RequestError):
+    """A prompt that the model cannot take: empty, or with a token id that it has not."""
+
+
+class ContextError(PromptError):
     """A prompt that is longer than the context."""
 
 

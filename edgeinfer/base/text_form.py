@@ -56,7 +56,7 @@ def text_form(value: Any) -> TextForm:
                          "pydantic model.")
     kind = value.get("type")
     if kind == JSON_OBJECT:
-        return TextForm(JSON_OBJECT)
+        return schema_form(value["schema"]) if "schema" in value else TextForm(JSON_OBJECT)
     if kind == JSON_SCHEMA:
         inner = value.get("json_schema", value.get("schema"))
         return schema_form(inner.get("schema", inner) if isinstance(inner, dict) else inner)

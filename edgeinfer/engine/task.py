@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..base.validation import shown, whole
-from ..errors import ContextError, RequestError
+from ..errors import ContextError, PromptError, RequestError
 from ..memory_planner import shared_blocks
 from ..runner import PROMPT, Cancellation, Segment
 
@@ -182,14 +182,14 @@ def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
         raise too_long(f"has {len(prompt_ids)} tokens", len(prompt_ids), runner)
     ids = list(islice(prompt_ids, ctx + 1))  # an iterator may have no end
     if not ids:
-        raise RequestError("The prompt is empty; give some text or at least one token id.")
+        raise PromptError("The prompt is empty; give some text or at least one token id.")
     for i, token_id in enumerate(ids):
         try:
             ids[i] = token_id if type(token_id) is int else whole(token_id)
         except (TypeError, OverflowError):
-            raise RequestError(f"The prompt holds {shown(token_id)}, which is not a token id.") from None
+            raise PromptError(f"The prompt holds {shown(token_id)}, which is not a token id.") from None
         if not 0 <= ids[i] < vocab_size:
-            raise RequestError(
+            raise PromptError(
                 f"Token id {shown(token_id)} of the prompt is outside the vocabulary; ids are from 0 to "
                 f"{vocab_size - 1}."
             )

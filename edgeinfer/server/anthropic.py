@@ -15,7 +15,7 @@ from .conversation import Asked, Conversation, begin
 from .errors import ApiError, anthropic_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
 from .models import in_thread
-from .sampling import only, options_of, refuse
+from .sampling import only, options_of, refuse, renamed
 from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -62,8 +62,12 @@ async def message(call: Call) -> Reply | Events:
     refuse({"container": body.container, "mcp_servers": body.mcp_servers or None},
            {"mcp_servers": "give their functions as tools"})
     only("service_tier", body.service_tier, ("auto", "standard_only"))
-    asked = _asked(body, options_of(call.server.config, stop=body.stop_sequences, temperature=body.temperature,
-                                    top_p=body.top_p, top_k=body.top_k), body.max_tokens)
+    try:
+        options = options_of(call.server.config, stop=body.stop_sequences, temperature=body.temperature,
+                             top_p=body.top_p, top_k=body.top_k)
+    except ApiError as error:
+        raise renamed(error, "stop_sequences" if error.param == "stop" else str(error.param)) from None
+    asked = _asked(body, options, body.max_tokens)
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))
         talk = await begin(call, served, asked, held)
@@ -78,12 +82,15 @@ async def message(call: Call) -> Reply | Events:
 
 def _asked(body: Counted, options: dict[str, Any], most: int | None) -> Asked:
     given = list(_messages(body.messages))
+    if not given:
+        raise ApiError(400, "messages is empty; give at least one.", param="messages")
     if body.system:
-        given.insert(0, {"role": "system", "content": messages.text_of(body.system, "system")})
+        given.insert(0, ("system", {"role": "system", "content": messages.text_of(body.system, "system")}))
+    places, found = zip(*given, strict=True)
     tools, choice, parallel = _tools(body)
     kind = (body.thinking or {}).get("type")
     template = {} if kind is None else {"enable_thinking": kind != "disabled"}
-    return Asked(messages.template_messages(given), options, most, None, tools, choice, parallel, template)
+    return Asked(messages.template_messages(found, places), options, most, None, tools, choice, parallel, template)
 
 
 def _tools(body: Counted) -> tuple[list[Tool], str | Tool, bool]:
@@ -101,12 +108,13 @@ def _tools(body: Counted) -> tuple[list[Tool], str | Tool, bool]:
     return tools, choice, not given.get("disable_parallel_tool_use")
 
 
-def _messages(given: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yield messages as templates take them: results of calls are messages of their own."""
+def _messages(given: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield messages as templates take them, with their places: results of calls are messages of their own."""
     for i, one in enumerate(given):
+        where = f"messages[{i}]"
         content, role = one.get("content"), one.get("role")
         if not isinstance(content, list):
-            yield {"role": role, "content": content}
+            yield where, {"role": role, "content": content}
             continue
         texts, calls, thinking = list[dict[str, Any]](), list[dict[str, Any]](), ""
         for block in content:
@@ -116,19 +124,19 @@ def _messages(given: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
                               "function": {"name": block.get("name"), "arguments": block.get("input") or {}}})
             elif kind == "tool_result":
                 inner = block.get("content") or ""
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"),
-                       "content": messages.text_of(inner, f"messages[{i}].content")}
+                yield where, {"role": "tool", "tool_call_id": block.get("tool_use_id"),
+                              "content": messages.text_of(inner, f"{where}.content")}
             elif kind == "thinking":
                 thinking += str(block.get("thinking") or "")
             elif kind != "redacted_thinking":
                 texts.append(block)
         if texts or calls:
-            made: dict[str, Any] = {"role": role, "content": messages.text_of(texts, f"messages[{i}].content")}
+            made: dict[str, Any] = {"role": role, "content": messages.text_of(texts, f"{where}.content")}
             if calls:
                 made["tool_calls"] = calls
             if thinking:
                 made["reasoning_content"] = thinking
-            yield made
+            yield where, made
 
 
 def _blocks(parts: Iterable[Event]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from . import messages
 from .conversation import Asked, Conversation, Piece, begin
 from .errors import ApiError, openai_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
-from .sampling import form_of, only, options_of, refuse
+from .sampling import form_field, form_of, only, options_of, refuse
 from .tools import CallArguments, CallStart, Content, Event, Reasoning
 from .types import ChatRequest
 
@@ -28,6 +28,7 @@ REMEDIES = {"functions": FUNCTIONS, "function_call": FUNCTIONS, "audio": "models
 async def complete(call: Call) -> Reply | Events:
     """Answer a conversation, whole or as a stream."""
     body = call.read(ChatRequest)
+    call.form_field = form_field(body.regex, body.grammar)
     asked = asked_of(body, call.server.config)
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))

@@ -16,7 +16,7 @@ from .conversation import finish_reason
 from .errors import ApiError, openai_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
 from .models import Served, in_thread
-from .sampling import fitted, form_of, only, options_of, prompts_of, refuse
+from .sampling import check_ids, fitted, form_field, form_of, only, options_of, prompts_of, refuse
 from .types import CompletionRequest
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Prompted:
 async def complete(call: Call) -> Reply | Events:
     """Continue texts, whole or as a stream."""
     body = call.read(CompletionRequest)
+    call.prompt_field, call.form_field = "prompt", form_field(body.regex, body.grammar)
     options, most = _options(body, call), call.server.config.max_samples
     prompts, n = prompts_of(body.prompt, "prompt", most), options.get("n", 1)
     if len(prompts) * n > most:
@@ -90,6 +91,8 @@ async def _begin(call: Call, served: Served, body: CompletionRequest, prompt: st
                  options: dict[str, Any], held: AsyncExitStack) -> Prompted:
     """Prepare one prompt, score it where its log-probabilities are asked for, and start its generation."""
     llm = served.model
+    if not isinstance(prompt, str):
+        check_ids(prompt, served, "prompt")
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
 
     def prepare() -> tuple[list[int], str, Request[Completion] | None]:

@@ -127,6 +127,8 @@ async def begin(call: Call, served: Served, asked: Asked, held: AsyncExitStack) 
                        code="no_chat_template")
     tools = [] if asked.choice == "none" else asked.tools
     called = asked.choice.name if isinstance(asked.choice, Tool) else asked.choice
+    if called not in ("none", "auto"):
+        call.form_field = "tools"
     if called not in ("none", "auto") and asked.form:
         raise ApiError(400, "A forced tool call has the form of its arguments; leave response_format out.",
                        param="response_format")

@@ -20,6 +20,7 @@ MOST_TEXTS = 2048
 
 async def embed(call: Call) -> Reply:
     """Return the embeddings of texts."""
+    call.prompt_field = "input"
     body = call.read(EmbeddingRequest)
     only("encoding_format", body.encoding_format, ("float", "base64"))
     only("pooling", body.pooling, ("mean", "last"))
@@ -53,6 +54,7 @@ async def embedded(served: Served, texts: Sequence[str | list[int]], pooling: st
 
 async def rerank(call: Call) -> Reply:
     """Return documents with the most relevant first."""
+    call.prompt_field = "documents"
     body = call.read(RerankRequest)
     given = [one if isinstance(one, str) else one.get("text") for one in body.documents]
     documents = [one for one in given if isinstance(one, str) and one]

@@ -52,7 +52,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, message, BUSY, code="queue_full", headers=_RETRY)
     if isinstance(error, ContextError):
-        return ApiError(400, message, code="context_length_exceeded", param="messages")
+        return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, (RequestError, UsageError, TokenizerError)):
         return ApiError(400, message, code=error.code)
     if isinstance(error, ModelNotFoundError):

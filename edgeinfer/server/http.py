@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ..base.strict_json import parse_json
+from ..errors import FormError, PromptError
 from .errors import ApiError, api_error, busy
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Call:
         Of the client's key: the prefix cache is shared among its requests alone.
     note : dict
         What the log says of the request.
+    prompt_field, form_field : str
+        Fields of the body that hold the prompt and the form of the answer.
     """
 
     def __init__(self, server: Server, scope: Scope, body: bytes):
@@ -53,6 +56,7 @@ class Call:
         self.params: Mapping[str, str] = scope.get("path_params", {})
         self.salt: bytes = scope["state"]["salt"]
         self.note: dict[str, Any] = scope["state"]["note"]
+        self.prompt_field, self.form_field = "messages", "response_format"
 
     def read(self, kind: type[T]) -> T:
         """Return the body as an object of a type; raises `ApiError` for one that is not JSON or not of this type."""
@@ -100,11 +104,21 @@ def converted(value: Any, kind: type[T]) -> T:
         assert found
         what, where = found["what"], found["where"] or ""
         if unknown := _UNKNOWN.match(what):
-            where = f"{where}.{unknown['name']}".lstrip(".")
+            where = f"{where}.{unknown['name']}" if where else unknown["name"]
             raise ApiError(400, f"{where[:200]!r} is no field that this server knows; leave it out.", param=where[:200],
                            code="unknown_parameter") from None
-        raise ApiError(400, f"{what[:300]}{f' in {where[:200]!r}' if where else ''}.", param=where[:200] or None,
-                       code="invalid_type") from None
+        raise ApiError(400, f"{what[:300]} in {f'{where[:200]!r}' if where else 'the body'}.",
+                       param=where[:200] or None, code="invalid_type") from None
+
+
+def failure(error: Exception, call: Call | None) -> ApiError:
+    """Return the answer for an error, with the field of the request that is wrong."""
+    found = api_error(error)
+    if call and isinstance(error, PromptError):
+        found.param = call.prompt_field
+    if call and isinstance(error, FormError):
+        found.param, found.message = call.form_field, f"{call.form_field}: {found.message}"
+    return found
 
 
 class Endpoint:
@@ -123,7 +137,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        started = False
+        started, call = False, None
 
         async def sending(message: Message) -> None:
             nonlocal started
@@ -139,7 +153,7 @@ class Endpoint:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            found = api_error(error)
+            found = failure(error, call)
             scope["state"]["note"]["error"] = found.message
             if found.status == 500:
                 self.server.log_failure(error)
@@ -200,7 +214,7 @@ class Endpoint:
                 async for piece in answer.pieces:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except Exception as error:
-                found = api_error(error)
+                found = failure(error, call)
                 call.note["error"] = found.message
                 if found.status == 500:
                     self.server.log_failure(error)

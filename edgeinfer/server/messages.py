@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
 
 from ..base.strict_json import parse_json
@@ -15,17 +16,25 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 CHOICES = ("none", "auto", "required")
 
 
-def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation; raises `ApiError` for one that no model here can read."""
-    found = [_message(i, one) for i, one in enumerate(messages)]
+def template_messages(messages: Iterable[Mapping[str, Any]], places: Iterable[str] | None = None,
+                      field: str = "messages") -> list[dict[str, Any]]:
+    """Return the messages of a conversation; raises `ApiError` for one that no model here can read.
+
+    Parameters
+    ----------
+    messages : as OpenAI's chat completions have them
+    places : where each is in the request, for errors; by default at its index
+    field : of the request, that holds them
+    """
+    where = (f"{field}[{i}]" for i in count()) if places is None else places
+    found = [_message(place, one) for place, one in zip(where, messages)]  # noqa: B905 (the places may have no end)
     if not found:
-        raise ApiError(400, "messages is empty; give at least one.", param="messages")
+        raise ApiError(400, f"{field} is empty; give at least one message.", param=field)
     return found
 
 
-def _message(i: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     role = given.get("role")
-    where = f"messages[{i}]"
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}.", param=where)
     made: dict[str, Any] = {"role": "system" if role == "developer" else role}

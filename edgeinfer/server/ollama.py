@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from .. import __version__
+from ..base.process import printable
 from ..engine import Completion
 from . import messages
 from .answers import Answer
@@ -19,7 +20,7 @@ from .errors import ApiError, ollama_error
 from .http import NDJSON, Call, Events, Reply, encode
 from .models import LATEST, Served, in_thread
 from .ollama_types import ChatBody, EmbedBody, GenerateBody, Generating, ShowBody
-from .sampling import fitted, form_of, options_of, prompts_of
+from .sampling import fitted, form_of, options_of, prompts_of, renamed
 from .tools import CallArguments, CallStart
 
 NAMES = {"repeat_penalty": "repetition_penalty"}
@@ -38,17 +39,22 @@ def _options(call: Call, given: Mapping[str, Any] | None) -> tuple[dict[str, Any
     values = dict(given or {})
     for name in values:
         if name not in SAMPLING and name not in OPENING:
-            raise ApiError(400, f"options.{name[:60]} is no option that this server knows; leave it out.", param=name)
+            raise ApiError(400, f"options.{printable(name[:60])} is no option that this server knows; leave it out.")
     most = values.get("num_predict")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
         raise ApiError(400, f"options.num_predict is {str(most)[:40]!r}; it must be a whole number.")
     asked = {NAMES.get(name, name): values[name] for name in SAMPLING[:-1] if values.get(name) is not None}
-    stop = asked.get("stop")
-    if not all(isinstance(one, str) for one in (stop if isinstance(stop, list) else [stop or ""])):
+    stop = asked.get("stop", [])
+    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
         raise ApiError(400, "options.stop must be a text, or a list of texts.")
     if not isinstance(asked.get("seed", 0), int):
         raise ApiError(400, "options.seed must be a whole number.")
-    return options_of(call.server.config, **asked), most if most is not None and most > 0 else None
+    try:
+        found = options_of(call.server.config, **asked)
+    except ApiError as error:
+        ours = {ours: given for given, ours in NAMES.items()}
+        raise renamed(error, f"options.{ours.get(str(error.param), error.param)}") from None
+    return found, most if most is not None and most > 0 else None
 
 
 def _form(given: str | dict[str, Any] | None) -> Any:
@@ -63,10 +69,11 @@ def _form(given: str | dict[str, Any] | None) -> Any:
 
 async def chat(call: Call) -> Reply | Events:
     """Answer a conversation."""
+    call.form_field = "format"
     body = call.read(ChatBody)
     if not body.messages:
         return await _loaded(call, body, {"message": {"role": "assistant", "content": ""}})
-    given = [_message(one) for one in body.messages]
+    given = [_message(i, one) for i, one in enumerate(body.messages)]
     tools = messages.tools_of(body.tools)
     options, most = _options(call, body.options)
     asked = Asked(messages.template_messages(given), options, most, _form(body.format), tools,
@@ -74,9 +81,9 @@ async def chat(call: Call) -> Reply | Events:
     return await _answered(call, body, asked, "message")
 
 
-def _message(one: dict[str, Any]) -> dict[str, Any]:
+def _message(i: int, one: dict[str, Any]) -> dict[str, Any]:
     if one.get("images"):
-        raise ApiError(400, "A message has images; this server's models read text alone.")
+        raise ApiError(400, f"messages[{i}] has images; this server's models read text alone.")
     made = {**one, "content": one.get("content") or ""}
     if one.get("role") == "tool" and "tool_name" in one:
         made["name"] = one["tool_name"]
@@ -93,6 +100,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 
 async def generate(call: Call) -> Reply | Events:
     """Continue a text, or answer it as a message where the model has a chat template."""
+    call.prompt_field, call.form_field = "prompt", "format"
     body = call.read(GenerateBody)
     for name, value in (("suffix", body.suffix), ("template", body.template), ("images", body.images),
                         ("context", body.context)):
@@ -206,6 +214,7 @@ async def _texts(answer: Answer, served: Served, began: float) -> AsyncIterator[
 
 async def embed(call: Call) -> Reply:
     """Return the embeddings of texts."""
+    call.prompt_field = "input"
     body = call.read(EmbedBody)
     async with call.server.models.using(body.model) as served:
         began = time.perf_counter()

@@ -16,7 +16,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..base.process import printable
 from ..errors import UsageError
+from .errors import ApiError, openai_error
+from .http import encode
 from .server import Server, application
 
 BACKLOG = 1024
@@ -154,6 +157,16 @@ def _protocol(seconds: float) -> type[H11Protocol]:
             elif not waits and self._slow is not None:
                 self._slow.cancel()
                 self._slow = None
+
+        def send_400_response(self, msg: str) -> None:
+            """Say what is wrong with a request that is not HTTP, in an object as all other errors are."""
+            reason = printable(str(sys.exc_info()[1] or msg)[:200])
+            body = encode(openai_error(ApiError(400, f"The request is not HTTP: {reason}", code="invalid_http")))
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            for event in (h11.Response(status_code=400, headers=list(headers.items())), h11.Data(data=body),
+                          h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._slow is not None:

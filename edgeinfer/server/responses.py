@@ -23,6 +23,7 @@ REMEDIES = {"previous_response_id": KEPT, "conversation": KEPT, "prompt": "send 
 async def respond(call: Call) -> Reply | Events:
     """Answer a conversation."""
     body = call.read(ResponsesRequest)
+    call.prompt_field, call.form_field = "input", "text.format"
     asked = _asked(body, call)
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))
@@ -53,38 +54,47 @@ def _asked(body: ResponsesRequest, call: Call) -> Asked:
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise ApiError(400, f"max_output_tokens is {body.max_output_tokens}; it must be 1 or more.",
                        param="max_output_tokens")
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    given = [("input", {"role": "user", "content": body.input})] if isinstance(body.input, str) \
+        else _messages(body.input)
+    if not given:
+        raise ApiError(400, "input is empty; give a text, or at least one item.", param="input")
     if body.instructions:
-        given.insert(0, {"role": "system", "content": body.instructions})
+        given.insert(0, ("instructions", {"role": "system", "content": body.instructions}))
     tools = messages.tools_of(body.tools)
     template = dict(body.chat_template_kwargs or {})
-    if effort := (body.reasoning or {}).get("effort"):
+    if (effort := (body.reasoning or {}).get("effort")) is not None:
+        if not isinstance(effort, str):
+            raise ApiError(400, "reasoning.effort is no text.", param="reasoning.effort")
         template.setdefault("reasoning_effort", effort)
     form = (body.text or {}).get("format")
-    return Asked(messages.template_messages(given),
+    if form is not None and not isinstance(form, dict):
+        raise ApiError(400, "text.format is no object.", param="text.format")
+    places, found = zip(*given, strict=True)
+    return Asked(messages.template_messages(found, places),
                  options_of(call.server.config, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
                             min_p=body.min_p, seed=body.seed),
                  body.max_output_tokens, form_of(form), tools, messages.choice_of(body.tool_choice, tools),
                  body.parallel_tool_calls is not False, template)
 
 
-def _messages(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return input items as messages: calls belong to the assistant's message before them."""
-    made: list[dict[str, Any]] = []
+def _messages(items: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return input items as messages, with their places: calls belong to the assistant's message before them."""
+    made: list[tuple[str, dict[str, Any]]] = []
     for i, one in enumerate(items):
+        where = f"input[{i}]"
         kind = one.get("type", "message")
         if kind == "message":
-            made.append({"role": one.get("role"), "content": one.get("content")})
+            made.append((where, {"role": one.get("role"), "content": one.get("content")}))
         elif kind == "function_call":
-            if not (made and made[-1]["role"] == "assistant"):
-                made.append({"role": "assistant", "content": ""})
+            if not (made and made[-1][1]["role"] == "assistant"):
+                made.append((where, {"role": "assistant", "content": ""}))
             function = {"name": one.get("name"), "arguments": one.get("arguments")}
-            made[-1].setdefault("tool_calls", []).append({"id": one.get("call_id", ""), "function": function})
+            made[-1][1].setdefault("tool_calls", []).append({"id": one.get("call_id", ""), "function": function})
         elif kind == "function_call_output":
-            made.append({"role": "tool", "tool_call_id": one.get("call_id"), "content": one.get("output")})
+            made.append((where, {"role": "tool", "tool_call_id": one.get("call_id"), "content": one.get("output")}))
         elif kind != "reasoning":  # which models do not read again
-            raise ApiError(400, f"input[{i}].type is {str(kind)[:40]!r}; this server reads message, function_call, "
-                                "function_call_output and reasoning.", param=f"input[{i}].type")
+            raise ApiError(400, f"{where}.type is {str(kind)[:40]!r}; this server reads message, function_call, "
+                                "function_call_output and reasoning.", param=f"{where}.type")
     return made
 
 

@@ -47,12 +47,17 @@ def options_of(config: ServerConfig, *, stop: str | list[str] | None = None, n: 
     return asked
 
 
+def renamed(error: ApiError, name: str) -> ApiError:
+    """Return the error of an option that the API of the request calls by another name."""
+    return ApiError(error.status, name + error.message.removeprefix(error.param or ""), param=name)
+
+
 def _stops(config: ServerConfig, stops: list[str]) -> tuple[str, ...]:
     if len(stops) > config.max_stops:
         raise ApiError(400, f"stop has {len(stops)} strings; at most {config.max_stops} are taken.", param="stop")
     for one in stops:
         if not one or len(one) > config.max_stop_chars:
-            raise ApiError(400, f"A stop string has {len(one)} characters; it must have from 1 to "
+            raise ApiError(400, f"stop has a string of {len(one)} characters; it must have from 1 to "
                                 f"{config.max_stop_chars}.", param="stop")
     return tuple(stops)
 
@@ -88,6 +93,11 @@ def form_of(response_format: Mapping[str, Any] | None, regex: str | None = None,
         raise ApiError(400, f"{given[0]}: {error}", param=given[0]) from None
 
 
+def form_field(regex: str | None, grammar: str | None) -> str:
+    """Return the field of a request that says which form its text is to have."""
+    return "regex" if regex is not None else "grammar" if grammar is not None else "response_format"
+
+
 def prompts_of(given: str | list[Any], name: str, most: int) -> list[str | list[int]]:
     """Return the texts of a request, or the tokens of each; raises `ApiError` for none, too many, or a mixture."""
     kinds = {type(one) for one in given} if isinstance(given, list) else {str}
@@ -99,6 +109,13 @@ def prompts_of(given: str | list[Any], name: str, most: int) -> list[str | list[
     if len(found) > most:
         raise ApiError(400, f"{name} has {len(found)} texts; at most {most} are taken.", param=name)
     return found
+
+
+def check_ids(ids: list[int], served: Served, name: str) -> None:
+    """Raise `ApiError` for an id that is no token of the model."""
+    size = served.model.runner.model.vocab_size
+    if wrong := [one for one in ids if not 0 <= one < size]:
+        raise ApiError(400, f"{name} has the id {wrong[0]}; ids are from 0 to {size - 1}.", param=name)
 
 
 def fitted(options: dict[str, Any], served: Served, n_prompt: int, most: int | None) -> dict[str, Any]:

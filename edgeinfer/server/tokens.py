@@ -5,6 +5,7 @@ from __future__ import annotations
 from .errors import ApiError
 from .http import Call, Reply
 from .models import in_thread
+from .sampling import check_ids
 from .types import DetokenizeRequest, TokenizeRequest
 
 
@@ -26,8 +27,6 @@ async def detokenize(call: Call) -> Reply:
     """Return the text of tokens."""
     body = call.read(DetokenizeRequest)
     async with call.server.models.using(body.model) as served:
-        size = served.model.runner.model.vocab_size
-        if wrong := [one for one in body.tokens if not 0 <= one < size]:
-            raise ApiError(400, f"Token {wrong[0]} does not exist; ids are from 0 to {size - 1}.", param="tokens")
+        check_ids(body.tokens, served, "tokens")
         text = await in_thread(lambda: served.model.tokenizer.decode(body.tokens, skip_special=False))
         return Reply({"content": text, "prompt": text})

@@ -6,6 +6,7 @@ which tokens may be there. It is an optional package (extra ``structured``).
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.text_form import JSON_OBJECT, JSON_SCHEMA, REGEX, TextForm
-from ..errors import RequestError, UsageError
+from ..errors import FormError, RequestError, UsageError
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -64,7 +65,7 @@ class Forms:
         self._compiled: OrderedDict[TextForm, Any] = OrderedDict()
 
     def begin(self, form: TextForm) -> Constraint:
-        """Return the constraint of a text that begins; raises `RequestError` for a form that is wrong or too large."""
+        """Return the constraint of a text that begins; raises `FormError` for a form that is wrong or too large."""
         matcher = self._compiled.pop(form, None)
         if matcher is None:
             matcher = self._compile(form)
@@ -126,7 +127,7 @@ class Constraint:
         return self.words
 
     def check(self) -> None:
-        """Raise `RequestError` if the form cannot be followed, such as one that takes too much time or memory."""
+        """Raise `FormError` if the form cannot be followed, such as one that takes too much time or memory."""
         if self._refused or self._matcher.is_error():
             raise self._failure()
 
@@ -138,8 +139,8 @@ class Constraint:
                 return
         words[:] = 0
 
-    def _failure(self) -> RequestError:
-        return RequestError(f"The form of the text cannot be followed: {self._refused or _why(self._matcher)}")
+    def _failure(self) -> FormError:
+        return FormError(f"The form of the text cannot be followed: {self._refused or _why(self._matcher)}")
 
     def accept(self, token_id: int) -> bool:
         """Go on with a token that may come next; returns whether the text is complete: nothing can follow."""
@@ -216,8 +217,13 @@ class _Vocabulary:
         return ids
 
 
-def _refused(form: TextForm, why: str) -> RequestError:
-    return RequestError(f"The {form.kind.replace('_', ' ')} cannot be used: {' '.join(why.split())[:300]}")
+_EXCERPT = re.compile(r"\n *\d+ \| ")
+"""Begin of the lines of a grammar that llguidance repeats behind its error."""
+
+
+def _refused(form: TextForm, why: str) -> FormError:
+    reason = _EXCERPT.split(why, maxsplit=1)[0]
+    return FormError(f"The {form.kind.replace('_', ' ')} cannot be used: {' '.join(reason.split())[:300]}")
 
 
 def _too_many(forced: Items[int]) -> str:

@@ -44,6 +44,11 @@ class Target:
         """Raise where a sound model no longer gives its own tokens."""
 
 
+def well_told(message: str) -> bool:
+    """Whether this is something to show: one line, printable, of a length that a person reads."""
+    return bool(message) and message.isprintable() and len(message) < 2000
+
+
 def greedy(session: Runner, prompt: list[int] | None = None, n: int = N_TOKENS) -> list[int]:
     """Return the likeliest n tokens behind a prompt."""
     sequence = session.new_sequence()

@@ -41,3 +41,9 @@ if find_spec("onnx") and find_spec("onnxruntime"):
     TARGETS["export"] = Export
 else:
     LEFT_OUT["export"] = "onnx or onnxruntime is not installed (extra 'onnx')"
+if find_spec("starlette") and find_spec("uvicorn"):
+    from .requests import Requests
+
+    TARGETS["request"] = Requests
+else:
+    LEFT_OUT["request"] = "starlette or uvicorn is not installed (extra 'server')"

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from edgeinfer.errors import EdgeInferError
 
+from .base import well_told
 from .targets import TARGETS, Target, WrongTokensError
 
 BEAT = struct.Struct("<qq")
@@ -113,11 +114,6 @@ class Worker:
                 target.canary()
             except Exception as error:
                 self.tell(name, number, "wrong tokens", f"the canary: {type(error).__name__}: {error}")
-
-
-def well_told(message: str) -> bool:
-    """Whether this is something to show: one line, printable, of a length that a person reads."""
-    return bool(message) and message.isprintable() and len(message) < 2000
 
 
 def main() -> None:
