@@ -99,7 +99,7 @@ def options(chance: random.Random, name: str, paths: dict[str, Path]) -> Iterato
     elif kind < 0.6:
         yield from speculation(chance, name, paths)
     if name in ("sparse", "neurons") and chance.random() < 0.7:
-        yield "--sparse", chance.choice(["exact", "predict", "off"])
+        yield "--sparse", chance.choice(["exact", "off", *["predict"] * (4 if name == "sparse" else 1)])
     yield from [chance.choice([("--attention", "top:4"), ("--attention", "eps:0.01"), ("--lazy", "keep=0.7,0.5"),
                                ("--recipe", "none"), ("--max-kld", 0), ("--head", "screened"),
                                ("--mlock",)])] * (chance.random() < 0.2)
@@ -134,7 +134,7 @@ def cases(paths: dict[str, Path], n: int, seed: int) -> Iterator[Case]:
     """Random models, options and budgets, of which most lie where the answer changes."""
     chance = random.Random(seed)
     while n > 0:
-        name = chance.choice(sorted(paths))
+        name = chance.choice([*sorted(paths), *["sparse"] * 2])  # which runs in more ways than others
         flags = [str(word) for option in options(chance, name, paths) for word in option]
         card = 0 if "--device" not in flags or chance.random() < 0.2 else 1 << 40
         case = Case(str(paths[name]), tuple(flags), 1 << 40, card)
@@ -151,7 +151,7 @@ def size(path: Path) -> int:
 
 def within(case: Case, whole: Answer, chance: random.Random, spread: int) -> Case:
     """Return a case with less memory or little more than all of it takes, as a budget or as what the machine has."""
-    least = whole.total + chance.randint(-max(spread, 100_000) // 2, max(spread, 100_000) // 2)
+    least = whole.total + chance.randint(-max(spread, 100_000) // 2, max(spread, 100_000) // 4)
     if whole.on_device:
         case = case._replace(card=case.card and whole.on_device + chance.randint(-spread, spread // 2))
         least = least if chance.random() < 0.2 else max(least, whole.total)

@@ -91,6 +91,7 @@ def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return before
 
 
+@pytest.mark.slow
 def test_deleting_a_file_removes_its_family(without: str, tmp_path: Path) -> None:
     """From what runs, GGUF, the page of models and golden cases; all else is as before."""
     pytest.importorskip("gguf")

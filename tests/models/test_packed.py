@@ -257,7 +257,7 @@ def test_modules_that_stay_floats_and_what_is_no_weight(tmp_path: Path) -> None:
     types = {tensor.name: (tensor.dtype, tensor.exact) for tensor in report.tensors}
     assert types["layers.0.qkv.2"][0] == "f16" and types["layers.1.down"][0] == "f16"
     assert types["layers.0.o"] == types["layers.0.qkv.0"] == types["layers.1.qkv"] == ("q4", True)
-    assert report.remarks == ("2 scales of activations, K or V are left out: edgeinfer takes its own, by group and "
+    assert report.remarks == ("2 scales of activations, K or V are left out: edgeinfer computes its own, by group and "
                               "token.",)
 
 

@@ -288,6 +288,7 @@ def crowd(path: Path, requests: int, seed: int = 0, **options: Any) -> dict[str,
     return counts
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_every_request_of_a_crowd_has_the_logits_of_its_text_alone(models: Path, kv: str) -> None:
     crowd(write_model(models), 60, kv=kv)

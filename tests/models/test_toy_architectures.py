@@ -228,20 +228,20 @@ def altered(graph: Graph, weight: str, change: Callable[[tuple[Source, ...]], tu
 WRONG: list[tuple[str, str, Callable[[tuple[Source, ...]], tuple[Source, ...]], str]] = [
     ("toy_fused", "layers.1.qkv", lambda s: s[1:], f"Rows 0 to 47 of the tensor {QKV} in FILE are not part of a "
      "toy_fused model; config.json and the weights do not fit together."),
-    ("toy_fused", "layers.1.qkv", lambda s: (s[0], s[2]), f"Rows 48 to 71 of the tensor {QKV} in FILE belong to no "),
+    ("toy_fused", "layers.1.qkv", lambda s: (s[0], s[2]), f"Rows 48 to 71 of the tensor {QKV} in FILE are not part of"),
     ("toy_fused", "layers.1.qkv", lambda s: (*s, s[1]), f"Rows 48 to 71 of the tensor {QKV} in FILE belong to both "
      "layers.1.qkv and layers.1.qkv; the architecture's file must say so (shared)."),
     ("toy_fused", "layers.1.o", lambda s: (*s, Source(QKV, (96, 48)).rows(40, 44)),
      f"Rows 40 to 43 of the tensor {QKV} in FILE belong to both layers.1.qkv and layers.1.o; "),
     ("toy_stacked", "layers.1.o", lambda s: (s[0].rows(0, 40),), "Rows 0 to 47, columns 40 to 47 of the tensor "
-     "h.o[1] in FILE belong to no part"),
+     "h.o[1] in FILE are not part of a toy_stacked model"),
     ("toy_stacked", "layers.1.o", lambda s: (Source("h.o", (2, 48, 48)).item(0),), "Rows 0 to 47 of the tensor h.o[0] "
      "in FILE belong to both layers.0.o and layers.1.o; "),
     ("toy_stacked", "layers.0.down", lambda s: (Source("h.down", (2, 84, 48)).item(0).rows(1, 84),),
-     "Rows 0 to 0 of the tensor h.down[0] in FILE belong to no part"),
+     "Rows 0 to 0 of the tensor h.down[0] in FILE are not part of a toy_stacked model"),
     ("toy_stacked", "layers.1.gate_up", lambda s: s[:1], "Rows 0 to 47, columns 1 to 1 of the tensor h.gate_up[1] "),
     ("toy_stacked", "layers.1.ffn_norm", lambda s: (s[0].rows(3, 48),), "Rows 1 to 1, columns 0 to 2 of the tensor "
-     "h.norm_2 in FILE belong to no part"),
+     "h.norm_2 in FILE are not part of a toy_stacked model"),
 ]  # fmt: skip
 
 
