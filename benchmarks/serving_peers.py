@@ -115,7 +115,7 @@ def rows_of(model: str, clients: int, rounds: list[dict[str, Served]]) -> list[s
     return rows
 
 
-def commands(given: argparse.Namespace, model: Path, ports: dict[str, int]) -> dict[str, list[str]]:
+def commands(given: argparse.Namespace, model: Path, setting: str, ports: dict[str, int]) -> dict[str, list[str]]:
     """Return what starts each side."""
     ctx, threads = given.prompt + given.tokens + SPARE, str(given.threads)
     return {
@@ -124,14 +124,14 @@ def commands(given: argparse.Namespace, model: Path, ports: dict[str, int]) -> d
                *given.edgeinfer_options.split()],
         PEER: [given.llama_server, "--model", str(model), "--port", str(ports[PEER]), "--ctx-size",
                str(ctx * SEQUENCES), "--parallel", str(SEQUENCES), "--cont-batching", "--threads", threads,
-               "--threads-batch", threads, "--no-webui", *given.llama_options.split()],
+               "--threads-batch", threads, "--no-webui", *setting.split()],
     }
 
 
-def measure(given: argparse.Namespace, model: Path) -> list[str]:
-    """Measure one model."""
+def measure(given: argparse.Namespace, model: Path, setting: str) -> list[str]:
+    """Measure one model against one setting of llama-server."""
     ports, rows = {OURS: free_port(), PEER: free_port()}, list[str]()
-    command = commands(given, model, ports)
+    command = commands(given, model, setting, ports)
     with running(command[OURS], ports[OURS]) as ours, running(command[PEER], ports[PEER]) as peer:
         both = Comparison({OURS: ours, PEER: peer}, given)
         ours.pause()
@@ -139,7 +139,7 @@ def measure(given: argparse.Namespace, model: Path) -> list[str]:
         both.warm_up()
         for clients in map(int, given.clients.split(",")):
             found = both.rounds(clients)
-            rows += rows_of(model.stem, clients, found)
+            rows += rows_of(f"{model.stem}{setting and f', {setting}'}", clients, found)
             print("\n".join(rows[-len(FIGURES):]), file=sys.stderr, flush=True)
     return rows
 
@@ -164,13 +164,15 @@ def main() -> int:
     add("--threads", type=int, default=default_threads(), help="threads of each side (default: physical cores)")
     add("--seed", type=int, default=1, help="of the prompts (default 1)")
     add("--edgeinfer-options", default="", help="more options of edgeinfer serve")
-    add("--llama-options", default="", help="more options of llama-server")
+    add("--llama-options", action="append", metavar="OPTIONS", help="more options of llama-server; may "
+        "be repeated: each is measured (default: none)")
     add("--patience", type=float, default=60.0, help="seconds to wait for a calm machine (default 60)")
     add("--document", type=Path, help="put the tables into the section `peers` of this file")
     given = parser.parse_args()
     wait_for_calm(given.patience, 0.3)
     try:
-        rows = [row for model in given.model for row in measure(given, model)]
+        rows = [row for model in given.model for setting in given.llama_options or [""]
+                for row in measure(given, model, setting)]
     except (WorkerError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
