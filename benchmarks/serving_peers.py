@@ -58,7 +58,7 @@ FIGURES: dict[str, tuple[Callable[[Served], float], bool]] = {
     "median ITL": (lambda one: 1000 * statistics.median(one.gaps), False),
     "P95 ITL": (lambda one: 1000 * float(np.percentile(one.gaps, 95)), False),
 }
-"""What is reported (times in milliseconds), and whether more is better."""
+"""The figures that are reported (times in milliseconds), and whether more is better."""
 
 
 class Comparison:

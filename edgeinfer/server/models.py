@@ -60,8 +60,13 @@ class Served:
     @property
     def room(self) -> int:
         """Tokens that the prompt and the answer of one request may have together."""
+        return min(int(self.model.runner.config.ctx or 0), self.pool)
+
+    @property
+    def pool(self) -> int:
+        """Tokens that all requests may have together."""
         runner = self.model.runner
-        return min(int(runner.config.ctx or 0), runner.plan.kv_blocks * runner.block_tokens)
+        return runner.plan.kv_blocks * runner.block_tokens
 
 
 class Models:

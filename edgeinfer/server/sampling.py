@@ -122,7 +122,7 @@ def fitted(options: dict[str, Any], served: Served, n_prompt: int, most: int | N
     """Return options with the number of tokens that an answer may have: all that there is room for, and `most`."""
     left = served.room - n_prompt
     if (n := options.get("n", 1)) > 1:
-        left = left // n - SPACE
+        left = min(left, (served.pool - n_prompt) // n - SPACE)
     return {**options, "max_tokens": max(left, 1) if most is None else min(most, max(left, 1))}
 
 
