@@ -148,7 +148,7 @@ def version_of(program: str) -> str:
     """Return what llama-server says of its version."""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     lines = (done.stdout + done.stderr).splitlines()
-    return next((line.strip() for line in lines if line.startswith("version")), "unknown version")
+    return next((line.removeprefix("version:").strip() for line in lines if line.startswith("version")), "unknown")
 
 
 def main() -> int:
