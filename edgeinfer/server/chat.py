@@ -86,11 +86,12 @@ async def _stream(talk: Conversation, head: dict[str, Any], tokenizer: Tokenizer
     async for pieces in talk.pieces():
         data = b""
         for piece in pieces:
-            for part in piece.parts:
-                data += event({**chunk, "choices": [_delta(piece.number, delta_of(part))]})
-            if piece.logprobs:
-                data += event({**chunk, "choices": [_delta(
-                    piece.number, {}, logprobs=logprobs_of(piece.logprobs, tokenizer))]})
+            logprobs = logprobs_of(piece.logprobs, tokenizer) if piece.logprobs else None
+            for delta in map(delta_of, piece.parts):
+                data += event({**chunk, "choices": [_delta(piece.number, delta, logprobs=logprobs)]})
+                logprobs = None  # the first part has those of all
+            if logprobs:
+                data += event({**chunk, "choices": [_delta(piece.number, {}, logprobs=logprobs)]})
             if piece.finish_reason:
                 data += event({**chunk, "choices": [_delta(piece.number, {}, piece.finish_reason)]})
         yield data or ALIVE

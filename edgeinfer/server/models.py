@@ -87,8 +87,9 @@ class Models:
         self._opener, self._budget, self._keep_alive = opener, budget, keep_alive
         self._opening = asyncio.Lock()
 
-    def find(self, name: str) -> Served:
-        """Return the model of a name; an empty one is the default. Raises `ApiError` for one that is not served."""
+    def find(self, name: str | None) -> Served:
+        """Return the model of a name; without one, the default. Raises `ApiError` for one that is not served."""
+        name = name or ""
         for one in (name, name.removesuffix(LATEST)):
             if one in self.all:
                 return self.all[one]
@@ -99,7 +100,7 @@ class Models:
                        "model_not_found")
 
     @contextlib.asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Served]:
+    async def using(self, name: str | None) -> AsyncIterator[Served]:
         """Hold a model open while a request uses it."""
         one = self.find(name)
         one.users += 1

@@ -35,7 +35,8 @@ def description(routes: Iterable[tuple[str, str, Handler]]) -> dict[str, Any]:
             "responses": {"200": {"description": "The answer."},
                           **{status: {"description": "One sentence says what is wrong."} for status in REFUSED}}}
         if path in bodies:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[path]}}}
+            needed = any(one.required for one in msgspec.structs.fields(BODIES[path]))
+            operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": bodies[path]}}}
         if "{name:path}" in path:
             operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(path.replace("{name:path}", "{name}"), {})[method.lower()] = operation

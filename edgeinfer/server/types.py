@@ -14,7 +14,7 @@ Prompts = str | list[str | int | list[int]]
 class Request(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests that generate text."""
 
-    model: str = ""
+    model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -117,7 +117,7 @@ class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/embeddings."""
 
     input: Prompts
-    model: str = ""
+    model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     user: str | None = None
@@ -129,7 +129,7 @@ class RerankRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     query: str
     documents: list[str | dict[str, Any]]
-    model: str = ""
+    model: str | None = None
     top_n: int | None = None
     return_documents: bool = False
 
@@ -139,7 +139,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     content: str | None = None
     prompt: str | None = None
-    model: str = ""
+    model: str | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -149,4 +149,4 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /detokenize."""
 
     tokens: list[int]
-    model: str = ""
+    model: str | None = None
