@@ -16,6 +16,8 @@ TIMINGS = "llama.cpp's additions to OpenAI's API: timings, progress, verbose, js
 INPUTS = "inputs that mix texts, token ids and objects, or are empty, which OpenAI's API does not have"
 PREFILL = "an assistant's message at the end is continued, or two of them refused, by llama.cpp's templates"
 TEMPLATES = "chat templates that llama.cpp is started with, and paths and fields that show their prompts"
+BIASES = "logit_bias of texts, and as a list of pairs"
+PARTS = "parts of a message are joined by line breaks; edgeinfer joins them as they are"
 METRICS = "names and meaning of llama.cpp's metrics; edgeinfer has vLLM's"
 TOOLS = "MCP servers, a proxy and tools that the server runs itself"
 OWN = "a choice of llama.cpp's: several addresses, aliases, tags, static files, paths of the page, error texts"
@@ -24,16 +26,19 @@ NOT_APPLICABLE: tuple[tuple[str, str], ...] = (
     (r"test_(router|sleep|proxy|stream|compat_gcp|lora|slot_save|kv_keep_only_active)\.py", ROUTER),
     (r"test_(mcp_servers|tools_builtin)\.py|cors_proxy|with_tools_enabled|cors_origins_localhost", TOOLS),
     (r"test_vision_api\.py|mtmd|local_media|vision|with_image|json_prompt|multimodal", MTMD),
-    (r"test_(rerank|infill|speculative|template)\.py|split_model|multiple_with_fa", OTHERS),
+    (r"test_(rerank|infill|speculative|template)\.py|split_model", OTHERS),
     (r"test_metrics\.py", METRICS),
     (r"test_(ctx_shift|ignore_eos)\.py|server_props|server_slots", SLOTS),
     (r"test_completion\.py::test_(completion\[|completion_stream\[|n_probs|completion_response_fields|"
      r"completion_unified|completion_prompt_cache|cache_vs|cancel_request|completion_with_tokens_input|"
-     r"completion_stream_vs_non_stream|nocache_long)", NATIVE),
+     r"completion_stream_vs_non_stream)", NATIVE),
+    (r"test_completion\.py::test_logit_bias\[(?!True-True)", BIASES),
+    (r"thinking_history", TEMPLATES),
     (r"timings|telemetry|return_progress|verbose_debug|json_schema\[|input_tokens|token_count", TIMINGS),
     (r"chat_template|apply_chat|This is not a chat template", TEMPLATES),
+    (r"chat_completion\[.*Whillicter", PARTS),
     (r"invalid_chat_completion_req\[messages7\]|empty_messages", PREFILL),
-    (r"embedding_(mixed_input|invalid_input|content_text)|pooling_none", INPUTS),
+    (r"embedding_(mixed_input\[(-False|input(3|5|7|8|9|10)-)|content_text)|pooling_none", INPUTS),
     (r"embedding_usage|cached_tokens", COUNTS),
     (r"multiple_addresses|aliases_and_tags|no_ui|static_assets|cors_options", OWN),
 )

@@ -72,6 +72,7 @@ class Sample:
             sampler.draft_masks = constraint.drafting
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+        self._end: TokenLogprob | None = None
 
     @property
     def last_id(self) -> int:
@@ -117,6 +118,7 @@ class Sample:
                 self.constraint.check()
             return self.finish("grammar")
         if sampled.token_id in self._eos_ids:
+            self._end = None if sampled.logprob is None else self._named(sampled, sampled.logprob)
             return self.finish("stop")
         self.sampler.accept(sampled.token_id, noted)
         self.tokens.append(sampled.token_id)
@@ -154,7 +156,7 @@ class Sample:
         logprobs = tuple(self._logprobs) if self._logprobs else None
         ids = tuple(self.tokens[self._prompt_tokens :])
         return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score,
-                      self._stops.found)
+                      self._stops.found, self._end)
 
     def since(self, texts: int, logprobs: int) -> tuple[Delta, int, int]:
         """Return what came after so many texts and log-probabilities, and how many there are; from any thread."""

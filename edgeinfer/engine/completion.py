@@ -49,6 +49,8 @@ class Choice:
     `length_penalty`; None for samples."""
     stop_string: str | None = None
     """The stop string that has ended the text, if one has."""
+    end: TokenLogprob | None = None
+    """Log-probability of the end token, if one has ended the text and log-probabilities were asked for."""
 
 
 @dataclass(frozen=True)

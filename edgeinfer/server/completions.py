@@ -132,9 +132,9 @@ def _choices(one: Prompted, first: int, tokenizer: Tokenizer, body: CompletionRe
     """Return the choices of one prompt."""
     if done is None:
         return [_choice(first, one.echo, _logprobs(one.scored, tokenizer) if one.scored else None, "length")]
-    return [_choice(first + each.index, one.echo + each.text,
-                    None if body.logprobs is None else _logprobs([*one.scored, *(each.logprobs or ())], tokenizer),
-                    finish_reason(each.finish_reason)) for each in done.choices]
+    return [_choice(first + each.index, one.echo + each.text, None if body.logprobs is None else _logprobs(
+        [*one.scored, *(each.logprobs or ()), *([each.end] if each.end else [])], tokenizer),
+        finish_reason(each.finish_reason)) for each in done.choices]
 
 
 def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
@@ -167,13 +167,21 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
     async for i, deltas in _merged(begun):
         data = b""
         for each in deltas:
-            logprobs = _logprobs(each.logprobs, tokenizer) if each.logprobs else None
+            found = [*each.logprobs, *_end(begun[i], each)]
+            logprobs = _logprobs(found, tokenizer) if found else None
             data += event({**chunk, "choices": [_choice(i * n + each.number, each.text, logprobs,
                                                         finish_reason(each.finish_reason) or None)]})
         yield data or ALIVE
     if usage:
         yield event({**chunk, "choices": [], "usage": _usage(begun)})
     yield DONE
+
+
+def _end(one: Prompted, last: Delta) -> list[TokenLogprob]:
+    """Return the log-probability of the end token, once it has come."""
+    if not last.finish_reason or one.answer is None:
+        return []
+    return [each.end for each in one.answer.completion.choices if each.index == last.number and each.end]
 
 
 async def _merged(begun: list[Prompted]) -> AsyncIterator[tuple[int, list[Delta]]]:

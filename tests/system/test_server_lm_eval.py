@@ -53,10 +53,13 @@ def requests(*arguments: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 4}, {"num_concurrent": 3}], ids=["each", "batches", "at once"])
 def test_it_finds_the_perplexity_of_eval(running: Running, tmp_path: Path, settings: dict[str, Any]) -> None:
-    found = client(running, **settings).loglikelihood_rolling(requests(*((text,) for text in TEXTS)),
+    ending = running.llm().complete("The fox said:", temperature=0, max_tokens=WINDOW)
+    assert ending.finish_reason == "stop", "behind it the model ends, and the end token has a log-probability, too"
+    texts = (*TEXTS, f"The fox said:{ending.text}")
+    found = client(running, **settings).loglikelihood_rolling(requests(*((text,) for text in texts)),
                                                               disable_tqdm=True)
     nll, tokens = 0.0, 0
-    for number, text in enumerate(TEXTS):
+    for number, text in enumerate(texts):
         file = tmp_path / f"{number}.txt"
         file.write_text(text)
         told = json.loads(edgeinfer("eval", "demo", "--text", file, "--window", WINDOW, "--json").out)

@@ -315,3 +315,26 @@ def test_each_refusal_names_the_field(running: Running, case: str) -> None:
 def test_a_wrong_method(running: Running) -> None:
     found = running.ask(CHAT)
     assert found.status == 405 and "use POST" in found.error
+
+
+def test_completions_have_the_log_probability_of_the_end_token(running: Running) -> None:
+    tokenizer = running.llm().tokenizer
+    (end,) = tokenizer.eos_ids
+    body = {"prompt": "Once upon a time", "logprobs": 1, "logit_bias": {str(end): 100.0}}
+    (choice,) = running.ask(COMPLETIONS, body).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    assert choice["logprobs"]["tokens"] == [tokenizer.token_text(end)]
+    assert len(choice["logprobs"]["token_logprobs"]) == 1
+    events = running.ask(COMPLETIONS, {**body, "stream": True}).events
+    assert [one["choices"][0]["logprobs"] for one in events] == [choice["logprobs"]]
+
+
+def test_streamed_texts_have_their_log_probabilities(running: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "logprobs": True, "stream": True}
+    chunks = [one["choices"][0] for one in running.ask(CHAT, body).events[1:]]
+    assert all(one["logprobs"]["content"] for one in chunks if one["delta"].get("content"))
+
+
+def test_json_objects_take_a_schema(running: Running) -> None:
+    body = {"model": None, "prompt": "Hi", "response_format": {"type": "json_object", "schema": {"const": 42}}}
+    assert json.loads(running.ask(COMPLETIONS, body).json["choices"][0]["text"]) == 42
