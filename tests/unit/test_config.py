@@ -70,7 +70,7 @@ def test_errors_carry_a_code_and_an_exit_code() -> None:
         return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
 
     kinds = tree(EdgeInferError)
-    assert len({kind.code for kind in kinds}) == len(kinds) - 1, "a prompt beyond the context is a bad request, too"
+    assert len({kind.code for kind in kinds}) == len(kinds) - 3, "prompts, forms and long contexts are bad requests"
     assert {kind.exit_code for kind in kinds} == {1, 2, 3}
     plan = object()
     assert BudgetError("too large", plan).plan is plan
