@@ -76,7 +76,8 @@ def serve(
     request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "End requests after this time.")] = 600.0,
     read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time in which the headers of a request have to "
                                           "arrive, and then its body.")] = 30.0,
-    drain: Annotated[float, _limit("--drain", "SECONDS", "Time that running requests have when the server ends.")] = 30.0,
+    drain: Annotated[float, _limit("--drain", "SECONDS", "Time that running requests have when the server "
+                                   "ends.")] = 30.0,
     keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Time after its last request until a model of "
                                         "--model is closed.")] = 300.0,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
