@@ -31,6 +31,8 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str
     """Empty while it continues."""
+    end: TokenLogprob | None
+    """Log-probability of the end token, see `Choice.end`."""
 
 
 class Sample:
@@ -162,7 +164,8 @@ class Sample:
         """Return what came after so many texts and log-probabilities, and how many there are; from any thread."""
         reason = self.finish_reason  # first: what it is set after is read below
         new, named = self._text[texts:], tuple(self._logprobs[logprobs:])
-        return Delta(self.index, "".join(new), named, reason), texts + len(new), logprobs + len(named)
+        delta = Delta(self.index, "".join(new), named, reason, self._end if reason else None)
+        return delta, texts + len(new), logprobs + len(named)
 
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""

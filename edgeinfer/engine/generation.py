@@ -299,6 +299,7 @@ class Generation(Task[Completion]):
         first = choices[0]
         n_tokens = sum(len(choice.token_ids) for choice in choices)
         longest = max(len(choice.token_ids) for choice in choices) - self._taken_over
+        longest = min(longest, len(self._times) - 1)  # of a request that runs, tokens may be there before their times
         ttft_ms = tpot_ms = tok_per_s = None
         if longest:
             ttft_ms = 1000 * (self._times[1] - self._times[0])

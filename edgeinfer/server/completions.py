@@ -167,7 +167,7 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
     async for i, deltas in _merged(begun):
         data = b""
         for each in deltas:
-            found = [*each.logprobs, *_end(begun[i], each)]
+            found = [*each.logprobs, *([each.end] if each.end else [])]
             logprobs = _logprobs(found, tokenizer) if found else None
             data += event({**chunk, "choices": [_choice(i * n + each.number, each.text, logprobs,
                                                         finish_reason(each.finish_reason) or None)]})
@@ -175,13 +175,6 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
     if usage:
         yield event({**chunk, "choices": [], "usage": _usage(begun)})
     yield DONE
-
-
-def _end(one: Prompted, last: Delta) -> list[TokenLogprob]:
-    """Return the log-probability of the end token, once it has come."""
-    if not last.finish_reason or one.answer is None:
-        return []
-    return [each.end for each in one.answer.completion.choices if each.index == last.number and each.end]
 
 
 async def _merged(begun: list[Prompted]) -> AsyncIterator[tuple[int, list[Delta]]]:
