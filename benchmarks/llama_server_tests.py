@@ -39,7 +39,7 @@ CHATML = (
 """The chat template that llama.cpp takes where a model has none, with tools as Hermes writes them; llama.cpp adds the
 beginning-of-text token itself."""
 POSITIONS = 8192
-"""Positions that the model is told to have: some tests open it with more than it was trained on."""
+"""Context length written to the test model's configuration: some tests need more than it was trained with."""
 EDITS: tuple[tuple[str, str, str], ...] = (
     (r"assert [^\n]*system_fingerprint[^\n]*", "pass", "system_fingerprint is the number of llama.cpp's build"),
     (r"assert len\(choice\['delta'\]\['content'\]\) > 0[^\n]*", "pass",

@@ -124,7 +124,7 @@ class Soak:
                 self.wrong.append(f"{case.options} after {case.prompt!r}: {found}, alone {case.outcome}")
 
     def _cancel(self) -> None:
-        """Cancel a request that nobody reads, at any moment from before its start to after its end."""
+        """Cancel an unread request at any moment from before its start to after its end."""
         case = self._draw(self.cases)
         request = self.llm.request(case.prompt, case.options)
         request.start_whole()

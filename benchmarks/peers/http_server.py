@@ -121,7 +121,7 @@ def running(command: list[str], port: int) -> Iterator[HttpServer]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
