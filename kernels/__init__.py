@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .parameters import (
         ACTIVATIONS,
         ATTENTION,
+        CONV,
         EXPERTS_INPUT,
         EXPERTS_RESOLVE,
+        GATED_NORM,
         LATENT,
         LINEAR,
         NEURON_DOWN,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         ROPE,
         ROUTE,
         ROWS,
+        RULE,
         SAMPLE,
         SCREEN,
         VALUE_FUNCTIONS,
@@ -45,17 +48,17 @@ if TYPE_CHECKING:
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "ISA_LEVELS", "LATENT", "LINEAR",
-           "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
-           "ROUTE", "ROWS", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available",
-           "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
+__all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "GATED_NORM", "ISA_LEVELS", "LATENT",
+           "LINEAR", "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE",
+           "ROPE", "ROUTE", "ROWS", "RULE", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi",
+           "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
            "parameters", "reference", "reference_of", "routes", "sampling"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine ISA_LEVELS",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION SAMPLE EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN NEURON_GATED "
-                  "NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES "
+    "parameters": "ACTIVATIONS ATTENTION CONV GATED_NORM RULE SAMPLE EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN "
+                  "NEURON_GATED NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES "
                   "VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend reference_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",

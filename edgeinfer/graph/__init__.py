@@ -26,6 +26,7 @@ from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route,
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .ops.lm_head import OUTER_TYPE, Screen, ScreenableHead, ScreenedHead, find_head, inner_type, with_screen
 from .ops.matmul import RELUS, GatedLinear, Linear, LinearPart, MatMul, NeuronDown, NeuronGated, parameters
+from .ops.recurrent import CausalConv, DeltaRule, GatedNorm, SelectiveScan, StateRule
 from .ops.rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .ops.rows import (
     Activate,
@@ -47,6 +48,7 @@ from .ops.sparse_ffn import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask, wit
 from .ops.topn_attention import INSTEAD, SelectedAttention, least_score, with_selection
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .quantize_activations import quantize_activations
+from .recurrent import RecurrentConfig
 from .tensors import Tensor, Types
 from .weight_types import ORDER, ROUTER, TypeOf, expected_types, requested_types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
@@ -76,7 +78,9 @@ __all__ = [
     "Affine",
     "AlibiConfig",
     "Attention",
+    "CausalConv",
     "ConfigReader",
+    "DeltaRule",
     "Embed",
     "ExpertModules",
     "ExpertsConfig",
@@ -85,6 +89,7 @@ __all__ = [
     "ExpertsInput",
     "Family",
     "GatedLinear",
+    "GatedNorm",
     "GatherOutputs",
     "Gguf",
     "GgufExperts",
@@ -111,6 +116,7 @@ __all__ = [
     "Quantize",
     "QuantizeHeads",
     "Read",
+    "RecurrentConfig",
     "RmsNorm",
     "RopeConfig",
     "RopeHalves",
@@ -126,12 +132,14 @@ __all__ = [
     "ScreenableHead",
     "ScreenedHead",
     "SelectedAttention",
+    "SelectiveScan",
     "Shape",
     "SigmoidGate",
     "SignMask",
     "Sizes",
     "SortRoutes",
     "Source",
+    "StateRule",
     "StoreLatent",
     "Tensor",
     "TokenRows",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from ..base.dataclass import dataclass
+from .recurrent import RecurrentConfig
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,10 @@ class ModelConfig:
     """Elements of what each layer gets of a token's own row (per-layer embeddings, Gemma 3n); 0 = nothing."""
     layer_input_vocab: int = 0
     """Rows of that table."""
+    recurrent: RecurrentConfig | None = None
+    """Layers that keep a state instead of K and V, in models that have some."""
+    attention_gate: bool = False
+    """What attention gives is multiplied by a sigmoid of further columns of the queries' matrix."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""

@@ -97,6 +97,32 @@ class Affine(Step):
 
 
 @dataclass(frozen=True)
+class Tap(Step):
+    """Keep one column of a depthwise convolution, (channels, 1, width), as a vector."""
+
+    column: int
+
+    def shape(self, shape: Sizes) -> Sizes:
+        """Return the number of channels."""
+        return shape[:1]
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Take the column."""
+        return rows, columns * 0 + self.column
+
+
+@dataclass(frozen=True)
+class Decay(Step):
+    """-e^x, the rate at which a state decays, of its logarithm."""
+
+    def apply(self, values: Any, rows: Any, columns: Any, read: Read) -> Any:
+        """Calculate in the values' own type."""
+        import numpy as np
+
+        return -np.exp(values)
+
+
+@dataclass(frozen=True)
 class Factors(Step):
     """Multiply each of the rows, or each of the columns, by its element of a vector."""
 
@@ -204,6 +230,16 @@ class Source:
     def plus(self, number: float) -> Source:
         """Add a number, such as 1 to a norm that is stored as its difference from 1."""
         return self._then(Affine(plus=number))
+
+    def tap(self, column: int) -> Source:
+        """Column of a depthwise convolution's weight, (channels, 1, width), as a vector of the channels."""
+        fits = len(self.part) == 3 and self.part[1] == 1 and 0 <= column < self.part[2]
+        self._check(fits, f"is no convolution with a tap {column}")
+        return replace(self, steps=(*self.steps, Tap(column)))
+
+    def decay(self) -> Source:
+        """-e^x of each element: a rate of decay of its logarithm, as checkpoints store it."""
+        return self._then(Decay())
 
     def _then(self, step: Step) -> Source:
         self._check(len(self.part) in (1, 2), "is stacked: choose an item first")

@@ -5,7 +5,7 @@ numbers, and all of them say ``abi.NAME``: instruction.py has instructions, flag
 and
 tables; kv.py KV blocks and attention; rows.py quantised rows; neurons.py layout neuron; sampling.py the choice of
 tokens;
-reading.py what is read while tokens flow.
+reading.py what is read while tokens flow; state.py what recurrent layers keep.
 """
 
 from .ctx import *
@@ -15,3 +15,4 @@ from .neurons import *
 from .reading import *
 from .rows import *
 from .sampling import *
+from .state import *

@@ -121,6 +121,8 @@ COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a forward pass over a prompt."""
 COUNT_PROMPTED = 9
 """Tokens of the other role; those of role ROLE_DECODE are after them."""
+COUNT_SEQUENCES = 3
+"""Sequences of the pass."""
 COUNT_SAMPLES = 4
 """Rows of logits if a token is to be sampled from one of them, else 0."""
 
@@ -149,7 +151,13 @@ MOST_STEPS = 16
 MASK_TOKENS = 64
 """Most new tokens of a sequence in a forward pass where one of them has a mask."""
 
-SEQUENCE_BYTES = 16
+SEQUENCE_BYTES = 40
 SEQUENCE_BLOCKS = 0
 """2 addresses of int32 block tables: of layers that keep all K and V, and of those that keep what their window sees
 (parameter `recent`), where what was given back is some block. The same where all keep all."""
+SEQUENCE_SLOT = 16
+"""Bytes from the beginning of region ``state`` to the sequence's slot."""
+SEQUENCE_FIRST = 24
+"""Number of its first token in the pass."""
+SEQUENCE_TOKENS = 32
+"""How many tokens it has there."""

@@ -15,12 +15,13 @@ from .functions import ACTIVATIONS, PAIRED, VALUE_FUNCTIONS
 from .head import SAMPLE, SCREEN
 from .matmul import LINEAR
 from .neurons import NEURON_DOWN, NEURON_GATED, NEURON_MASK, NEURON_RESOLVE
+from .recurrent import CONV, GATED_NORM, RULE
 from .rows import POSITIONS, ROWS, VALUES
 from .stream import RELEASE
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LATENT", "LINEAR", "NEURON_DOWN",
-           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS",
-           "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
+__all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "GATED_NORM", "LATENT", "LINEAR",
+           "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE",
+           "ROWS", "RULE", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
 
 
 def fill(family: Any, **values: int | float) -> list[int]:

@@ -30,12 +30,13 @@ from ..tensors import Tensor
 from ..weights import Source, Weight, as_source
 from .attention import AttentionWords
 from .experts import ExpertWords
+from .recurrent import RecurrentWords
 
 FOLD_COLUMNS = 64
 """Of a piece of a folded row, a multiple of these: two groups of 32, as an instruction of most types has."""
 
 
-class GraphBuilder(AttentionWords, ExpertWords):
+class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
     """Collects operations and weights.
 
     Parameters
