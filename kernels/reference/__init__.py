@@ -42,6 +42,9 @@ from .neuron_ffn.neuron_mask import scores_reference, signs_reference
 from .neuron_ffn.neuron_resolve import Cache, resolve, resolve_reference
 from .norms import norm_f32_reference, norm_q8_reference
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
+from .recurrent.causal_conv import causal_conv_reference
+from .recurrent.gated_norm import gated_norm_reference
+from .recurrent.state_rules import delta_step, journal_reference, rule_reference, scan_step
 from .rope import rope_store_reference, rotate
 from .sampling.sample import EDIT, blocks_reference, choose_reference, edit_reference
 from .screen import head_reference, least_reference, maxima_reference, reach
@@ -72,6 +75,11 @@ REFERENCES: dict[str, Reference] = {
     "neuron_mask_scores": scores_reference,
     "neuron_mask_signs": signs_reference,
     "neuron_resolve": resolve_reference,
+    "causal_conv": causal_conv_reference,
+    "delta_rule": rule_reference(True),
+    "selective_scan": rule_reference(False),
+    "state_journal": journal_reference,
+    "gated_norm": gated_norm_reference,
     "screen_maxima": maxima_reference,
     "sample_edit": edit_reference,
     "sample_blocks": blocks_reference,
@@ -101,5 +109,5 @@ for _kv in KV:
 """The reference of each kernel, by the kernel's name."""
 
 __all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "REFERENCES", "TOLERANCES", "Cache", "Expected", "InstructionView",
-           "Q8Block", "attend", "choose_experts", "compare", "gated_values", "linear_values", "q8_blocks",
-           "quantise_rows", "reach", "read_q8", "resolve", "rms_norm", "rotate", "write_q8"]
+           "Q8Block", "attend", "choose_experts", "compare", "delta_step", "gated_values", "linear_values", "q8_blocks",
+           "quantise_rows", "reach", "read_q8", "resolve", "rms_norm", "rotate", "scan_step", "write_q8"]

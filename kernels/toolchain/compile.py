@@ -55,6 +55,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
         )
         from ..ops.experts import experts, experts_input, experts_resolve, route  # noqa: F401
         from ..ops.neuron_ffn import neuron_down, neuron_gated, neuron_mask, neuron_resolve  # noqa: F401
+        from ..ops.recurrent import causal_conv, gated_norm, state_rules  # noqa: F401
         from ..ops.sampling import sample  # noqa: F401
 
     return KERNELS

@@ -43,6 +43,7 @@ from edgeinfer.kernels import (
 from ..program import Instruction
 from . import experts as lowering_experts  # noqa: F401 (they register their operations)
 from . import latent as lowering_latent  # noqa: F401
+from . import recurrent as lowering_recurrent  # noqa: F401
 from . import rows as lowering_rows  # noqa: F401
 from .base import (
     CHUNK_BYTES,
