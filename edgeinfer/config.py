@@ -272,6 +272,8 @@ class RuntimeConfig:
     """Tokens that the KV pool holds of all sequences together; None is as many as these may have."""
     kv_memory: int | None = option(None, integer(1, _INF, "1 or more"))
     """Bytes of the KV pool, instead of its tokens."""
+    state_memory: int | None = option(None, integer(0, _INF, "0 or more"))
+    """Bytes for checkpoints of recurrent layers' state, from which later requests continue; None is a few."""
     kv_windows: int | None = option(None, integer(1, 64, "from 1 to 64"))
     """Sequences whose windows a pool of this many tokens keeps in layers with a window; None follows from its
     tokens."""

@@ -16,6 +16,7 @@ from .blocks import shared_blocks
 from .cold import ColdPlan
 from .expert_slots import ExpertsPlan
 from .lifetimes import Placement
+from .state import StatePlan
 from .windows import Windowed
 
 USUAL_TOKENS = 2048
@@ -57,6 +58,8 @@ class Request:
     """Tokens that the KV pool holds of all sequences together; None: the sequences' number and context say it."""
     kv_windows: int | None = None
     """Sequences whose windows the pool of layers with a window holds then; None: as many as are of `USUAL_TOKENS`."""
+    state_memory: int | None = None
+    """Bytes for checkpoints of recurrent state; None: for a few."""
     kv_memory: int | None = None
     """Bytes of the KV pool, for which the planner puts `kv_tokens` and `kv_windows`."""
 
@@ -167,6 +170,8 @@ class MemoryPlan:
     """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
     windowed: Windowed | None = None
     """Layers with a window whose blocks are in a smaller pool, if there are any."""
+    state: StatePlan | None = None
+    """Slots of recurrent layers, if there are any."""
     boundaries: tuple[int, ...] = ()
     """After which layers tokens of prompts may be left behind: the stages are the layers between two of them."""
 

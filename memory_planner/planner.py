@@ -16,6 +16,7 @@ from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
 from .pool_sizes import pool_sizes
 from .reasons import held_words, pools, rotary, scored
+from .state import StatePlan, plan_state
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
 
@@ -62,7 +63,7 @@ class Planner:
         self._kinds = one_of_each(graph)
         self._accesses = [access for op in graph.ops if (access := op.kv)]
         self._stores = [access for access in self._accesses if access.stores]
-        self._state_bytes = sum(op.state_bytes for op in graph.ops)
+        self._stateful = [op for op in graph.ops if op.state_bytes]
         self._instructions: dict[str, int] = {}
         self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
@@ -93,7 +94,7 @@ class Planner:
         rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
         slopes = round_up(4 * c.num_attention_heads, 64) if c.alibi else 0
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-        sizes = sizes_of(graph.types, splits, request)
+        sizes, state = sizes_of(graph.types, splits, request), self._state(request)
         if sizes[1:] not in self._scratch:
             self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
         thread, shared = self._scratch[sizes[1:]]
@@ -105,7 +106,7 @@ class Planner:
             Region("constants", len(c.rotations) * request.ctx * rope_row + slopes + 64, rotary(c, request.ctx)),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),
-            *self._state(request),
+            *([Region("state", state.nbytes, state.reason)] if state else []),
             *self._of_techniques(request),
             Region("tables", self._table_bytes(request, windowed) + weights.table_bytes,
                    "ctx block, tokens, block tables, program"),
@@ -116,7 +117,8 @@ class Planner:
         made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
         allocations = {**placements, **dict.fromkeys(made, logits), **weights.allocations}
         return MemoryPlan(request, regions, allocations, request.kv_blocks, kv_layers, thread, splits, rope_row,
-                          weights.parts, weights.cold, weights.experts, pruned, weights.filed, windowed, boundaries)
+                          weights.parts, weights.cold, weights.experts, pruned, weights.filed, windowed, state,
+                          boundaries)
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
         """Lay out activations, once for all contexts."""
@@ -171,10 +173,8 @@ class Planner:
                                                  + 24) + abi.INSTRUCTION_BYTES * self._instructions[request.kv] \
             + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
 
-    def _state(self, request: Request) -> Iterator[Region]:
-        if self._state_bytes:
-            yield Region("state", request.sequences * self._state_bytes + 64,
-                         f"recurrent state of {request.sequences} sequences")
+    def _state(self, request: Request) -> StatePlan | None:
+        return plan_state(self._stateful, request.sequences, request.state_memory)
 
     def _of_techniques(self, request: Request) -> Iterator[Region]:
         for one, settings in each(request.techniques):

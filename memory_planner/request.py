@@ -56,7 +56,7 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     pool, windows = (ctx, 1) if fills(config) else (config.kv_tokens, config.kv_windows)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
                    residency, own_tokens=config.own_tokens, techniques=in_use(config), kv_tokens=pool,
-                   kv_windows=windows, kv_memory=config.kv_memory)
+                   kv_windows=windows, kv_memory=config.kv_memory, state_memory=config.state_memory)
 
 
 def own_pool(config: RuntimeConfig) -> bool:
@@ -101,7 +101,7 @@ def to_draft_request(request: Request) -> Request:
         request.full_pool.kv_blocks * abi.BLOCK_TOKENS)
     windows = None if request.kv_tokens is None else request.windows
     return replace(request, outputs=request.sequences, residency=residency, hot=(), slots=0, expert_slots=0,
-                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows)
+                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows, state_memory=0)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:

@@ -68,6 +68,10 @@ class PrefixCache(BlockPool):
         """Whether the block is available once its holder lets go."""
         return self._holders[block] - (block in self._keys) == 1
 
+    def is_cached(self, block: int) -> bool:
+        """Whether the cache holds a block."""
+        return block in self._keys
+
     def find(self, key: bytes) -> int | None:
         """Return the block that is cached under a key."""
         return self._cached.get(key)

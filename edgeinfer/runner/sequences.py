@@ -53,6 +53,8 @@ class Sequence:
     """First blocks that are in the table already."""
     recent: WindowTable | None = None
     """Blocks that layers with a window keep; None if all layers keep all."""
+    state: Any = None
+    """Slots of recurrent layers (`StateTable`); None if the model has none."""
     cut: bool = False
     """Whether rows after the last token may hold what was forgotten or never taken in: it must not reach others, were
     it NaN."""

@@ -92,7 +92,8 @@ class Session(SequenceOwner):
             fill_constants(self.model, self.plan, regions["constants"])
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
-            self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores])
+            self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores],
+                              regions.get("state"))
             tuner = ThreadTuner(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
             self._link(program, kernels, regions, host.executor.pool if host else None, tuner)
             opened.callback(self.executor.close)
@@ -217,16 +218,22 @@ class Session(SequenceOwner):
         try:
             for segment in segments:
                 self.kv.extend(segment.sequence, len(segment.ids) + further)
+                if self.kv.states:
+                    self.kv.states.begin(segment.sequence, len(segment.ids), further > 0)
             logits = self._run(segments, 0, None, 0, cancel, further)
             chosen = self._tables.chosen(len(segments), further, self.executor.steps_left) if further else repeat(())
             for segment, more in zip(segments, chosen, strict=False):
                 if segment.role == DECODE:
                     _decoding(segment.sequence)
+                if self.kv.states:
+                    self.kv.states.end(segment.sequence, len(segment.ids), len(more))
                 segment.sequence.tokens.extend((*segment.ids, *more))
                 segment.sequence.cut = False
         finally:  # a forward pass that failed, or ended early, leaves blocks behind the last token
             for segment in segments:
                 self.kv.trim(segment.sequence)
+                if self.kv.states:
+                    self.kv.states.settle(segment.sequence)
         return logits
 
 

@@ -45,7 +45,8 @@ class ModelRunner(Runner):
         self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
         self._counts: tuple[tuple[int, int], ...] = ()
         self._first_sample = program.first_sample
-        self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
+        slot = self.plan.state.slot_bytes if self.plan.state else 0
+        self._tables = Tables(self.plan.request.tokens, self.config.max_sequences, slot)
         self.executor = Executor(program, kernels, self.plan.request.threads, regions, pool, tuner)
         for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
                             (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_SAMPLES, self._tables.sample_specs),
@@ -77,6 +78,8 @@ class ModelRunner(Runner):
         further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
+        if self.kv.states and not self.kv.states.steps([segment.sequence for segment in segments]):
+            return 0
         return further if self.kv.fits([(segment.sequence, offset + 1 + further) for segment in segments]) else 0
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
@@ -86,7 +89,7 @@ class ModelRunner(Runner):
             n, outputs, sampled = self._tables.write(segments, offset, rows)
             decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
             split = self._split(segments, offset)
-            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
+            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_SEQUENCES, len(segments)), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
                       (abi.COUNT_SAMPLES, outputs if sampled else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
             if counts != self._counts:  # from token to token they seldom change

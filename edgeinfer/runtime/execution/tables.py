@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, Segment, Sequence
 
-_TOKEN, _ENTRY = struct.Struct("=3q2i4q"), struct.Struct("=2q")
+_TOKEN, _ENTRY = struct.Struct("=3q2i4q"), struct.Struct("=5q")
 _ID, _SEQUENCE, _POSITION, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
     abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE,
     abi.TOKEN_ROLE))
@@ -29,9 +29,12 @@ class Tables:
         Most tokens of a forward pass.
     sequences : int
         Most sequences of a forward pass.
+    slot_bytes : int
+        Bytes of a slot of recurrent state.
     """
 
-    def __init__(self, tokens: int, sequences: int):
+    def __init__(self, tokens: int, sequences: int, slot_bytes: int = 0):
+        self._slot_bytes = slot_bytes
         self.tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
         self.sequences = np.zeros((sequences, abi.SEQUENCE_BYTES // 8), np.int64)
         self.outputs, self.sample_specs = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
@@ -59,7 +62,7 @@ class Tables:
         sampled, starts = False, []
         ordered = decoded_last(segments)
         for number, (sequence, ids, *_) in enumerate(ordered):
-            self._list(number, sequence)
+            self._list(number, sequence, n, len(ids))
             starts.append(n)
             n += len(ids)
         if ordered is not segments:
@@ -82,8 +85,9 @@ class Tables:
         """Return the tokens that each sequence gained in a pass of several steps, `further` of which were allowed."""
         return [self.steps[number, further:left:-1].tolist() for number in range(sequences)]
 
-    def _list(self, number: int, sequence: Sequence) -> None:
-        """Write a sequence's entry, and those of its blocks that its tables do not have yet."""
+    def _list(self, number: int, sequence: Sequence, first: int, tokens: int) -> None:
+        """Write the entry of a sequence with some tokens of the pass, and the blocks that its tables do not have yet.
+        """
         listed, blocks = sequence.listed, sequence.blocks
         if listed < len(blocks):
             sequence.table[listed : len(blocks)] = blocks[listed:]
@@ -94,7 +98,9 @@ class Tables:
             if (listed := recent.listed) < len(recent.blocks):
                 recent.table[listed : len(recent.blocks)] = [max(block, 0) for block in recent.blocks[listed:]]
                 recent.listed = len(recent.blocks)
-        _ENTRY.pack_into(self._sequence_bytes, abi.SEQUENCE_BYTES * number, sequence.address, address)
+        slot = sequence.state.blocks[0] * self._slot_bytes if sequence.state else 0
+        _ENTRY.pack_into(self._sequence_bytes, abi.SEQUENCE_BYTES * number, sequence.address, address, slot, first,
+                         tokens)
 
     def _write_single(self, segments: Items[Segment], offset: int) -> None:
         """Describe one token of each sequence, without a temporary array."""

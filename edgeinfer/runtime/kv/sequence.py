@@ -17,6 +17,7 @@ from edgeinfer.memory_planner import MemoryPlan
 from edgeinfer.registry import each
 from edgeinfer.runner import Sequence, WindowTable
 from edgeinfer.runner.block_tables import BlockTables
+from edgeinfer.runner.state_slots import StateSlots, StateTable
 from edgeinfer.runner.window_blocks import WindowBlocks
 
 from .block_memory import PoolMemory
@@ -33,9 +34,12 @@ class KVCache(BlockTables):
         Memory of the region ``kv``.
     stores : of KvAccess
         What each layer of `plan.kv_layers` stores, in that order.
+    state : uint8 array, optional
+        Memory of the region ``state``.
     """
 
-    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
+    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess],
+                 state: NDArray[np.uint8] | None = None):
         super().__init__(plan.kv_blocks, abi.BLOCK_TOKENS)
         self.plan = plan
         of = {access.layer: access for access in stores}
@@ -51,6 +55,13 @@ class KVCache(BlockTables):
         self._window_memory = PoolMemory(others, windowed.blocks if windowed else 0)
         self.recent = WindowBlocks(windowed, self._window_memory, self._living) if windowed else None
         """Ownership of the blocks of layers with a window, if these have a pool of their own."""
+        self._state_memory = np.zeros((0, 0), np.uint8)
+        self.states: StateSlots | None = None
+        """Ownership of the slots of recurrent layers, if there are any."""
+        if plan.state and state is not None:
+            n, nbytes = plan.state.slots, plan.state.slot_bytes
+            self._state_memory = state[: n * nbytes].reshape(n, nbytes)
+            self.states = StateSlots(n, nbytes, self._copy_slot, self._living)
 
     def new(self) -> Sequence:
         """Return an empty sequence, with tables that kernels read."""
@@ -60,6 +71,8 @@ class KVCache(BlockTables):
         if self.recent:
             table = np.zeros(n, np.int32)
             sequence.recent = WindowTable(table=table, address=table.ctypes.data)
+        if self.states:
+            sequence.state = StateTable()
         return sequence
 
     def take(self) -> int:
@@ -85,13 +98,15 @@ class KVCache(BlockTables):
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
         """Return whether `extend` finds blocks for this many more tokens of each of several sequences."""
-        return super().fits(wanted) and (not self.recent or self.recent.fits(wanted))
+        return super().fits(wanted) and all(part.fits(wanted) for part in (self.recent, self.states) if part)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
         copy = super().fork(sequence)
         if self.recent:
             self.recent.share(sequence, copy)
+        if self.states:
+            self.states.fork(sequence, copy)
         return copy
 
     def trim(self, sequence: Sequence) -> None:
@@ -105,11 +120,19 @@ class KVCache(BlockTables):
         self.check_own(sequence)
         if self.recent:
             self.recent.check(sequence, n_tokens)
+        if self.states and 0 <= n_tokens <= len(sequence):
+            self.states.check(sequence, n_tokens)
+            self.states.truncate(sequence, n_tokens)
         super().truncate(sequence, n_tokens)
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
         """Return how many of the first n tokens can be kept; see `Runner.can_truncate`."""
+        if self.states:
+            n_tokens = self.states.can_truncate(sequence, n_tokens)
         return self.recent.can_truncate(sequence, n_tokens) if self.recent else n_tokens
+
+    def _copy_slot(self, source: int, target: int) -> None:
+        self._state_memory[target] = self._state_memory[source]
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Of the tokens after the first n keep those of a path, and move their rows together; see `Runner.accept`."""
@@ -145,29 +168,36 @@ class KVCache(BlockTables):
 
     def usable(self, keys: Items[bytes]) -> int:
         """Return how many of the first cached blocks of a text a sequence can continue from, in all layers."""
-        return self.recent.usable(keys) if self.recent else len(keys)
+        n = self.states.usable(keys) if self.states else len(keys)
+        return self.recent.usable(keys[:n]) if self.recent else n
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
         """Give an empty sequence the blocks that are cached under keys."""
         super().share_cached(sequence, keys)
         if self.recent:
             self.recent.share_cached(sequence, keys)
+        if self.states:
+            self.states.share_cached(sequence, keys)
 
     def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
         """Cache a full block of a sequence under a key, in all layers that still have it."""
         super().enter(sequence, number, key)
         if self.recent:
             self.recent.enter(sequence, number, key)
+        if self.states:
+            self.states.enter(sequence, number, key)
 
     def drop_prefixes(self) -> None:
         """Empty the cache."""
         super().drop_prefixes()
         if self.recent:
             self.recent.pool.clear()
+        if self.states:
+            self.states.pool.clear()
 
     def close(self) -> None:
         """Let go of the memory."""
-        self.planes, self.pruned_mask = [], self.pruned_mask[:0]
+        self.planes, self.pruned_mask, self._state_memory = [], self.pruned_mask[:0], self._state_memory[:0]
         for memory in (self._memory, self._window_memory):
             memory.close()
 

@@ -1,0 +1,207 @@
+"""Slots of recurrent state: whose each is, copies on write, checkpoints, and what a cancelled pass goes back to.
+
+A slot is a block of a pool: sequences share one until one of them runs on, and the prefix cache holds some as
+checkpoints, under the keys of the KV blocks before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import field
+
+from edgeinfer.kernels import abi
+
+from ..base.dataclass import dataclass
+from ..errors import RequestError
+from .prefix_cache import PrefixCache
+from .sequences import Sequence
+
+
+MOST_COPIED = 1 << 20
+"""Bytes of a slot up to which a copy takes less time than Python does between two steps."""
+
+
+@dataclass(eq=False)
+class StateTable:
+    """The slots of one sequence."""
+
+    blocks: list[int] = field(default_factory=list)
+    """The slot of its state; empty before its first token."""
+    listed: int = 0
+    base: int = 0
+    """Least number of tokens that the slot's state can be cut to, but for 0."""
+    before: list[tuple[int, int]] = field(default_factory=list)
+    """During a pass that cannot be undone: a copy of the slot, with its `base`."""
+    after: int = 0
+    """Number of tokens after a pass that has ended; the sequence is as long once it has taken them in."""
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Checkpoints by their number of tokens: slot and `base`."""
+
+    @property
+    def all(self) -> list[int]:
+        """Return every slot that the sequence holds."""
+        return [*self.blocks, *(slot for slot, _ in self.before), *(slot for slot, _ in self.kept.values())]
+
+
+class StateSlots:
+    """Ownership of the slots.
+
+    Parameters
+    ----------
+    n_slots, slot_bytes : int
+    copy : callable
+        Copies a slot to another.
+    living : of Sequence
+        All open sequences.
+    """
+
+    def __init__(self, n_slots: int, slot_bytes: int, copy: Callable[[int, int], None], living: Iterable[Sequence]):
+        self.pool, self._slot_bytes = PrefixCache(n_slots, abi.BLOCK_TOKENS), slot_bytes
+        self._copy, self._living = copy, living
+        self._bases: dict[int, int] = {}
+        """Of cached slots, as `StateTable.base`."""
+
+    # As in block_tables.py a slot can be lost where Ctrl-C comes, but never be free while a table names it.
+
+    def begin(self, sequence: Sequence, n_tokens: int, steps: bool = False) -> None:
+        """Give a sequence a slot of its own for a pass over n new tokens, and keep a copy if it cannot be undone.
+
+        Raises `RequestError` if no slot is left.
+        """
+        table = _of(sequence)
+        table.after = 0
+        if not table.blocks:
+            table.blocks.append(self._take())
+        elif self.pool.is_shared(table.blocks[0]):
+            shared, own = table.blocks[0], self._take()
+            self._copy(shared, own)
+            table.blocks[0] = own
+            self.pool.drop(shared)
+        if (steps or n_tokens > abi.JOURNAL_TOKENS) and len(sequence):
+            copy = self._take()
+            table.before.append((copy, table.base))
+            self._copy(table.blocks[0], copy)
+
+    def end(self, sequence: Sequence, n_tokens: int, steps: int = 0) -> None:
+        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next.
+        """
+        table, length = _of(sequence), len(sequence) + n_tokens
+        table.base = len(sequence) + steps
+        if n_tokens > abi.JOURNAL_TOKENS:
+            table.base = length // abi.JOURNAL_TOKENS * abi.JOURNAL_TOKENS
+        table.after = length + steps
+
+    def settle(self, sequence: Sequence) -> None:
+        """Go back to the state before a pass if the sequence did not take in its tokens, or forget that state."""
+        table = _of(sequence)
+        if table.after != len(sequence) and table.before:
+            changed, (table.blocks[0], table.base) = table.blocks[0], table.before[-1]
+            table.before.pop()
+            self.pool.drop(changed)
+        elif table.after != len(sequence):  # some tiles may have replayed the journal
+            table.base = len(sequence)
+        while table.before:
+            self.pool.drop(table.before.pop()[0])
+
+    def steps(self, sequences: Items[Sequence]) -> bool:
+        """Return whether a pass of several steps pays, which needs a copy of each slot."""
+        return self._slot_bytes <= MOST_COPIED and self.fits([(one, abi.JOURNAL_TOKENS + 1) for one in sequences])
+
+    def fork(self, sequence: Sequence, copy: Sequence) -> None:
+        """Let a fork share the state."""
+        mine, other = _of(sequence), _of(copy)
+        for slot in mine.blocks:
+            self.pool.share(slot)
+        other.blocks, other.base = list(mine.blocks), mine.base
+
+    def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
+        """Return whether `begin` finds slots for these sequences."""
+        needed = longer = 0
+        for sequence, n in wanted:
+            table = _of(sequence)
+            needed += not table.blocks or self.pool.is_shared(table.blocks[0])
+            longer += n > abi.JOURNAL_TOKENS and len(sequence) > 0
+        return needed + longer <= self.pool.n_available
+
+    def checkpoint(self, sequence: Sequence) -> None:
+        """Keep the present state, so that the sequence can be cut to this length; not if no slot is left for that."""
+        table = _of(sequence)
+        if table.blocks and len(sequence) not in table.kept and self.pool.n_available:
+            self.pool.share(table.blocks[0])
+            table.kept[len(sequence)] = (table.blocks[0], table.base)
+
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return the most of the first n tokens that a sequence can be cut to."""
+        table = _of(sequence)
+        if n_tokens == len(sequence) or n_tokens >= table.base:
+            return n_tokens
+        if any(base <= n_tokens <= length for length, (_, base) in table.kept.items()):
+            return n_tokens
+        return max((length for length in table.kept if length <= n_tokens), default=0)
+
+    def check(self, sequence: Sequence, n_tokens: int) -> None:
+        """Raise `RequestError` if a sequence cannot be cut to n tokens."""
+        if (most := self.can_truncate(sequence, n_tokens)) < n_tokens:
+            raise RequestError(f"A sequence of {len(sequence)} tokens cannot be cut to {n_tokens}: its recurrent state "
+                               f"has gone on. Cut it to {most}, or run its beginning again (rollback).")
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n, to which the sequence can be cut; it still has the others."""
+        table = _of(sequence)
+        if n_tokens == 0:
+            self._drop(table.blocks)
+        elif n_tokens < table.base and n_tokens != len(sequence):
+            found = next(length for length, (_, base) in sorted(table.kept.items()) if base <= n_tokens <= length)
+            slot, base = table.kept[found]
+            self.pool.share(slot)
+            gone = table.blocks[0]
+            table.blocks[0], table.base = slot, base
+            self.pool.drop(gone)
+        for length in [length for length in table.kept if length > n_tokens]:
+            self.pool.drop(table.kept.pop(length)[0])
+        if n_tokens == 0:
+            table.base = 0
+
+    def _drop(self, blocks: list[int]) -> None:
+        while blocks:
+            self.pool.drop(blocks.pop())
+
+    # -- checkpoints of the prefix cache -----------------------------------------------------------------------------
+
+    def usable(self, keys: Items[bytes]) -> int:
+        """Return how many of the first blocks of a text a sequence can continue from: those up to a checkpoint."""
+        return next((n for n in range(len(keys), 0, -1) if self.pool.find(keys[n - 1]) is not None), 0)
+
+    def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
+        """Give an empty sequence the checkpoint that is cached under the last key."""
+        if not keys:
+            return
+        slot, table = self.pool.find(keys[-1]), _of(sequence)
+        assert slot is not None
+        self.pool.share(slot)
+        table.blocks.append(slot)
+        table.base = self._bases[slot]
+
+    def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
+        """Cache the state behind block `number` under its key, if the sequence's can be cut to there."""
+        table, behind = _of(sequence), (number + 1) * abi.BLOCK_TOKENS
+        if table.blocks and table.base <= behind <= len(sequence) and self.pool.find(key) is None \
+                and not self.pool.is_cached(table.blocks[0]):
+            self._bases[table.blocks[0]] = table.base
+            self.pool.enter(key, table, 0)
+
+    def _take(self) -> int:
+        """A slot of one's own; if none is free or evicted, those that no living sequence names are."""
+        if not self.pool.n_available:
+            self.pool.recount(_of(sequence).all for sequence in self._living)
+        if not self.pool.n_available:
+            raise RequestError(f"All {self.pool.n_blocks} slots of recurrent state are in use; open the model with "
+                               "more max_sequences or state_memory, or release a sequence.")
+        return self.pool.take()
+
+
+def _of(sequence: Sequence) -> StateTable:
+    assert sequence.state is not None
+    table: StateTable = sequence.state
+    return table
