@@ -49,7 +49,11 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
 
 def predicts_ahead(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of the layers after the last, which predict further tokens (GLM, arXiv 2412.19437)."""
-    match = _LAYER.match(name) if family_of(config.model_type).further_tokens else None
+    if not family_of(config.model_type).further_tokens:
+        return False
+    if name.startswith("mtp."):
+        return True
+    match = _LAYER.match(name)
     return match is not None and int(match[1]) >= config.num_hidden_layers
 
 

@@ -11,7 +11,16 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import MOST_OF_A_LAYER, AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from edgeinfer.graph import (
+    MOST_OF_A_LAYER,
+    AlibiConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+)
+from edgeinfer.kernels import abi
 
 from .rows import exact_fields
 
@@ -52,6 +61,8 @@ def config_from_json(data: object) -> ModelConfig:
         check_experts(config.experts)
     if config.latent:
         check_latent(config)
+    if config.recurrent:
+        check_recurrent(config, config.recurrent)
     return config
 
 
@@ -101,6 +112,27 @@ def check_latent(config: ModelConfig) -> None:
                           "attention.")
 
 
+def check_recurrent(config: ModelConfig, r: RecurrentConfig) -> None:
+    """Refuse numbers that no recurrent layer has."""
+    least = 0 if r.kind == "conv" else 1
+    limits = {"conv_width": (abi.LEAST_CONV, abi.MOST_CONV), **dict.fromkeys(("heads", "key_heads", "key_dim",
+              "value_dim"), (least, 2**16)), "norm_groups": (0, 2**16)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(r, name) <= high:
+            raise BundleError(f"config.recurrent.{name} is {getattr(r, name)}; it must be from {low} to {high}.")
+    if r.kind not in ("conv", "delta", "scan"):
+        raise BundleError(f"config.recurrent.kind is {r.kind!r:.60}; it must be conv, delta or scan.")
+    if not r.layers or list(r.layers) != sorted({*r.layers} & {*range(config.num_hidden_layers)}):
+        raise BundleError(f"config.recurrent.layers is {list(r.layers)!r:.60}; it must list some of the "
+                          f"{config.num_hidden_layers} layers, ascending.")
+    if r.heads % max(r.key_heads, 1) or r.value_width % max(r.norm_groups, 1):
+        raise BundleError(f"config.recurrent has {r.heads} heads of {r.value_dim} elements, which are not a multiple "
+                          f"of its {r.key_heads} key_heads and {r.norm_groups} norm_groups.")
+    if r.time_limits and not (len(r.time_limits) == 2 and 0 <= r.time_limits[0] < r.time_limits[1]):
+        raise BundleError(f"config.recurrent.time_limits is {list(r.time_limits)!r:.60}; it must be two ascending "
+                          "numbers, or none.")
+
+
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
@@ -123,7 +155,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
             return tuple(map(float, value))
         raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
-    for record in (AlibiConfig, ExpertsConfig, LatentConfig):
+    for record in (AlibiConfig, ExpertsConfig, LatentConfig, RecurrentConfig):
         if hint == record | None:
             return None if value is None else _record(record, value, where)
     if hint == tuple[int, ...]:

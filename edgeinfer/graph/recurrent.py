@@ -28,12 +28,16 @@ class RecurrentConfig:
     value_dim: int = 0
     """Elements of a value, or of a head of a scan."""
     conv_bias: bool = False
-    time_limits: tuple[float, float] = (0.0, float("inf"))
-    """Bounds of a scan's time steps."""
+    time_limits: tuple[float, ...] = ()
+    """Bounds of a scan's time steps; empty: there are none."""
     gated_first: bool = False
     """Whether the heads' norm follows the gate (Mamba 2) instead of coming before it (delta rule)."""
     norm_groups: int = 1
-    """Groups of a row that a scan norms one by one."""
+    """Groups of a row that a scan norms one by one; 0: it has a gate and no norm."""
+    norm_eps: float = 0.0
+    """Epsilon of that norm; 0: the model's."""
+    beta_scale: float = 1.0
+    """Factor of a delta rule's beta; 2 lets states have negative eigenvalues."""
 
     @property
     def value_width(self) -> int:

@@ -1,7 +1,8 @@
 """The oracle: a decoder's forward pass in plain NumPy, read off the graph and checked against transformers.
 
 It knows the meaning of each operation and nothing of how edgeinfer computes it: no blocks, no tiles, no quantisation,
-no cache. It imports NumPy alone; of a graph it only reads the instructions.
+no cache. It imports NumPy alone; of a graph it only reads the instructions. Recurrent layers are in
+recurrent_reference.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from . import recurrent_reference as recurrent
 
 
 def forward(
@@ -262,8 +265,9 @@ def sigmoid_gate(state: _State, op: Any, x: np.ndarray, gate: np.ndarray) -> np.
 
 def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Rotate q and k; element i of a head turns with element i + head_dim / 2."""
-    widths = np.cumsum([op.heads * op.head_dim, op.kv_heads * op.head_dim])
-    q, k, v = (part.reshape(len(qkv), -1, op.head_dim) for part in np.split(qkv, widths, axis=1))
+    widths = np.cumsum([op.heads * op.head_dim, op.kv_heads * op.head_dim, op.kv_heads * op.head_dim])
+    *parts, beside = np.split(qkv, widths, axis=1)
+    q, k, v = (part.reshape(len(qkv), -1, op.head_dim) for part in parts)
     if op.keys_as_values:
         v = k
     if op.value_norm:
@@ -272,7 +276,7 @@ def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
         q, k = (_normalised(x, op.eps) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
     q, k = (_turned(state, op, x) for x in (q, k))
     state.stored[op.layer] = k, v
-    return np.concatenate([x.reshape(len(qkv), -1) for x in (q, k, v)], axis=1)
+    return np.concatenate([*(x.reshape(len(qkv), -1) for x in (q, k, v)), beside], axis=1)
 
 
 def rotate_queries(state: _State, op: Any, q: np.ndarray) -> np.ndarray:
@@ -395,7 +399,8 @@ OPS = {f.__name__: f for f in (embed, token_rows, add_positions, activate, layer
                                gather_outputs, quantize, rms_norm, linear, linear_part, gated, neuron_gated,
                                neuron_down, route, sort_routes, experts_input, experts_gated, experts_down,
                                sigmoid_gate, rope_store, rotate_queries, attention, quantize_heads, head_linear,
-                               store_latent, latent_attention, sample)}
+                               store_latent, latent_attention, sample, recurrent.causal_conv,
+                               recurrent.delta_rule, recurrent.selective_scan, recurrent.gated_norm)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

@@ -26,7 +26,8 @@ class AttentionWords(BuilderBase):
         if c.kv_layer(i) != i:
             return self._op(RotateQueries(out=self._after(qkv), q=qkv, q_norm=q, **self._rotated(i)))
         rows = self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
-                                  keys_as_values=i in c.keys_as_values, **self._rotated(i)))
+                                  keys_as_values=i in c.keys_as_values, beside=self._beside(qkv),
+                                  **self._rotated(i)))
         return self._scaled_queries(rows) if c.query_scale else rows
 
     def layer_norm_heads(self, qkv: Tensor, name: str, q: tuple[str | Source, ...], k: tuple[str | Source, ...],
@@ -68,6 +69,11 @@ class AttentionWords(BuilderBase):
                 "eps": c.rms_norm_eps, "rotary": c.turned(rope) if rope else 0, "apart": rope.span // 2 if rope else 0,
                 "table": max(turn - 1, 0), "layer": i}
 
+    def _beside(self, qkv: Tensor) -> int:
+        """Columns after queries, keys and values, such as a gate of what attention gives."""
+        c, i = self.config, self.layer or 0
+        return qkv.width - (c.num_attention_heads + 2 * c.kv_count(i)) * c.head_size(i)
+
     def attention(self, qkv: Tensor, sinks: str | Source = "") -> Tensor:
         """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences.
 
@@ -79,7 +85,8 @@ class AttentionWords(BuilderBase):
         return self._op(Attention(out=self._tensor("a", c.num_attention_heads * n), qkv=qkv, head_dim=n,
                                   heads=c.num_attention_heads, kv_heads=c.kv_count(i), layer=self.layer,
                                   scale=c.attention_scale or n**-0.5, window=c.window(i), cap=c.attention_softcap,
-                                  sinks=logits, kv_layer=None if of == i else of, alibi=c.alibi))
+                                  sinks=logits, kv_layer=None if of == i else of, alibi=c.alibi,
+                                  beside=self._beside(qkv) if of == i else 0))
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from ...errors import CheckpointError
 from ..config import ExpertsConfig, ModelConfig
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
+from ..weights import Source
 from .builder import GraphBuilder
 
 MOST_EXPERTS = 1 << 18
@@ -62,13 +63,14 @@ def count_experts(c: ConfigReader, name: str, total: int, active: int, chosen: s
     return n, c.integer(chosen, active, high=n)
 
 
-def moe(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor | None = None) -> Tensor:
+def moe(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor | None = None, *,
+        norm: str | Source = "") -> Tensor:
     """Build the second half of a pre-norm block: x + the experts of norm(x), and the shared expert if there is one.
 
-    Experts are chosen by norm(x), or were by `routes`.
+    Experts are chosen by norm(x), or were by `routes`; `norm` is its weight where that has another name.
     """
     e, hf, name = c.experts, f"model.layers.{i}.", f"layers.{i}."
-    mlp, norm = hf + "mlp.", hf + "post_attention_layernorm.weight"
+    mlp, norm = hf + "mlp.", norm or hf + "post_attention_layernorm.weight"
     if e is None or i in e.dense_layers:
         h = g.rms_norm(x, name + "ffn_norm", norm)
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)

@@ -35,13 +35,13 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     section = ConfigReader(config).section("text_config")
     text = section.items() if section else {}
     own = str(text.get("model_type") or inside)
-    text = {**text, **_without_mrope({**outer, **text})}
+    text = {**text, **without_mrope({**outer, **text})}
     kept = {name: outer[name] for name in _OUTER if outer.get(name) is not None}
     model_type = text_models().get(own, own)
     return {**seeing.unsaid, **outer, **text, **kept, **seeing.meant, "model_type": model_type}
 
 
-def _without_mrope(fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_mrope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of RoPE as text has it: M-RoPE turns it as the plain rotation does."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):

@@ -130,7 +130,7 @@ class SelectiveScan(StateRule):
 
     KERNELS = ("selective_scan", "state_journal")
     d: Weight
-    limits: tuple[float, float] = (0.0, float("inf"))
+    limits: tuple[float, ...] = (0.0, float("inf"))
 
     @property
     def journaled(self) -> tuple[tuple[int, int], tuple[int, int]]:

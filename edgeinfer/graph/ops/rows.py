@@ -274,6 +274,8 @@ class RopeStore(RowOp):
     """v heads are normed, without a weight."""
     keys_as_values: bool = False
     """v is what k is before norm and rotation; its columns are made here."""
+    beside: int = 0
+    """Columns after the values, which stay as they are."""
 
     @property
     def kv(self) -> KvAccess | None:
@@ -282,7 +284,8 @@ class RopeStore(RowOp):
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values side by side."""
-        yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim + self.beside
+        yield from other_width("q, k and v have together", width, self.qkv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +332,8 @@ class Attention(RowOp):
     """Layer whose K and V are read, if it is another one; the input then has queries alone."""
     alibi: AlibiConfig | None = None
     """ALiBi slopes, if scores fall with the distance of the key."""
+    beside: int = 0
+    """Columns of its input after the values, which it does not read."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """The sinks."""
@@ -350,7 +355,7 @@ class Attention(RowOp):
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values come in, a row for each query head goes out."""
         heads = self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
-        yield from other_width("q, k and v have together", heads * self.head_dim, self.qkv)
+        yield from other_width("q, k and v have together", heads * self.head_dim + self.beside, self.qkv)
         yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
         if self.sinks and self.sinks.shape != (self.heads,):
             yield f"there are {self.heads} query heads, but sinks of shape {list(self.sinks.shape)}"

@@ -1,0 +1,98 @@
+"""Qwen3.5 and 3.6 (Alibaba): three layers of four with gated delta rules (arXiv 2412.06464), one with gated attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..builder.builder import GraphBuilder
+from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
+from ..config import ModelConfig
+from ..families.family import Family, Seeing
+from ..graph import Graph
+from ..hf_config.common import read_decoder
+from ..hf_config.reader import ConfigReader
+from ..hf_config.wrappers import without_mrope
+from ..recurrent import DELTA
+from ..tensors import Tensor
+from ..weights import Source
+from .gemma import norm
+
+DEFAULTS = {
+    "vocab_size": 248320, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 32768, "partial": (("partial_rotary_factor",), 0.25), "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+KINDS = {"linear_attention": DELTA, "full_attention": "attention"}
+SILU = ("silu", "swish")
+_OF_DRAFTS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Each fourth layer has attention, or those that `layer_types` says."""
+    return read_hybrid(c, DEFAULTS)
+
+
+def read_hybrid(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelConfig:
+    """Read the fields that the dense model and those with experts share; layers that draft are left out."""
+    if c.flag("attn_output_gate", True) is False:
+        raise c.unsupported("attn_output_gate", False, "models of the family have the gate")
+    c.choice("hidden_act", c.get("hidden_act") or "silu", SILU)  # which is that of convolutions and gates, too
+    c.choice("mamba_ssm_dtype", c.get("mamba_ssm_dtype") or "float32", ("float32",))
+    for name in _OF_DRAFTS:
+        c.get(name)
+    kinds = read_kinds(c, KINDS, every_fourth(c))
+    delta = read_delta(c, tuple(i for i, kind in enumerate(kinds) if kind == DELTA), defaults)
+    bias, plain = c.flag("attention_bias"), c.instead(**without_mrope(c.items()))
+    return read_decoder(plain, defaults, attention_bias=bias, attention_output_bias=bias, recurrent=delta,
+                        attention_gate=True, **own)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x, name, hf = mix(g, c, x, i), f"layers.{i}.", f"model.layers.{i}."
+        h = g.rms_norm(x, name + "ffn_norm", norm(hf + "post_attention_layernorm", c.hidden_size))
+        x = g.ffn(h, name, (hf + "mlp.gate_proj", hf + "mlp.up_proj", hf + "mlp.down_proj"), residual=x)
+    return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
+
+
+def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """The first half of a block: x + the delta rule, or the attention, of norm(x)."""
+    g.layer, name, hf = i, f"layers.{i}.", f"model.layers.{i}."
+    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", c.hidden_size))
+    if not c.recurrent or i not in c.recurrent.layers:
+        return attend(g, c, h, x, name, hf + "self_attn.")
+    return delta_layer(g, c, h, x, name, mixer(c, hf + "linear_attn."))
+
+
+def mixer(c: ModelConfig, hf: str) -> Mixer:
+    """The tensors of a delta rule."""
+    r, d = c.recurrent, c.hidden_size
+    assert r
+    rows = (("qkv", r.conv_channels), ("z", r.value_width), ("b", r.heads), ("a", r.heads))
+    return Mixer(tuple(Source(f"{hf}in_proj_{part}.weight", (width, d)) for part, width in rows),
+                 (Source(hf + "conv1d.weight", (r.conv_channels, 1, r.conv_width)),), hf + "A_log", hf + "dt_bias",
+                 hf + "norm.weight", hf + "out_proj.weight")
+
+
+def attend(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str, attn: str) -> Tensor:
+    """x + the attention of h times a sigmoid; each head of the queries' matrix has a query, then a gate."""
+    n, width = c.head_dim, c.query_width
+
+    def rows(*end: int, kind: str = "weight") -> tuple[Source, ...]:
+        q = Source(f"{attn}q_proj.{kind}", (2 * width, *end))
+        k, v = (Source(f"{attn}{p}_proj.{kind}", (c.kv_width, *end)) for p in "kv")
+        return q.every(2 * n, 0, n), k, v, q.every(2 * n, n, n)
+
+    biases = rows(kind="bias") if c.attention_bias else ()
+    qkv = g.linear(h, name + "qkv", rows(c.hidden_size), (width, c.kv_width, c.kv_width, width), bias=biases)
+    qkv = g.rope_store(qkv, norm(attn + "q_norm", n), norm(attn + "k_norm", n))
+    o = g.gated_norm(g.attention(qkv), qkv, "", "", start=width + 2 * c.kv_width, group=n, function="sigmoid")
+    return g.linear(o, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
+                    bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
+
+
+FAMILY = Family(further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),))
