@@ -28,12 +28,12 @@ from .pool_sizes import largest
 from .reasons import held_words
 from .request import beside_draft, default_ctx, draft_config, fills, in_memory, own_pool, resolve, to_request
 from .shared_allocations import extents
-from .state import StatePlan
+from .state import SLOT_UNIT, StatePlan
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed
 
 __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "MOST_READ_BYTES", "PAGE_BYTES",
-           "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "STREAMED", "STREAM_BUFFERS",
+           "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "SLOT_UNIT", "STREAMED", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
            "Placement", "Placer", "Planner", "Region", "Request", "StatePlan", "Windowed", "alternatives", "available_bytes",
            "beside_draft", "budget_of", "cold", "default_ctx", "default_threads", "draft_config", "extents",

@@ -22,7 +22,9 @@ from edgeinfer.bundle import COLD_FILE, PREDICTOR_FILE, STATISTICS_FILE, BundleW
 from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import (
+    Decay,
     ModelConfig,
+    Tap,
     Weight,
     build_graph,
     builtin_shapes,
@@ -121,12 +123,26 @@ def write_random_bundle(
                 writer.add_file(COLD_FILE, pack_cold(entries, writer.stored), "cold")
 
 
+def _recurrent(rng: np.random.Generator, weight: Weight) -> NDArray[np.float32] | None:
+    """Values of vectors of recurrent layers as models begin with (Mamba, arXiv 2312.00752); None of any other."""
+    steps = {type(step) for source in weight.sources for step in source.steps}
+    n = weight.shape[0]
+    if Decay in steps:
+        return -np.exp(rng.uniform(0.0, 2.7, n)).astype(np.float32)
+    if weight.name.endswith(".dt_bias"):
+        return np.log(np.expm1(np.exp(rng.uniform(np.log(0.001), np.log(0.1), n)))).astype(np.float32)
+    return 0.5 * rng.standard_normal(n, np.float32) if Tap in steps else None
+
+
 def random_bytes(
     rng: np.random.Generator, weight: Weight, stored: WeightType, neurons: Neurons, routers: Routing | None = None
 ) -> Iterator[NDArray[np.uint8]]:
     """Stored bytes of a random weight: norms near 1, biases near 0, matrices that keep the size of their input."""
     if neurons.sparse and weight.name.endswith((".gate_up_bias", ".up_bias")):
         yield neurons.bias(3 if "gate" in weight.name else 2)
+        return
+    if (own := _recurrent(rng, weight)) is not None:
+        yield own.astype("<f4").view(np.uint8)
         return
     if len(weight.shape) == 1:
         values = 0.02 * rng.standard_normal(weight.shape[0], np.float32) + (0 if weight.name.endswith("_bias") else 1)

@@ -51,7 +51,7 @@ from .quantize_activations import quantize_activations
 from .recurrent import RecurrentConfig
 from .tensors import Tensor, Types
 from .weight_types import ORDER, ROUTER, TypeOf, expected_types, requested_types
-from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
+from .weights import Affine, Decay, RopeHalves, Rows, Source, Tap, Transposed, Weight
 
 if TYPE_CHECKING:
     from .families.family import ExpertModules, Family, Gguf, GgufExperts, Ollama
@@ -80,6 +80,7 @@ __all__ = [
     "Attention",
     "CausalConv",
     "ConfigReader",
+    "Decay",
     "DeltaRule",
     "Embed",
     "ExpertModules",
@@ -141,6 +142,7 @@ __all__ = [
     "Source",
     "StateRule",
     "StoreLatent",
+    "Tap",
     "Tensor",
     "TokenRows",
     "Transposed",

@@ -106,8 +106,12 @@ class Runner(Caching, abc.ABC):
         """
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
-        """Return how many of the first n tokens can be kept when a sequence is cut there: all n, or none."""
+        """Return the most of the first n tokens that a sequence can be cut to: all n where nothing was given back."""
         return n_tokens
+
+    def checkpoint(self, sequence: Sequence) -> None:
+        """Make sure, where that is cheap, that the sequence can be cut to its present length later (`rollback`)."""
+        return
 
     def rollback(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
         """Go back to the first n tokens: forget those after them, and run over them again where they cannot be kept.
@@ -115,7 +119,7 @@ class Runner(Caching, abc.ABC):
         ids, kept = sequence.tokens[:n_tokens], self.can_truncate(sequence, n_tokens)
         self.truncate(sequence, kept)
         if kept < n_tokens:
-            self.prefill(sequence, ids, cancel)
+            self.prefill(sequence, ids[kept:], cancel)
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """After a pass over a tree, continue from one of its nodes: forget all branches but the one that leads there.

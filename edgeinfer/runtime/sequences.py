@@ -38,6 +38,11 @@ class SequenceOwner(ModelRunner):
         """Return how many of the first n tokens can be kept; see `Runner.can_truncate`."""
         return self.kv.can_truncate(sequence, n_tokens)
 
+    def checkpoint(self, sequence: Sequence) -> None:
+        """Keep the state of recurrent layers; see `Runner.checkpoint`."""
+        if self.kv.states:
+            self.kv.states.checkpoint(sequence)
+
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Keep one path of a tree; see `Runner.accept`."""
         self.kv.accept(sequence, n_before, integers("path", path))

@@ -11,6 +11,7 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.base.validation import shown
 from edgeinfer.errors import BundleError
 from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import SLOT_UNIT
 from edgeinfer.registry import technique
 from edgeinfer.runner import Sequence
 
@@ -45,6 +46,8 @@ class PromptFile:
         header = origin(self._kv, model) | {"tokens": sequence.tokens} | self._pruned(sequence, len(sequence))
         if sequence.recent and sequence.recent.gone:
             header["gone"] = sequence.recent.gone
+        if sequence.state and sequence.tokens:
+            header["state"] = sequence.state.base
         FILE.write(path, header, lambda: self.pieces(sequence, header))
 
     def load(self, path: Path, prompts: str, decoded: str) -> Sequence:
@@ -60,6 +63,8 @@ class PromptFile:
             with open_plain(path) as file:
                 header = self._read_header(file, path, (prompts, decoded))
                 self._kv.make_room(sequence, len(header["tokens"]), header.get("gone", 0))
+                if self._kv.states and header["tokens"]:
+                    self._kv.states.begin(sequence, 1)
                 pruned = {key: header[key] for key in (_pruner(header), PRESENT) if key in header}
                 if not FILE.read(file, header, self.pieces(sequence, header)) \
                         or self._pruned(sequence, len(header["tokens"])) != pruned:
@@ -70,6 +75,8 @@ class PromptFile:
         except BaseException:
             self._kv.trim(sequence)
             raise
+        if sequence.state and header["tokens"]:
+            sequence.state.base = header["state"]
         sequence.cut = True  # it may have been truncated before it was saved
         sequence.tokens, sequence.decoded = header["tokens"], None if header["model"] == prompts else 0
         return sequence
@@ -86,6 +93,11 @@ class PromptFile:
         yield from head_pieces(self._kv, whole, recent)
         for stage in self._kv.pruned_mask if _pruner(header) else ():
             yield from in_pieces(stage, whole)
+        if "state" in header:
+            rows = self._kv.state_memory.reshape(-1, SLOT_UNIT)
+            n = len(rows) // len(self._kv.state_memory)
+            first = sequence.state.blocks[0] * n
+            yield from in_pieces(rows, list(range(first, first + n)))
 
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """Return the header's fields on pruned tokens, if any: the schedule, and how many tokens each stage has.
@@ -109,6 +121,10 @@ class PromptFile:
             raise BundleError(f"The prompt cache {path} was saved with {shown(header[name])} as --{name}, and lacks K "
                               "and V that this run needs; give the same schedule, or another file.")
         self._check_gone(header, path)
+        base = header.get("state")
+        if (base is None) != (not self._kv.states or not tokens) or (
+                base is not None and (type(base) is not int or not 0 <= len(tokens) - base <= abi.JOURNAL_TOKENS)):
+            raise FILE.damaged(path)
         if len(tokens) > (ctx := self._kv.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return header

@@ -55,12 +55,13 @@ class KVCache(BlockTables):
         self._window_memory = PoolMemory(others, windowed.blocks if windowed else 0)
         self.recent = WindowBlocks(windowed, self._window_memory, self._living) if windowed else None
         """Ownership of the blocks of layers with a window, if these have a pool of their own."""
-        self._state_memory = np.zeros((0, 0), np.uint8)
+        self.state_memory = np.zeros((0, 0), np.uint8)
+        """Slots of recurrent state: (slots, bytes)."""
         self.states: StateSlots | None = None
         """Ownership of the slots of recurrent layers, if there are any."""
         if plan.state and state is not None:
             n, nbytes = plan.state.slots, plan.state.slot_bytes
-            self._state_memory = state[: n * nbytes].reshape(n, nbytes)
+            self.state_memory = state[: n * nbytes].reshape(n, nbytes)
             self.states = StateSlots(n, nbytes, self._copy_slot, self._living)
 
     def new(self) -> Sequence:
@@ -114,6 +115,8 @@ class KVCache(BlockTables):
         super().trim(sequence)
         if self.recent:
             self.recent.trim(sequence)
+        if self.states and not sequence.tokens:
+            self.states.truncate(sequence, 0)
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n, if what they see is there."""
@@ -132,7 +135,7 @@ class KVCache(BlockTables):
         return self.recent.can_truncate(sequence, n_tokens) if self.recent else n_tokens
 
     def _copy_slot(self, source: int, target: int) -> None:
-        self._state_memory[target] = self._state_memory[source]
+        self.state_memory[target] = self.state_memory[source]
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Of the tokens after the first n keep those of a path, and move their rows together; see `Runner.accept`."""
@@ -197,7 +200,7 @@ class KVCache(BlockTables):
 
     def close(self) -> None:
         """Let go of the memory."""
-        self.planes, self.pruned_mask, self._state_memory = [], self.pruned_mask[:0], self._state_memory[:0]
+        self.planes, self.pruned_mask, self.state_memory = [], self.pruned_mask[:0], self.state_memory[:0]
         for memory in (self._memory, self._window_memory):
             memory.close()
 
