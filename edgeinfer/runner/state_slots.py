@@ -122,6 +122,8 @@ class StateSlots:
             table = _of(sequence)
             needed += not table.blocks or self.pool.is_shared(table.blocks[0])
             longer += n > abi.JOURNAL_TOKENS and len(sequence) > 0
+        if needed + longer > self.pool.n_available:
+            self._shrink()
         return needed + longer <= self.pool.n_available
 
     def checkpoint(self, sequence: Sequence) -> None:
@@ -192,13 +194,23 @@ class StateSlots:
             self.pool.enter(key, table, 0)
 
     def _take(self) -> int:
-        """A slot of one's own; if none is free or evicted, those that no living sequence names are."""
+        """A slot of one's own; if none is free or evicted, sequences' checkpoints are given up, then what no living
+        sequence names."""
+        if not self.pool.n_available:
+            self._shrink()
         if not self.pool.n_available:
             self.pool.recount(_of(sequence).all for sequence in self._living)
         if not self.pool.n_available:
             raise RequestError(f"All {self.pool.n_blocks} slots of recurrent state are in use; open the model with "
                                "more max_sequences or state_memory, or release a sequence.")
         return self.pool.take()
+
+    def _shrink(self) -> None:
+        """Give up the checkpoints of all sequences."""
+        for sequence in self._living:
+            kept = _of(sequence).kept
+            while kept:
+                self.pool.drop(kept.popitem()[1][0])
 
 
 def _of(sequence: Sequence) -> StateTable:
