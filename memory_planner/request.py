@@ -101,7 +101,7 @@ def to_draft_request(request: Request) -> Request:
         request.full_pool.kv_blocks * abi.BLOCK_TOKENS)
     windows = None if request.kv_tokens is None else request.windows
     return replace(request, outputs=request.sequences, residency=residency, hot=(), slots=0, expert_slots=0,
-                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows, state_memory=0)
+                   own_tokens=own, techniques=(), kv_tokens=pool, kv_windows=windows, state_memory=None)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:

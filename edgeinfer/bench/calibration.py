@@ -145,6 +145,7 @@ class _Runner:
         model, until = self.session.model, time.perf_counter() + self.lengths.seconds / 3
         layers, attention = model.num_hidden_layers, _attention_operations(model, depth + (count + 1) / 2)
         tried: list[tuple[float, DecodeRun]] = []
+        self.session.checkpoint(self.sequence)
         while not self._enough(tried, self.lengths.repetitions, until):
             share, seconds, reading = self._timed(
                 partial(self._generate, self._some(count)), self.probe.read_gbs, lambda both: sum(both) / 2)
@@ -158,6 +159,7 @@ class _Runner:
         until = time.perf_counter() + self.lengths.seconds
         while len(self.sequence) < self.lengths.depth and (not runs or time.perf_counter() < until):
             depth = len(self.sequence)
+            self.session.checkpoint(self.sequence)
             tried: list[tuple[float, PromptRun]] = []
             while not self._enough(tried, 1, until):
                 self.session.rollback(self.sequence, depth)

@@ -122,6 +122,7 @@ class _Run:
             self.session.rollback(self.sequence, depth)
         if depth > len(self.sequence):
             self.session.prefill(self.sequence, [next(self._ids) for _ in range(depth - len(self.sequence))])
+        self.session.checkpoint(self.sequence)
 
     def _read(self) -> float:
         self.bandwidth.append(self.probe.read_gbs())

@@ -244,7 +244,9 @@ class Generation(Task[Completion]):
         sample = run.owner
         text: str = sample.take(row, self.room, chosen)
         if sample.finish_reason:  # its blocks after the end are for the others
-            self._runner.truncate(run.sequence, min(len(run.sequence), len(sample.tokens)))
+            n = min(len(run.sequence), len(sample.tokens))
+            if self._runner.can_truncate(run.sequence, n) == n:
+                self._runner.truncate(run.sequence, n)
         return text if sample is self._samples[0] else ""
 
     def _take_verified(self, run: Run, rows: Items[Any]) -> str:

@@ -108,6 +108,8 @@ class Scoring(Task[list[Score]]):
             self._start(ids)
         if done != n_prompt + len(self._logprobs) - 1:  # it holds another continuation
             self._runner.rollback(sequence, n_prompt, self.cancellation)
+        elif done == n_prompt:
+            self._runner.checkpoint(sequence)
         return [Run(sequence, ids[len(sequence) - n_prompt : -1], DECODE, each=True, owner=ids)]
 
     def take(self, ran: list[Ran]) -> str:

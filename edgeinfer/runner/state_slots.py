@@ -36,7 +36,7 @@ class StateTable:
     after: int = 0
     """Number of tokens after a pass that has ended; the sequence is as long once it has taken them in."""
     kept: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Checkpoints by their number of tokens: slot and `base`."""
+    """The checkpoint by its number of tokens: slot and `base`."""
 
     @property
     def all(self) -> list[int]:
@@ -127,9 +127,14 @@ class StateSlots:
         return needed + longer <= self.pool.n_available
 
     def checkpoint(self, sequence: Sequence) -> None:
-        """Keep the present state, so that the sequence can be cut to this length; not if no slot is left for that."""
+        """Keep the present state instead of an earlier one, so that the sequence can be cut to this length; not if no
+        slot is left for that."""
         table = _of(sequence)
-        if table.blocks and len(sequence) not in table.kept and self.pool.n_available:
+        if not table.blocks or len(sequence) in table.kept:
+            return
+        while table.kept:
+            self.pool.drop(table.kept.popitem()[1][0])
+        if self.pool.n_available:
             self.pool.share(table.blocks[0])
             table.kept[len(sequence)] = (table.blocks[0], table.base)
 

@@ -60,6 +60,9 @@ class SelfDraftPlan(NamedTuple):
         RequestError
             The model has nothing to leave out.
         """
+        if model.recurrent:
+            raise RequestError("A part of this model cannot draft for it: its recurrent layers would take in draft "
+                               "tokens. Leave --speculate self out; lookup and draft models work.")
         recipes = list(_recipes(model, plain, parts))
         if not recipes:
             raise RequestError("The model has one layer and no predictor, so no part of it can draft for it; leave "

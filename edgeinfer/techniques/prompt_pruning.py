@@ -67,6 +67,9 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     if graph.config.kv_layers:
         raise UnsupportedModelError("Layers of this model read the K and V of others, of which a token that is left "
                                     "behind has more than they; its prompts cannot be pruned, so leave --lazy out.")
+    if graph.config.recurrent:
+        raise UnsupportedModelError("Recurrent layers take in every token, so prompts of this model cannot be pruned; "
+                                    "leave --lazy out.")
     hidden = graph.config.hidden_size
     heads = max((op.kv for op in graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
     score = score_bytes(graph.config.num_attention_heads // heads.heads, heads.head_dim)

@@ -124,6 +124,7 @@ class DraftModel(Drafter):
         while (left := len(text.tokens) - len(sequence)) > at_once:
             n = min(left - 1, self._runner.config.prefill_chunk)
             self._runner.forward([Segment(sequence, text.tokens[len(sequence) :][:n])], cancel)
+        self._runner.checkpoint(sequence)
         return self._held[text.key]
 
     def _begin(self, text: Text) -> _Held:

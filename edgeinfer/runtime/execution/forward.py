@@ -65,6 +65,8 @@ class ModelRunner(Runner):
             self.kv.check_own(segment.sequence)
             self.check(segment.sequence, segment.ids)
             segment.check()
+            if self.kv.states and segment.parents and any(p != i - 1 for i, p in enumerate(segment.parents)):
+                raise RequestError("Recurrent layers run no trees of tokens; run them as a chain, without parents.")
 
     def _steps(self, segments: Items[Segment], further: int, offset: int = 0) -> int:
         """Return the number of further steps that a forward pass over one token of each sequence takes without Python.
