@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden_hybrids import BASE
+from tests.golden_hybrids import CASES as CASES_OF_HYBRIDS
 from tests.helpers.golden_cases import FOLDER, GoldenCase, save, weights
 
 N_TOKENS = 44
@@ -54,9 +56,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEEP_YARN = {**YARN, "beta_fast": 8, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.6, "truncate": False}
 
-BASE = {"vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
 NEOX = {"model_type": "gpt_neox", **BASE, "num_attention_heads": 5, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}  # fmt: skip
 del NEOX["num_key_value_heads"]
@@ -83,17 +82,6 @@ SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
           "image_size": 8, "patch_size": 4}  # fmt: skip
 MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 2000.0}
 
-QWEN3_5 = {"model_type": "qwen3_5_text", **BASE, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-           "head_dim": 18, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-           "linear_value_head_dim": 20, "rope_parameters": {
-               "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.34}}  # fmt: skip
-LFM2 = {"model_type": "lfm2", **BASE, "num_hidden_layers": 4, "layer_types": [
-    "conv", "full_attention", "conv", "conv"], "rope_theta": 300.0}  # fmt: skip
-GRANITE_HYBRID = {
-    "model_type": "granitemoehybrid", **BASE, "hidden_size": 48, "num_attention_heads": 4, "num_local_experts": 0,
-    "shared_intermediate_size": 76, "mamba_n_heads": 12, "mamba_n_groups": 1, "mamba_d_state": 10, "mamba_d_head": 8,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "embedding_multiplier": 7.0,
-    "residual_multiplier": 0.3, "attention_multiplier": 0.5, "logits_scaling": 4.0, "rms_norm_eps": 0.02}  # fmt: skip
 OLMO3 = {"model_type": "olmo3", **BASE, "pad_token_id": 0, "sliding_window": 7}
 EXAONE4 = {"model_type": "exaone4", **BASE, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}}
 GLM4 = {"model_type": "glm4", **BASE, "head_dim": 12, "pad_token_id": 0}
@@ -371,31 +359,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stablelm-head-norms": {"model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4,
                             "use_parallel_residual": True, "partial_rotary_factor": 0.5, "qk_layernorm": True},
     "cohere-head-norms": {"model_type": "cohere", **BASE, "use_qk_norm": True, "pad_token_id": 0, "rope_theta": 300.0},
-    "qwen3-5": QWEN3_5,
-    "qwen3-5-equal-heads": {
-        **QWEN3_5, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
-        "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
-    "qwen3-5-wrapped": {
-        "model_type": "qwen3_5", "tie_word_embeddings": True,
-        "vision_config": {**SIDE["vision_config"], "num_position_embeddings": 16, "out_hidden_size": 48},
-        "text_config": {**QWEN3_5, "rope_parameters": {
-            **MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.34}}},
-    "lfm2": {**LFM2, "block_multiple_of": 12, "block_ffn_dim_multiplier": 1.3},
-    "lfm2-bias": {**LFM2, "layer_types": None, "full_attn_idxs": [3], "conv_bias": True, "conv_L_cache": 4,
-                  "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3},
-    "lfm2-moe": {**LFM2, "model_type": "lfm2_moe", "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
-                 "moe_intermediate_size": 38, "routed_scaling_factor": 1.7},
-    "lfm2-moe-no-bias": {**LFM2, "model_type": "lfm2_moe", "num_dense_layers": 0, "num_experts": 5,
-                         "num_experts_per_tok": 3, "moe_intermediate_size": 44, "use_expert_bias": False,
-                         "norm_topk_prob": False, "num_hidden_layers": 3, "layer_types": [
-                             "conv", "full_attention", "conv"]},
-    "granitemoehybrid": {**GRANITE_HYBRID, "tie_word_embeddings": True},
-    "granitemoehybrid-experts": {
-        **GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36,
-        "mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
-        "attention_bias": True, "position_embedding_type": "rope", "rope_theta": 300.0,
-        "time_step_limit": [0.3, 1.1]},
+    **CASES_OF_HYBRIDS,
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 
