@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden_hybrids import BASE
+from tests.golden_hybrids import CASES as CASES_OF_HYBRIDS
 from tests.helpers.golden_cases import FOLDER, GoldenCase, save, weights
 
 N_TOKENS = 44
@@ -54,9 +56,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEEP_YARN = {**YARN, "beta_fast": 8, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.6, "truncate": False}
 
-BASE = {"vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
 NEOX = {"model_type": "gpt_neox", **BASE, "num_attention_heads": 5, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}  # fmt: skip
 del NEOX["num_key_value_heads"]
@@ -83,10 +82,6 @@ SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
           "image_size": 8, "patch_size": 4}  # fmt: skip
 MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 2000.0}
 
-QWEN3_5 = {"model_type": "qwen3_5_text", **BASE, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-           "head_dim": 18, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-           "linear_value_head_dim": 20, "rope_parameters": {
-               "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.34}}  # fmt: skip
 OLMO3 = {"model_type": "olmo3", **BASE, "pad_token_id": 0, "sliding_window": 7}
 EXAONE4 = {"model_type": "exaone4", **BASE, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}}
 GLM4 = {"model_type": "glm4", **BASE, "head_dim": 12, "pad_token_id": 0}
@@ -364,16 +359,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stablelm-head-norms": {"model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4,
                             "use_parallel_residual": True, "partial_rotary_factor": 0.5, "qk_layernorm": True},
     "cohere-head-norms": {"model_type": "cohere", **BASE, "use_qk_norm": True, "pad_token_id": 0, "rope_theta": 300.0},
-    "qwen3-5": QWEN3_5,
-    "qwen3-5-equal-heads": {
-        **QWEN3_5, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
-        "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
-    "qwen3-5-wrapped": {
-        "model_type": "qwen3_5", "tie_word_embeddings": True,
-        "vision_config": {**SIDE["vision_config"], "num_position_embeddings": 16, "out_hidden_size": 48},
-        "text_config": {**QWEN3_5, "rope_parameters": {
-            **MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.34}}},
+    **CASES_OF_HYBRIDS,
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 

@@ -14,7 +14,8 @@ from edgeinfer.graph import ExpertModules, Graph, Source, Weight, family_of
 
 _PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.(weight|bias)")
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.(weight|bias)")
-_SHARED = re.compile(r"(model\.layers\.\d+\.)mlp\.shared_experts\.(gate|up|down)_proj\.weight")
+_CHOICE = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.e_score_correction_bias")
+_SHARED = re.compile(r"(model\.layers\.\d+\.)mlp\.(?:shared_experts\.)?(gate|up|down)_proj\.weight")
 _TOGETHER = "experts.gate_up_proj", "experts.down_proj"
 """Tensors of all experts of a block, as transformers 5 itself writes them: gate rows above up rows."""
 _STACKED = "switch_mlp"
@@ -52,6 +53,8 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
         routers = dict.fromkeys((_ROUTER_HERE, modules.router, modules.router.removesuffix(".layer")))
         found = (f"{match[1]}{name}.{match[2]}" for name in routers)
         return replace(source, name=next((name for name in found if name in names), source.name))
+    if (match := _CHOICE.fullmatch(source.name)) and modules.choice_bias:
+        return replace(source, name=match[1] + modules.choice_bias)
     if not (match := _PART.fullmatch(source.name)):
         return _shared(source, names, modules)
     layer, part = match[1], match[2]
@@ -83,6 +86,8 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
 def _shared(source: Source, names: Container[str], modules: ExpertModules) -> Source:
     """An FFN beside the experts that has gate rows above up rows."""
     match = _SHARED.fullmatch(source.name) if modules.shared else None
+    if match and not modules.plain and ".shared_experts." not in source.name:
+        return source
     if not match or not modules.shared or (both := match[1] + modules.shared[0]) not in names:
         return source
     if match[2] == "down":

@@ -207,6 +207,8 @@ class ModelConfig:
     """Layers that keep a state instead of K and V, in models that have some."""
     attention_gate: bool = False
     """What attention gives is multiplied by a sigmoid of further columns of the queries' matrix."""
+    multipliers: tuple[float, ...] = ()
+    """Factors of single matrices, in an order that the family knows (Falcon-H1); they are folded into the weights."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""

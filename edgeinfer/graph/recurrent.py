@@ -28,6 +28,10 @@ class RecurrentConfig:
     value_dim: int = 0
     """Elements of a value, or of a head of a scan."""
     conv_bias: bool = False
+    in_bias: bool = False
+    """Bias on a scan's input matrix."""
+    out_bias: bool = False
+    """Bias on a scan's output matrix."""
     time_limits: tuple[float, ...] = ()
     """Bounds of a scan's time steps; empty: there are none."""
     gated_first: bool = False

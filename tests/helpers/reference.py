@@ -75,21 +75,22 @@ class _State:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
         name = source.name
         routers = (name.replace(".mlp.gate.", other) for other in (".block_sparse_moe.router.", ".mlp.router.",
-                                                                   ".router.proj."))
-        if ".mlp.shared_experts." in name and name not in self._tensors and "granite" in self.config.model_type:
-            layer, part = name.split("mlp.shared_experts.")
+                                                                   ".router.proj.", ".feed_forward.gate."))
+        biases = (name.replace(".mlp.gate.e_score_correction_bias", ".feed_forward.expert_bias"),)
+        if ".mlp." in name and "_proj" in name and name not in self._tensors and "granite" in self.config.model_type:
+            layer, part = name.replace("mlp.shared_experts.", "mlp.").split("mlp.")
             if part.startswith("down"):
                 return self._tensors[layer + "shared_mlp.output_linear.weight"]
             return np.split(self._tensors[layer + "shared_mlp.input_linear.weight"], 2)[part.startswith("up")]
         names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
-                 *routers)
+                 *routers, *biases)
         return next(self._tensors[one] for one in names if one in self._tensors)
 
     def stacks(self, weight: Any) -> list[np.ndarray]:
         """Matrices of all experts for each source, as transformers 5 keeps them: gate and up in one tensor."""
         module = weight.sources[0].name.partition(".{}.")[0]
         if module + ".down_proj" not in self._tensors:
-            others = (*(module.replace(".mlp.", other) for other in (".block_sparse_moe.", ".")),
+            others = (*(module.replace(".mlp.", other) for other in (".block_sparse_moe.", ".", ".feed_forward.")),
                       module.replace("model.", "model.language_model.", 1))
             module = next(other for other in others if other + ".down_proj" in self._tensors)
         if module + ".down_proj_bias" in self._tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ from edgeinfer.kernels import abi
 from ...errors import CheckpointError
 from ..config import ModelConfig
 from ..hf_config.reader import ConfigReader
-from ..recurrent import DELTA, RecurrentConfig
+from ..recurrent import DELTA, SCAN, RecurrentConfig
 from ..tensors import Tensor
 from ..weights import Source
 from .builder import GraphBuilder
 
+MOST_TIME = 3e38
+"""An infinite time step, as a float32."""
 MOST_WIDTH = 2**20
 """Elements of all heads of a state."""
 
@@ -51,6 +54,49 @@ def read_delta(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, 
     return RecurrentConfig(DELTA, layers, width, heads, key_heads, key_dim, value_dim, **own) if layers else None
 
 
+def read_scan(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, int], width: int | None = None, *,
+              norm: bool = True, gated_first: bool = True, **own: Any) -> RecurrentConfig | None:
+    """Mamba 2's scans by the names of Bamba; None without such layers.
+
+    `width` is that of all heads together, where the config says it apart; without `norm` there is only the gate.
+    """
+    sizes = {name: c.integer(name, defaults[name], high=2**12)
+             for name in ("mamba_n_heads", "mamba_n_groups", "mamba_d_state")}
+    heads, groups, state = sizes.values()
+    value_dim = c.get("mamba_d_head", "auto")
+    if value_dim == "auto" and width:
+        check_shared(c, "the width of a recurrent layer", width, "mamba_n_heads", heads)
+        value_dim = width // heads
+    else:
+        value_dim = c.integer("mamba_d_head", high=2**12)
+    if width and heads * value_dim != width:
+        raise CheckpointError(f"{c.where}: {heads} heads of {value_dim} elements are not the {width} of a recurrent "
+                              "layer; mamba_n_heads, mamba_d_head and mamba_expand must agree.")
+    check_shared(c, "mamba_n_heads", heads, "mamba_n_groups", groups)
+    check_width(c, heads * max(value_dim, state))
+    bias = c.flag("mamba_conv_bias", True)
+    c.get("mamba_chunk_size")  # of another order of the same sums
+    config = RecurrentConfig(
+        SCAN, layers, read_conv_width(c, "mamba_d_conv", defaults["mamba_d_conv"]), heads, groups, state, value_dim,
+        conv_bias=bias, time_limits=read_time_limits(c), gated_first=gated_first, norm_groups=groups if norm else 0,
+        **own)
+    return config if layers else None
+
+
+def read_time_limits(c: ConfigReader) -> tuple[float, ...]:
+    """Bounds of time steps, of which the upper one may be infinite; transformers writes it as an object."""
+    limits = c.get("time_step_limit")
+    if limits is None:
+        return ()
+    if isinstance(limits, list | tuple):
+        limits = [math.inf if bound == {"__float__": "Infinity"} else bound for bound in limits]
+    good = isinstance(limits, list) and len(limits) == 2 and all(type(bound) in (int, float) for bound in limits)
+    if not good or not 0 <= limits[0] < limits[1]:
+        raise CheckpointError(f"{c.where}: time_step_limit is {limits!r:.60}; it must be two ascending numbers, the "
+                              "first no less than 0.")
+    return () if limits == [0, math.inf] else (float(limits[0]), min(float(limits[1]), MOST_TIME))
+
+
 def read_conv_width(c: ConfigReader, name: str, default: int) -> int:
     """Tokens that a convolution sees."""
     width: int = c.integer(name, default, low=abi.LEAST_CONV, high=abi.MOST_CONV)
@@ -77,13 +123,30 @@ class Mixer(NamedTuple):
     """The tensors of a recurrent layer."""
 
     rows: tuple[Source, ...]
-    """Its input matrices: what is convolved (delta: q, k, v), then the delta rule's z, beta and decay."""
+    """Its input matrices. Delta rule: what is convolved (q, k, v), then z, beta and decay; scan: z, then what is
+    convolved (the values, B, C), then the time step."""
     conv: tuple[Source, ...]
     a_log: str
     dt_bias: str
     norm: str | Source
     out: str | Source
     conv_bias: str = ""
+    d: str = ""
+    """Of a scan."""
+    in_bias: tuple[str | Source, ...] = ()
+    out_bias: tuple[str | Source, ...] = ()
+
+
+def mamba(c: ModelConfig, hf: str) -> Mixer:
+    """The tensors of a scan by the usual names."""
+    r, d = c.recurrent, c.hidden_size
+    assert r
+    rows = r.value_width + r.conv_channels + r.heads
+    return Mixer((Source(hf + "in_proj.weight", (rows, d)),),
+                 (Source(hf + "conv1d.weight", (r.conv_channels, 1, r.conv_width)),), hf + "A_log", hf + "dt_bias",
+                 hf + "norm.weight" if r.norm_groups else "", hf + "out_proj.weight",
+                 hf + "conv1d.bias" if r.conv_bias else "", hf + "D", (hf + "in_proj.bias",) if r.in_bias else (),
+                 (hf + "out_proj.bias",) if r.out_bias else ())
 
 
 def delta_layer(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str, parts: Mixer) -> Tensor:
@@ -95,3 +158,17 @@ def delta_layer(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str
     o = g.delta_rule(u, rows, name, parts.a_log, parts.dt_bias, gate_start=r.conv_channels + r.value_width)
     o = g.gated_norm(o, rows, name + "mixer_norm", parts.norm, start=r.conv_channels, group=r.value_dim, shared=True)
     return g.linear(o, name + "mixer_out", (parts.out,), (c.hidden_size,), residual=x)
+
+
+def scan_layer(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str, parts: Mixer) -> Tensor:
+    """x + Mamba 2's scan of h."""
+    r = c.recurrent
+    assert r
+    widths = tuple(source.shape[0] for source in parts.rows)
+    rows = g.linear(h, name + "mixer_in", parts.rows, widths, bias=parts.in_bias)
+    u = g.causal_conv(rows, name + "conv", parts.conv, start=r.value_width, bias=parts.conv_bias, silu=True)
+    o = g.selective_scan(u, rows, name, parts.a_log, parts.dt_bias, parts.d,
+                         gate_start=r.value_width + r.conv_channels)
+    o = g.gated_norm(o, rows, name + "mixer_norm", parts.norm, start=0, gated_first=r.gated_first,
+                     group=r.value_width // max(r.norm_groups, 1))
+    return g.linear(o, name + "mixer_out", (parts.out,), (c.hidden_size,), bias=parts.out_bias, residual=x)

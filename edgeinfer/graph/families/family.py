@@ -32,10 +32,14 @@ class ExpertModules:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Modules of one expert."""
     router: str = "mlp.gate"
+    choice_bias: str = ""
+    """Tensor of the bias by which experts are chosen, where it is not one of the router."""
     together: tuple[str, str] | None = None
     """Tensors of all experts, gate rows above up rows, and down; beside transformers 5's own."""
     shared: tuple[str, str] | None = None
     """Modules of the shared FFN that all tokens use, if it is not a module of three matrices."""
+    plain: bool = False
+    """FFNs of layers without experts are called as the shared one is."""
     in_turns: bool = False
     """Tensors of all experts have a gate row and an up row alternately, as columns where they are not quantised."""
 
