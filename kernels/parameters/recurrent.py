@@ -20,7 +20,9 @@ class _Conv(NamedTuple):
     silu: int
     """Whether what is summed goes through SiLU."""
     block: int
-    """Channels of a unit of work; a head where heads are normed."""
+    """Channels of a head, where heads are normed; else any number."""
+    span: int
+    """Blocks of a unit of work."""
     normed: int
     """First blocks that are divided by their length, the first half of them also by sqrt(block)."""
 
@@ -80,6 +82,6 @@ class _GatedNorm(NamedTuple):
     """Whether the gate goes through a sigmoid instead of SiLU."""
 
 
-CONV = _Conv(*range(10))
+CONV = _Conv(*range(11))
 RULE = _Rule(*range(20))
 GATED_NORM = _GatedNorm(*range(11))

@@ -59,24 +59,48 @@ def _normalise(row, n, further):
 
 
 @inline
+def _taps(row, stride, taps, channels, i, width, at, gate):
+    """The sum over all taps of 16 channels whose last `width` tokens have rows in this pass."""
+    total = splat_f32(0.0)
+    row -= (width - 1) * stride
+    for _ in range(width):
+        v = load_f32x16(row + 4 * (at + i))
+        if gate >= 0:
+            v = v * load_f32x16(row + 4 * (gate + i))
+        total = fma(v, load_f32x16(taps + 4 * i), total)
+        row, taps = row + stride, taps + 4 * channels
+    return total
+
+
+@inline
+def _early_taps(inst, row, taps, ring, i, base, t):
+    """The same of a token whose window begins before this pass, in the sequence's ring or before its first token."""
+    width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
+    ring_row, ring_rows, total = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS, splat_f32(0.0)
+    for j in range(max(0, width - 1 - base - t), width):
+        back = width - 1 - j
+        if back <= t:
+            v = _input(row - back * stride, i, parameter(inst, CONV.start), parameter(inst, CONV.gate_in))
+        else:
+            v = load_f32x16(ring + (base + t - back) % ring_rows * ring_row + 4 * i)
+        total = fma(v, load_f32x16(taps + 4 * (j * channels + i)), total)
+    return total
+
+
+@inline
 def _convolve(inst, x, out, taps, bias, ring, first, n, base, t):
     """Token t of the sequence: n channels from `first` on, of the pass's rows x or the ring's."""
     width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
-    start, gate = parameter(inst, CONV.start), parameter(inst, CONV.gate_in)
-    ring_row, ring_rows = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS
-    row, gate_out = x + t * stride, parameter(inst, CONV.gate_out)
+    start, gate, gate_out = parameter(inst, CONV.start), parameter(inst, CONV.gate_in), parameter(inst, CONV.gate_out)
+    silu, biased, early, row = parameter(inst, CONV.silu), flags(inst) & FLAG_BIAS, t < width - 1, x + t * stride
     for i in range(first, first + n, 16):
-        total = splat_f32(0.0)
-        if flags(inst) & FLAG_BIAS:
-            total = load_f32x16(bias + 4 * i)
-        for j in range(max(0, width - 1 - base - t), width):
-            back = width - 1 - j
-            if back <= t:
-                v = _input(row - back * stride, i, start, gate)
-            else:
-                v = load_f32x16(ring + (base + t - back) % ring_rows * ring_row + 4 * i)
-            total = fma(v, load_f32x16(taps + 4 * (j * channels + i)), total)
-        if parameter(inst, CONV.silu):
+        if early:
+            total = _early_taps(inst, row, taps, ring, i, base, t)
+        else:
+            total = _taps(row, stride, taps, channels, i, width, start, gate)
+        if biased:
+            total = total + load_f32x16(bias + 4 * i)
+        if silu:
             total = total * sigmoid(total)
         if gate_out >= 0:
             total = total * load_f32x16(row + 4 * (gate_out + i))
@@ -87,15 +111,15 @@ def _convolve(inst, x, out, taps, bias, ring, first, n, base, t):
 def causal_conv(inst, ctx, tid, n_threads):
     """Convolve some columns of each token's row with those of the tokens before it in its sequence."""
     x, out, taps, bias = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), operand(inst, ctx, 3)
-    channels, size, width = parameter(inst, CONV.channels), parameter(inst, CONV.block), parameter(inst, CONV.width)
-    normed, ring_row, ring_rows = parameter(inst, CONV.normed), 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS
+    channels, width, block = parameter(inst, CONV.channels), parameter(inst, CONV.width), parameter(inst, CONV.block)
+    size, normed = block * parameter(inst, CONV.span), block * parameter(inst, CONV.normed)
+    ring_row, ring_rows = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS
     blocks = div_i64(channels + size - 1, size)
     units = count(ctx, COUNT_SEQUENCES) * blocks
     unit = claim(ctx)
     while unit < units:
         number = div_i64(unit, blocks)
-        block = unit - number * blocks
-        first = block * size
+        first = (unit - number * blocks) * size
         n = min(size, channels - first)
         entry = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * number
         begin, tokens = load_i64(entry + SEQUENCE_FIRST), load_i64(entry + SEQUENCE_TOKENS)
@@ -104,8 +128,8 @@ def causal_conv(inst, ctx, tid, n_threads):
         for t in range(tokens):
             target = out + (begin + t) * parameter(inst, CONV.out_stride)
             _convolve(inst, rows, target, taps, bias, ring, first, n, base, t)
-            if block < normed:
-                _normalise(target + 4 * first, n, 2 * block < normed)
+            for head in range(first, min(first + n, normed), block):
+                _normalise(target + 4 * head, block, 2 * head < normed)
         for t in range(max(0, tokens - ring_rows), tokens):
             row, kept = rows + t * parameter(inst, CONV.x_stride), ring + (base + t) % ring_rows * ring_row
             for i in range(first, first + n, 16):

@@ -8,8 +8,8 @@ from edgeinfer.kernels import CONV, GATED_NORM, RULE, abi, fill
 from ..program import Instruction
 from .base import Lowering, Operand, lower, rows
 
-CONV_CHANNELS = 64
-"""Channels of a unit of work, where no heads are normed."""
+CONV_CHANNELS = 512
+"""Channels of a unit of work, about as many: their rows are long enough for prefetchers to follow."""
 
 
 def _state(op: CausalConv | StateRule, at: Lowering) -> Operand:
@@ -25,7 +25,8 @@ def _(op: CausalConv, at: Lowering) -> list[Instruction]:
                       out_stride=at.stride(op.out), start=op.start, silu=int(op.silu), normed=op.normed,
                       gate_in=-1 if op.gate_in is None else op.gate_in,
                       gate_out=-1 if op.gate_out is None else op.gate_out,
-                      block=op.head_dim if op.normed else CONV_CHANNELS)
+                      block=op.head_dim if op.normed else CONV_CHANNELS,
+                      span=max(1, CONV_CHANNELS // op.head_dim) if op.normed else 1)
     operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.at(op.bias), _state(op, at)]
     return [at.instruction(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
 
