@@ -148,6 +148,8 @@ class Family:
     """Models that are read as the family, without what sees and hears."""
     prefix: str = ""
     """Prefix of most tensor names in a checkpoint; some checkpoints were saved without it."""
+    otherwise: str = ""
+    """What checkpoints have in place of the ``model.`` that names begin with."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors of a checkpoint."""
     further_tokens: bool = False
