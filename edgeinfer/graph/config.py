@@ -210,7 +210,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     """Layers that keep a state instead of K and V, in models that have some."""
     attention_gate: bool = False
-    """What attention gives is multiplied by a sigmoid of further columns of the queries' matrix."""
+    """The output of attention is multiplied by a sigmoid of further columns of the queries' matrix."""
     mixers: tuple[str, ...] = ()
     """Per layer: what it is, in models whose layers are one thing each (Nemotron-H)."""
     multipliers: tuple[float, ...] = ()

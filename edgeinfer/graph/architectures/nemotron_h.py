@@ -119,7 +119,7 @@ def ffn(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int, module: s
                        (hf + "up_proj.bias", hf + "down_proj.bias") if c.mlp_bias else ())
 
 
-def mixture(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int) -> Tensor:
+def routed(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int) -> Tensor:
     """x + the shared FFN of h + its experts, of h or of a latent of it."""
     e, name, hf, mlp = c.experts, f"layers.{i}.", f"model.layers.{i}.mixer.", f"model.layers.{i}.mlp."
     assert e
@@ -134,6 +134,6 @@ def mixture(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int) -> Te
     return g.linear(h, name + "latent_out", out[:1], (c.hidden_size,), bias=out[1:], residual=x)
 
 
-BLOCKS = {SCAN: scan, "attention": attend, "mlp": ffn, "moe": mixture}
+BLOCKS = {SCAN: scan, "attention": attend, "mlp": ffn, "moe": routed}
 FAMILY = Family(further_tokens=True, otherwise="backbone.", experts=ExpertModules(
     "mixer", ("up_proj", "up_proj", "down_proj"), "mixer.gate", choice_bias="mixer.gate.e_score_correction_bias"))

@@ -149,7 +149,7 @@ class Family:
     prefix: str = ""
     """Prefix of most tensor names in a checkpoint; some checkpoints were saved without it."""
     otherwise: str = ""
-    """What checkpoints have in place of the ``model.`` that names begin with."""
+    """Prefix that some checkpoints have in place of ``model.``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors of a checkpoint."""
     further_tokens: bool = False
