@@ -24,6 +24,17 @@ FALCON_H1 = {
     "lm_head_multiplier": 0.3, "embedding_multiplier": 5.0, "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.5],
     "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.5, 0.4], "key_multiplier": 0.45,
     "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1}  # fmt: skip
+QWEN_MOE = {"rms_norm_eps": 1e-4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 38,
+            "shared_expert_intermediate_size": 44}  # fmt: skip
+BAMBA = {"model_type": "bamba", **BASE, "hidden_size": 48, "num_attention_heads": 4, "mamba_n_heads": 8,
+         "mamba_d_state": 14, "rope_theta": 300.0}  # fmt: skip
+NEMOTRON_H = {
+    "model_type": "nemotron_h", **BASE, "num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 4,
+    "head_dim": 14, "ssm_state_size": 10, "mamba_num_heads": 6, "mamba_head_dim": 18, "n_groups": 2,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]}  # fmt: skip
+NEMOTRON_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36,
+                    "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 52,
+                    "routed_scaling_factor": 2.5}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-5": QWEN3_5,
     "qwen3-5-equal-heads": {
@@ -37,6 +48,31 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**QWEN3_5, "rope_parameters": {
             "rope_type": "default", "rope_theta": 2000.0, "mrope_section": [1, 1, 1],
             "mrope_interleaved": True, "partial_rotary_factor": 0.34}}},
+    "qwen3-5-moe": {**{name: value for name, value in QWEN3_5.items() if name != "intermediate_size"}, **QWEN_MOE,
+                    "model_type": "qwen3_5_moe_text"},
+    "qwen3-5-moe-wrapped": {
+        "model_type": "qwen3_5_moe",
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
+                          "num_position_embeddings": 16, "out_hidden_size": 48},
+        "text_config": {**QWEN3_5, **QWEN_MOE, "model_type": "qwen3_5_moe_text", "linear_key_head_dim": 14,
+                        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}},
+    "qwen3-next": {**QWEN3_5, **QWEN_MOE, "model_type": "qwen3_next", "norm_topk_prob": False},
+    "qwen3-next-dense-layer": {**QWEN3_5, **QWEN_MOE, "model_type": "qwen3_next", "mlp_only_layers": [1],
+                               "linear_num_key_heads": 4, "linear_num_value_heads": 4, "num_hidden_layers": 3,
+                               "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "bamba": {**BAMBA, "attn_layer_indices": [1], "mamba_n_groups": 4},
+    "bamba-bias": {**BAMBA, "attn_layer_indices": [2], "mamba_n_groups": 1, "mamba_d_conv": 3, "mlp_bias": True,
+                   "attention_bias": True, "mamba_proj_bias": True, "time_step_limit": [0.2, 0.9]},
+    "nemotron-h": NEMOTRON_H,
+    "nemotron-h-bias": {
+        **{name: value for name, value in NEMOTRON_H.items() if name != "layers_block_type"}, "n_groups": 1,
+        "hybrid_override_pattern": "M*-MM", "use_bias": True, "mlp_bias": True, "use_conv_bias": False,
+        "conv_kernel": 3},
+    "nemotron-h-experts": {**NEMOTRON_H, **NEMOTRON_EXPERTS, "layers_block_type": [
+        "linear_attention", "moe", "full_attention", "mlp", "moe"]},
+    "nemotron-h-latent": {**NEMOTRON_H, **NEMOTRON_EXPERTS, "n_group": 1, "moe_latent_size": 28, "n_groups": 3,
+                          "norm_topk_prob": False, "num_hidden_layers": 3, "layers_block_type": [
+                              "linear_attention", "moe", "full_attention"]},
     "lfm2": {**LFM2, "block_multiple_of": 12, "block_ffn_dim_multiplier": 1.3},
     "lfm2-bias": {**LFM2, "layer_types": None, "full_attn_idxs": [3], "conv_bias": True, "conv_L_cache": 4,
                   "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3},

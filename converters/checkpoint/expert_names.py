@@ -66,6 +66,9 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
     for block in blocks:
         if (name := f"{layer}{block}.{_STACKED}.{part}_proj.{match[3]}") in names:
             return replace(source, name=name)
+    for block in blocks:
+        if (name := f"{layer}{block}.experts.{own}") in names:
+            return replace(source, name=name)
     pairs = [(f"{block}.{_TOGETHER[0]}", f"{block}.{_TOGETHER[1]}") for block in blocks]
     for both, down in (*pairs, *([modules.together] if modules.together else [])):
         if layer + both in names and part != "down":

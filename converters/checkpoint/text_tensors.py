@@ -41,6 +41,9 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
             aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
     family = family_of(model_type)
     aliases |= {name: other for name, other in family.aliases.items() if other in stored}
+    if family.otherwise:
+        aliases |= {"model." + name.removeprefix(family.otherwise): name for name in stored
+                    if name.startswith(family.otherwise)}
     base = family.prefix
     if base and not any(name.startswith(base) for name in stored):
         aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}

@@ -81,6 +81,10 @@ class ExpertsConfig:
     """Whether a sigmoid of its own weighs what the shared FFN gives."""
     choice_bias: bool = False
     """Whether experts are chosen by scores plus a bias, which their weights lack."""
+    gated: bool = True
+    """Whether an expert has a gate; without one its activation is relu2, which is relu(x) x."""
+    latent_size: int = 0
+    """Width of a latent that experts work on; 0: they work on the stream."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,9 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     """Layers that keep a state instead of K and V, in models that have some."""
     attention_gate: bool = False
-    """What attention gives is multiplied by a sigmoid of further columns of the queries' matrix."""
+    """The output of attention is multiplied by a sigmoid of further columns of the queries' matrix."""
+    mixers: tuple[str, ...] = ()
+    """Per layer: what it is, in models whose layers are one thing each (Nemotron-H)."""
     multipliers: tuple[float, ...] = ()
     """Factors of single matrices, in an order that the family knows (Falcon-H1); they are folded into the weights."""
 

@@ -179,7 +179,7 @@ class Source:
         """The items of a stack, one by one."""
         n = self.stored[0]
         if "{}" in self.name:
-            return tuple([Source(self.name.format(i), self.stored[1:], (), self.steps) for i in range(n)])
+            return tuple([Source(self.name.format(i), self.stored[1:], (), self.steps, self.shared) for i in range(n)])
         return tuple([replace(self, each=False, index=(i,)) for i in range(n)])
 
     @property

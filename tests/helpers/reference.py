@@ -74,8 +74,8 @@ class _State:
     def _tensor(self, source: Any) -> np.ndarray:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
         name = source.name
-        routers = (name.replace(".mlp.gate.", other) for other in (".block_sparse_moe.router.", ".mlp.router.",
-                                                                   ".router.proj.", ".feed_forward.gate."))
+        routers = (name.replace(".mlp.gate.", other) for other in (
+            ".block_sparse_moe.router.", ".mlp.router.", ".router.proj.", ".feed_forward.gate.", ".mixer.gate."))
         biases = (name.replace(".mlp.gate.e_score_correction_bias", ".feed_forward.expert_bias"),)
         if ".mlp." in name and "_proj" in name and name not in self._tensors and "granite" in self.config.model_type:
             layer, part = name.replace("mlp.shared_experts.", "mlp.").split("mlp.")
@@ -90,13 +90,16 @@ class _State:
         """Matrices of all experts for each source, as transformers 5 keeps them: gate and up in one tensor."""
         module = weight.sources[0].name.partition(".{}.")[0]
         if module + ".down_proj" not in self._tensors:
-            others = (*(module.replace(".mlp.", other) for other in (".block_sparse_moe.", ".", ".feed_forward.")),
+            blocks = (".block_sparse_moe.", ".", ".feed_forward.", ".mixer.")
+            others = (*(module.replace(".mlp.", other) for other in blocks),
                       module.replace("model.", "model.language_model.", 1))
             module = next(other for other in others if other + ".down_proj" in self._tensors)
         if module + ".down_proj_bias" in self._tensors:
             return self._stacks_in_turns(weight, module)
         if len(weight.sources) == 1:
             return [self._tensors[module + ".down_proj"].astype(self.dtype)]
+        if module + ".gate_up_proj" not in self._tensors:
+            return [self._tensors[module + ".up_proj"].astype(self.dtype)] * 2
         return np.split(self._tensors[module + ".gate_up_proj"].astype(self.dtype), 2, axis=1)
 
     def _stacks_in_turns(self, weight: Any, module: str) -> list[np.ndarray]:

@@ -83,8 +83,8 @@ def convolve(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int) -> T
         return (f"{hf}{module}.bias",) if r and r.conv_bias else ()
 
     rows = g.linear(h, name + "mixer_in", (hf + "in_proj.weight",), (3 * d,), bias=bias("in_proj"))
-    taps = Source(hf + "conv.weight", (d, 1, r.conv_width))
-    h = g.causal_conv(rows, name + "conv", (taps,), start=2 * d, gate_in=0, gate_out=d, bias="".join(bias("conv")))
+    kernel = Source(hf + "conv.weight", (d, 1, r.conv_width))
+    h = g.causal_conv(rows, name + "conv", (kernel,), start=2 * d, gate_in=0, gate_out=d, bias="".join(bias("conv")))
     return g.linear(h, name + "mixer_out", (hf + "out_proj.weight",), (d,), bias=bias("out_proj"), residual=x)
 
 

@@ -34,24 +34,28 @@ class ExpertWords(BuilderBase):
             factors=self._vector(name + "expert_factors", (factors,), (e.total,)) if factors else None))
 
     def experts(self, x: Tensor, routes: Tensor, name: str, hf: str, residual: Tensor | None) -> Tensor:
-        """(residual +) the weighted FFNs of x of the experts that `route` chose; names as there."""
+        """(residual +) the weighted FFNs of x of the experts that `route` chose; names as there.
+
+        Experts without a gate have their first matrix as gate and up: relu(u) u is relu2(u), bit for bit.
+        """
         c, e = self.config, self.config.experts
         assert e
         listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
                                      active=e.active, several=True, layer=self.layer))
-        size = e.intermediate_size
+        size, width = e.intermediate_size, residual.width if residual else x.width
         gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", ("gate_proj", "up_proj"), (size, x.width))
-        down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
+        down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (width, size))
         inner, outer = (self._stack_bias(name + which, hf + "experts.{}.", parts, rows) if e.bias else None
                         for which, parts, rows in (("experts_gate_up_bias", ("gate_proj", "up_proj"), size),
-                                                   ("experts_down_bias", ("down_proj",), c.hidden_size)))
+                                                   ("experts_down_bias", ("down_proj",), width)))
         rows = self._op(ExpertsInput(out=replace(self._tensor("e", x.width), rows=x.rows, times=e.active), x=x,
                                      listed=listed, active=e.active, several=True, layer=self.layer))
         f = self._op(ExpertsGated(
             out=replace(self._tensor("f", size), times=e.active), x=rows,
-            weight=gate_up, bias=inner, source=x, routes=routes, listed=listed, activation=c.hidden_act,
+            weight=gate_up, bias=inner, source=x, routes=routes, listed=listed,
+            activation=c.hidden_act if e.gated else "relu",
             limit=c.hidden_act_limit, experts=e.total, active=e.active, layer=self.layer))
-        out = self._after(residual) if residual else self._tensor("experts", c.hidden_size)
+        out = self._after(residual) if residual else self._tensor("experts", width)
         return self._op(ExpertsDown(out=out, x=f, weight=down, bias=outer, source=f,
                                     routes=routes, listed=listed, residual=residual, experts=e.total, active=e.active,
                                     layer=self.layer))
@@ -64,7 +68,8 @@ class ExpertWords(BuilderBase):
         """Matrices of all experts, each padded to whole tiles; of two, tiles alternate."""
         assert self.config.experts
         n, (rows, cols) = self.config.experts.total, shape
-        sources = tuple(Source(f"{module}{part}.weight", (n, *shape), each=True) for part in parts)
+        twice = len(parts) == 2 and not self.config.experts.gated
+        sources = tuple(Source(f"{module}{part}.weight", (n, *shape), each=True, shared=twice) for part in parts)
         combine = "stacked_pairs16" if len(parts) == 2 else "stacked16"
         weight = Weight(name, (n * len(parts) * round_up(rows, 16), cols), "experts", sources, combine, n)
         self._weights[name], self._types[name] = weight, self._type_of(weight)

@@ -41,7 +41,7 @@ def every_fourth(c: ConfigReader) -> list[str]:
             for i in range(c.integer("num_hidden_layers", high=2**12))]
 
 
-def read_delta(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, int], **own: Any
+def read_delta(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, Any], **own: Any
                ) -> RecurrentConfig | None:
     """Gated delta rules by Qwen's names; None without such layers."""
     sizes = {name: c.integer(name, defaults[name], high=2**12)
@@ -54,7 +54,7 @@ def read_delta(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, 
     return RecurrentConfig(DELTA, layers, width, heads, key_heads, key_dim, value_dim, **own) if layers else None
 
 
-def read_scan(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, int], width: int | None = None, *,
+def read_scan(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, Any], width: int | None = None, *,
               norm: bool = True, gated_first: bool = True, **own: Any) -> RecurrentConfig | None:
     """Mamba 2's scans by the names of Bamba; None without such layers.
 
@@ -156,7 +156,8 @@ def delta_layer(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str
     rows = g.linear(h, name + "mixer_in", parts.rows, tuple(source.shape[0] for source in parts.rows))
     u = g.causal_conv(rows, name + "conv", parts.conv, silu=True, normed=2 * r.key_heads, head_dim=r.key_dim)
     o = g.delta_rule(u, rows, name, parts.a_log, parts.dt_bias, gate_start=r.conv_channels + r.value_width)
-    o = g.gated_norm(o, rows, name + "mixer_norm", parts.norm, start=r.conv_channels, group=r.value_dim, shared=True)
+    o = g.gated_norm(o, rows, name + "mixer_norm", parts.norm, start=r.conv_channels, group=r.value_dim, shared=True,
+                     gated_first=r.gated_first)
     return g.linear(o, name + "mixer_out", (parts.out,), (c.hidden_size,), residual=x)
 
 

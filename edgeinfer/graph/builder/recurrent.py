@@ -25,9 +25,9 @@ class RecurrentWords(BuilderBase):
         assert self.config.recurrent
         width, parts = self.config.recurrent.conv_width, tuple(source.stored[0] for source in sources)
         channels = sum(parts)
-        taps = self._vector(name, tuple(s.tap(j) for j in range(width) for s in sources), parts * width)
+        weight = self._vector(name, tuple(s.tap(j) for j in range(width) for s in sources), parts * width)
         shift = self._vector(name + "_bias", (bias,), (channels,)) if bias else None
-        return self._op(CausalConv(out=self._tensor("conv", channels), x=x, weight=taps, bias=shift, width=width,
+        return self._op(CausalConv(out=self._tensor("conv", channels), x=x, weight=weight, bias=shift, width=width,
                                    start=start, gate_in=gate_in, gate_out=gate_out, silu=silu, normed=normed,
                                    head_dim=head_dim, layer=self.layer))
 

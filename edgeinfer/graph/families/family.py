@@ -148,6 +148,8 @@ class Family:
     """Models that are read as the family, without what sees and hears."""
     prefix: str = ""
     """Prefix of most tensor names in a checkpoint; some checkpoints were saved without it."""
+    otherwise: str = ""
+    """Prefix that some checkpoints have in place of ``model.``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors of a checkpoint."""
     further_tokens: bool = False

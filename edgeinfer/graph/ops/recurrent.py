@@ -154,7 +154,7 @@ class GatedNorm(RowOp):
     gated_first: bool
     eps: float
     function: str = "silu"
-    """What of the gate multiplies: ``silu`` or ``sigmoid``."""
+    """Function of the gate that multiplies: ``silu`` or ``sigmoid``."""
 
     def faults(self, types: Types) -> Iterator[str]:
         """Groups fill the row, and the weight is that of a group or of a row."""
