@@ -28,10 +28,20 @@ def prefix_keys(origin: bytes, ids: Items[int], n_blocks: int, block_tokens: int
     origin : all else that K and V depend on, and a salt that keeps texts apart
     ids : at least n_blocks * block_tokens
     """
-    key = sha256(origin).digest()
+    key = root_key(origin)
     for start in range(0, n_blocks * block_tokens, block_tokens):
         key = sha256(key + struct.pack(f"<{block_tokens}q", *ids[start : start + block_tokens])).digest()
         yield key
+
+
+def root_key(origin: bytes) -> bytes:
+    """Return the key of the empty text."""
+    return sha256(origin).digest()
+
+
+def tail_key(parent: bytes, ids: Items[int]) -> bytes:
+    """Return the key of tokens that fill no block, by that of the blocks before them."""
+    return sha256(parent + struct.pack(f"<{len(ids)}q", *ids)).digest()
 
 
 class PrefixCache(BlockPool):

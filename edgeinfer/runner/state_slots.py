@@ -14,7 +14,7 @@ from edgeinfer.kernels import abi
 
 from ..base.dataclass import dataclass
 from ..errors import RequestError
-from .prefix_cache import PrefixCache
+from .prefix_cache import PrefixCache, tail_key
 from .sequences import Sequence
 
 
@@ -61,6 +61,8 @@ class StateSlots:
         self._copy, self._living = copy, living
         self._bases: dict[int, int] = {}
         """Of cached slots, as `StateTable.base`."""
+        self._tails: dict[bytes, set[int]] = {}
+        """Lengths of the tails with checkpoints, which fill no block, by the key of the blocks before."""
 
     # As in block_tables.py a slot can be lost where Ctrl-C comes, but never be free while a table names it.
 
@@ -176,27 +178,51 @@ class StateSlots:
 
     # -- checkpoints of the prefix cache -----------------------------------------------------------------------------
 
-    def usable(self, keys: Items[bytes]) -> int:
-        """Return how many of the first blocks of a text a sequence can continue from: those up to a checkpoint."""
-        return next((n for n in range(len(keys), 0, -1) if self.pool.find(keys[n - 1]) is not None), 0)
+    def longest(self, root: bytes, keys: Items[bytes], ids: Items[int]) -> tuple[int, int]:
+        """Return from how many cached blocks of a text, and tokens after them, a sequence can continue.
 
-    def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
-        """Give an empty sequence the checkpoint that is cached under the last key."""
-        if not keys:
-            return
-        slot, table = self.pool.find(keys[-1]), _of(sequence)
+        Parameters
+        ----------
+        root : key of the empty text
+        keys : of the text's first blocks, whose K and V are cached
+        ids : the text
+        """
+        for n in range(len(keys), -1, -1):
+            parent, first = keys[n - 1] if n else root, n * abi.BLOCK_TOKENS
+            for tail in sorted(self._tails.get(parent, ()), reverse=True):
+                if first + tail < len(ids) and self.pool.find(tail_key(parent, ids[first : first + tail])) is not None:
+                    return n, tail
+            if n and self.pool.find(parent) is not None:
+                return n, 0
+        return 0, 0
+
+    def share_cached(self, sequence: Sequence, key: bytes) -> None:
+        """Give an empty sequence the checkpoint that is cached under a key."""
+        slot, table = self.pool.find(key), _of(sequence)
         assert slot is not None
         self.pool.share(slot)
         table.blocks.append(slot)
         table.base = self._bases[slot]
 
-    def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
-        """Cache the state behind block `number` under its key, if the sequence's can be cut to there."""
-        table, behind = _of(sequence), (number + 1) * abi.BLOCK_TOKENS
-        if table.blocks and table.base <= behind <= len(sequence) and self.pool.find(key) is None \
-                and not self.pool.is_cached(table.blocks[0]):
-            self._bases[table.blocks[0]] = table.base
-            self.pool.enter(key, table, 0)
+    def enter(self, sequence: Sequence, n_tokens: int, key: bytes, parent: bytes = b"") -> bool:
+        """Cache the state after n tokens under their key, if the sequence's can be cut to there.
+
+        Tokens that do not fill a block come after blocks with the key `parent`.
+        """
+        table = _of(sequence)
+        if not table.blocks or not table.base <= n_tokens <= len(sequence) or self.pool.find(key) is not None \
+                or self.pool.is_cached(table.blocks[0]):
+            return False
+        self._bases[table.blocks[0]] = table.base
+        self.pool.enter(key, table, 0)
+        if tail := n_tokens % abi.BLOCK_TOKENS:
+            self._tails.setdefault(parent, set()).add(tail)
+        return True
+
+    def clear(self) -> None:
+        """Let go of all checkpoints of the cache."""
+        self.pool.clear()
+        self._tails.clear()
 
     def _take(self) -> int:
         """A slot of one's own; if none is free or evicted, sequences' checkpoints are given up, then what no living

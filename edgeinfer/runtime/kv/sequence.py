@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from edgeinfer.memory_planner import MemoryPlan
 from edgeinfer.registry import each
 from edgeinfer.runner import Sequence, WindowTable
 from edgeinfer.runner.block_tables import BlockTables
+from edgeinfer.runner.prefix_cache import prefix_keys, root_key, tail_key
 from edgeinfer.runner.state_slots import StateSlots, StateTable
 from edgeinfer.runner.window_blocks import WindowBlocks
 
@@ -171,16 +172,13 @@ class KVCache(BlockTables):
 
     def usable(self, keys: Items[bytes]) -> int:
         """Return how many of the first cached blocks of a text a sequence can continue from, in all layers."""
-        n = self.states.usable(keys) if self.states else len(keys)
-        return self.recent.usable(keys[:n]) if self.recent else n
+        return self.recent.usable(keys) if self.recent else len(keys)
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
         """Give an empty sequence the blocks that are cached under keys."""
         super().share_cached(sequence, keys)
         if self.recent:
             self.recent.share_cached(sequence, keys)
-        if self.states:
-            self.states.share_cached(sequence, keys)
 
     def enter(self, sequence: Sequence, number: int, key: bytes) -> None:
         """Cache a full block of a sequence under a key, in all layers that still have it."""
@@ -188,7 +186,40 @@ class KVCache(BlockTables):
         if self.recent:
             self.recent.enter(sequence, number, key)
         if self.states:
-            self.states.enter(sequence, number, key)
+            self.states.enter(sequence, (number + 1) * abi.BLOCK_TOKENS, key)
+
+    def from_prefix(self, ids: Items[int], origin: bytes) -> Sequence:
+        """Return a sequence with the longest cached beginning of a text, without its last token.
+
+        Recurrent layers continue from checkpoints alone, which may be in the middle of a block.
+        """
+        if not self.states:
+            return super().from_prefix(ids, origin)
+        keys = list(takewhile(lambda key: self.pool.find(key) is not None, prefix_keys(
+            origin, ids, (len(ids) - 1) // self.block_tokens, self.block_tokens)))
+        sequence, root = self.new(), root_key(origin)
+        n, tail = self.states.longest(root, keys, ids)
+        last, first = keys[n - 1] if n else root, n * self.block_tokens
+        if tail:
+            last = tail_key(last, ids[first : first + tail])
+            if self.pool.find(last) is None:  # evicted
+                return sequence
+        if not n + tail:
+            return sequence
+        self.share_cached(sequence, [*keys[:n], last] if tail else keys[:n])
+        self.states.share_cached(sequence, last)
+        sequence.tokens, sequence.cut = list(ids[: first + tail]), True
+        return sequence
+
+    def cache_prefix(self, sequence: Sequence, n_tokens: int, origin: bytes) -> None:
+        """Cache the full blocks of the first n tokens, and where the state stands, tokens after them too."""
+        super().cache_prefix(sequence, n_tokens, origin)
+        n, tail = divmod(len(sequence), self.block_tokens)
+        if self.states and tail and n_tokens == len(sequence) and sequence.state.base > n * self.block_tokens:
+            *_, parent = (root_key(origin), *prefix_keys(origin, sequence.tokens, n, self.block_tokens))
+            key = tail_key(parent, sequence.tokens[n * self.block_tokens :])
+            if self.states.enter(sequence, n_tokens, key, parent):
+                self.pool.enter(key, sequence, n)
 
     def drop_prefixes(self) -> None:
         """Empty the cache."""
@@ -196,7 +227,7 @@ class KVCache(BlockTables):
         if self.recent:
             self.recent.pool.clear()
         if self.states:
-            self.states.pool.clear()
+            self.states.clear()
 
     def close(self) -> None:
         """Let go of the memory."""
