@@ -27,6 +27,7 @@ from .rows import exact_fields
 MAX_LAYERS = 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")
+MIXERS = {"scan", "attention", "mlp", "moe"}
 BY_LAYER = ("head_dims", "kv_heads", "ffn_sizes")
 
 
@@ -53,7 +54,7 @@ def config_from_json(data: object) -> ModelConfig:
             f"config.num_attention_heads is {config.num_attention_heads}, "
             f"no multiple of config.num_key_value_heads {config.num_key_value_heads}."
         )
-    for name in ("windows", "ropes", *BY_LAYER, "kv_layers"):
+    for name in ("windows", "ropes", *BY_LAYER, "kv_layers", "mixers"):
         if len(given := getattr(config, name)) not in (0, config.num_hidden_layers):
             raise BundleError(f"config.{name} has {len(given)} entries for {config.num_hidden_layers} layers.")
     check_layers(config)
@@ -81,6 +82,8 @@ def check_layers(config: ModelConfig) -> None:
                 (config.head_size(of), config.kv_count(of)) != (config.head_size(i), config.kv_count(i)):
             raise BundleError(f"config.kv_layers lets layer {i} read layer {of}; it must be itself or a layer before "
                               "it with K and V of its own in heads of the same size.")
+    if unknown := {*config.mixers} - MIXERS:
+        raise BundleError(f"config.mixers has {min(unknown)!r:.60}; each must be one of {', '.join(sorted(MIXERS))}.")
     if bad := [i for i in config.keys_as_values if i not in layers]:
         raise BundleError(f"config.keys_as_values has layer {bad[0]} of {config.num_hidden_layers}.")
     if config.layer_input < 0 or config.layer_input_vocab < (config.vocab_size if config.layer_input else 0):
@@ -155,6 +158,10 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
             return tuple(map(float, value))
         raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
+    if hint == tuple[str, ...]:
+        if isinstance(value, list) and all(type(item) is str for item in value):
+            return tuple(value)
+        raise BundleError(f"{where} is {_short(value)}; it must be a list of texts.")
     for record in (AlibiConfig, ExpertsConfig, LatentConfig, RecurrentConfig):
         if hint == record | None:
             return None if value is None else _record(record, value, where)
