@@ -165,6 +165,11 @@ class Checkpoint:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences for the person who converts it."""
+        return (*self._left_out, *self._document_remarks, *self._unread_remarks)
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """Say which parts of the checkpoint are not those of a text model of the next token."""
         found = []
         kind = f"is the text model, a {self.config.model_type}"
         hears = "hears and " if any("audio" in name for name in self.pictures) else ""
@@ -173,7 +178,7 @@ class Checkpoint:
             if names:
                 nbytes = self._megabytes(names)
                 found.append(f"{len(names)} tensors of {what} ({nbytes}) are left out: the bundle {why}.")
-        return (*found, *self._document_remarks, *self._unread_remarks)
+        return tuple(found)
 
     @property
     def predicted(self) -> frozenset[str]:

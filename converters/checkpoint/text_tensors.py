@@ -12,7 +12,7 @@ PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_
                       r"embed_audio|vision_embedder)\..+")
 """Tensors of vision and audio encoders."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_LAYER = re.compile(r"(?:model\.layers|blk)\.([0-9]{1,9})\.")
 _HEADS = ("lm_head.", "embed_out.")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
                       r"(masked_)?bias")

@@ -16,8 +16,10 @@ from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import Quantisation
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
+    ORDER,
     ROUTER,
     Graph,
+    HeadOrder,
     ModelConfig,
     Source,
     Transposed,
@@ -36,7 +38,7 @@ from .config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
 from .file import read_headers
 from .header import GgufHeader, GgufTensor
 from .moved_blocks import moved
-from .names import SHARED_GATE, with_gguf_names
+from .names import SHARED_GATE, VECTORS, with_gguf_names
 from .tensors import GgufFile
 from .tokenizer import GgufTokenizer, read_gguf_tokenizer
 from .types import ANEW, ERROR_ANEW, EXACT, INEXACT, smallest
@@ -122,18 +124,21 @@ class GgufCheckpoint(Checkpoint):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Assumptions about the tokenizer, and omissions."""
-        return (*(self.tokenizer.remarks if self.tokenizer else ()), *self._unread_remarks)
+        return (*(self.tokenizer.remarks if self.tokenizer else ()), *self._left_out, *self._unread_remarks)
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Ignore the factors of rotations, which are in the config, and K and V that no layer reads."""
-        return frozenset(FACTORS) | self._unread
+        """Ignore the factors of rotations, which are in the config, K and V that no layer reads, and drafts."""
+        return frozenset(FACTORS) | self._unread | self.predicted
 
     def tensor(self, name: str) -> SourceTensor:
         """Type and shape of one tensor."""
         found = super().tensor(name)
-        row = name.endswith(SHARED_GATE) and len(found.shape) == 1
-        return replace(found, shape=(1, *found.shape)) if row else found
+        if name.endswith(SHARED_GATE) and len(found.shape) == 1:
+            return replace(found, shape=(1, *found.shape))
+        if name.endswith(VECTORS) and len(found.shape) == 2:
+            return replace(found, shape=(prod(found.shape),))
+        return found
 
     def kind(self, name: str) -> str:
         """Name of a tensor's type in the file."""
@@ -224,13 +229,21 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
         parts = parts_by_type(weight, lambda sources: _stored(sources, kinds),
                               lambda source: kinds.get(source.name) in INEXACT)
         for first, part in parts.items():
-            stored = table[name_of_part(weight, first)] = _stored(part, kinds)
+            name, stored = name_of_part(weight, first), _stored(part, kinds)
+            table[name] = stored
+            if stored.quantised and _has_column_order(part):
+                table[replace(weight, name=name).order_name] = ORDER
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
     head = table.get("head", table["embed"])
     group = chief.group_size if chief.group_size in GROUP_SIZES else SPARE_GROUP
     return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
+
+
+def _has_column_order(sources: list[Source]) -> bool:
+    """Whether columns of a file's matrices are in another order; codes stay where they are, and inputs are moved."""
+    return any(isinstance(step, HeadOrder) and step.axis == "columns" for source in sources for step in source.steps)
 
 
 def _stored(sources: list[Source], kinds: Kinds) -> WeightType:

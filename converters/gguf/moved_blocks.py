@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.graph import RopeHalves, Rows, Source, Weight
+from edgeinfer.graph import ORDER, HeadOrder, RopeHalves, Rows, Source, Step, Weight
 from edgeinfer.quant import WeightType
 
 from ..assembly import block_of, block_ranges, in_order
@@ -33,10 +33,11 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
     count : callable
         Called with the name of a tensor and the number of its elements that were read.
     """
+    if stored == ORDER:
+        return iter((_order(weight),))
     kinds = {files[source.name].tensors[source.name].dtype for source in weight.sources}
     kind = _common(kinds, stored)
-    by_rows = all(len(source.part) == 2 and all(isinstance(step, RopeHalves | Rows) for step in source.steps)
-                  for source in weight.sources)
+    by_rows = all(len(source.part) == 2 and all(map(_moves_rows, source.steps)) for source in weight.sources)
     if not by_rows or weight.kind == "vector" or not has_packing(kind, stored):
         return None
 
@@ -61,6 +62,16 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
     return in_order(packed, block_ranges(weight, width, BLOCK_BYTES), on_block)
 
 
+def _moves_rows(step: Step) -> bool:
+    return isinstance(step, RopeHalves | Rows) or (isinstance(step, HeadOrder) and step.axis == "rows")
+
+
+def _order(weight: Weight) -> Bytes:
+    """The input that each column of a file's matrix multiplies, as int32."""
+    step = next(step for step in weight.sources[0].steps if isinstance(step, HeadOrder))
+    return np.argsort(step.position(np.arange(weight.shape[0]))).astype("<i4").view(np.uint8)
+
+
 def _common(kinds: set[str], stored: WeightType) -> str:
     """The type that rows of these types are packed as; empty if there is none.
 
@@ -74,12 +85,15 @@ def _common(kinds: set[str], stored: WeightType) -> str:
 
 
 def _rows(file: GgufFile, source: Source, start: int, stop: int) -> Bytes:
-    """Rows of a source in the file's own form; those between them that are not wanted are read too."""
+    """Rows of a source in the file's own form; a few between them that are not wanted are read too."""
     rows = np.arange(start, stop)
     for step in reversed(source.steps):
         rows, _ = step.origin(rows, None)
     if source.index:
         rows = rows + int(np.ravel_multi_index(source.index, source.stored[:-2])) * source.stored[-2]
     low, high = int(rows.min()), int(rows.max()) + 1
+    if high - low > 2 * len(rows):
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate([file.read_rows(source.name, int(run[0]), int(run[-1]) + 1) for run in runs])
     raw = file.read_rows(source.name, low, high)
     return raw[rows - low] if source.steps else raw

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from edgeinfer.graph import Affine, Graph, ModelConfig, Source, Transposed, Weight, family_of
+from edgeinfer.graph import Affine, Decay, Graph, ModelConfig, Source, Tap, Transposed, Weight, family_of
 
 from ..checkpoint.expert_names import with_stacks
 from .latent import with_heads_apart
@@ -26,6 +26,8 @@ _LAYER = {
 """Names in Llama's layers and in our builder's MoE models; families add others (`Family.tensors`)."""
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
+VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
+"""Vectors that files have as columns, or with a row for each group."""
 _HEAD_NORM = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.([qk])_layernorm\.norms\.([0-9]+)\.weight")
 """The norm of one head, which files have in one tensor for all."""
 _FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
@@ -47,7 +49,7 @@ def _renamed(weight: Weight, config: ModelConfig, names: Collection[str]) -> Wei
     name = f"blk.{fused[1]}.attn_qkv.{'bias' if fused[2] else 'weight'}" if fused else ""
     if fused and (qkv == "rows" or name in names):
         return replace(weight, sources=_rows(name, weight))
-    return with_stacks(weight, lambda source: _source(source, config, names))
+    return with_stacks(weight, lambda source: _source(source, config, names, weight.ordered))
 
 
 def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
@@ -57,15 +59,22 @@ def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
     return tuple(whole.rows(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
 
 
-def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Source:
+def _source(source: Source, config: ModelConfig, names: Collection[str], ordered: bool) -> Source:
     """The same elements by the file's name; steps of the architecture come after those that undo the converter's.
 
-    Steps that the converter has taken already are left out.
+    Steps that the converter has taken already are left out, and so is an order of columns that the weight itself has.
     """
-    family = family_of(config.model_type)
+    family, layer = family_of(config.model_type), _IN_LAYER.fullmatch(source.name)
+    if layer and family.parts and (found := family.parts(config, layer[2], source)):
+        whole = f"blk.{layer[1]}.{found[0]}"
+        if whole in names or gguf_name(source.name, config.model_type) not in names:  # as older files have it
+            return replace(found[1], name=whole)
     name, steps, stored = gguf_name(source.name, config.model_type), source.steps, source.stored
     if any(isinstance(step, Transposed) for step in steps) and not config.latent:
         steps, stored = tuple(step for step in steps if not isinstance(step, Transposed)), stored[::-1]
+    if any(isinstance(step, Tap) for step in steps):
+        stored = (stored[0], stored[2])
+    steps = tuple(step for step in steps if not isinstance(step, Decay))
     if family.norms_plus_one:
         steps = tuple(step for step in steps if step != Affine(plus=1.0))
     if source.each and name not in names and (single := name.replace("_exps.", ".{}.")).format(0) in names:
@@ -81,6 +90,9 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
             plain = plain.every(2, int(second))
         else:
             plain = plain.rows(rows * second, rows * (1 + second))
+    order = family.order(config, layer[2]) if layer and family.order else None
+    if order and not (ordered and order.axis == "columns"):
+        plain = replace(plain, steps=(order,))
     if family.neighbours and re.search(r"\.attn_[qk]\.", name):
         plain = plain.rope_halves(config.head_dim, config.rope_dim)
     return replace(plain, steps=(*plain.steps, *steps))

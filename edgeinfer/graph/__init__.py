@@ -49,9 +49,10 @@ from .ops.topn_attention import INSTEAD, SelectedAttention, least_score, with_se
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .quantize_activations import quantize_activations
 from .recurrent import RecurrentConfig
+from .steps import Affine, Decay, HeadOrder, RopeHalves, Rows, Step, Tap, Transposed
 from .tensors import Tensor, Types
 from .weight_types import ORDER, ROUTER, TypeOf, expected_types, requested_types
-from .weights import Affine, Decay, RopeHalves, Rows, Source, Tap, Transposed, Weight
+from .weights import Source, Weight
 
 if TYPE_CHECKING:
     from .families.family import ExpertModules, Family, Gguf, GgufExperts, Ollama
@@ -98,6 +99,7 @@ __all__ = [
     "Graph",
     "GraphBuilder",
     "HeadLinear",
+    "HeadOrder",
     "KvAccess",
     "LatentAttention",
     "LatentConfig",
@@ -141,6 +143,7 @@ __all__ = [
     "SortRoutes",
     "Source",
     "StateRule",
+    "Step",
     "StoreLatent",
     "Tap",
     "Tensor",

@@ -17,7 +17,6 @@ from ..errors import RequestError
 from .prefix_cache import PrefixCache, tail_key
 from .sequences import Sequence
 
-
 MOST_COPIED = 1 << 20
 """Bytes of a slot up to which a copy takes less time than Python does between two steps."""
 

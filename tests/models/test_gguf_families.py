@@ -22,6 +22,7 @@ from edgeinfer.models.describe import describe
 from tests.helpers import golden_cases
 from tests.helpers.bundles import weights_of
 from tests.helpers.gguf_files import add_tensor, permuted
+from tests.helpers.gguf_hybrids import ARCHITECTURES as ARCHITECTURES_OF_HYBRIDS
 from tests.helpers.sessions import logits_of, scored, session
 from tests.make_golden import CASES
 from tests.models.test_models_golden import TOLERANCE, difference
@@ -40,8 +41,10 @@ ARCHITECTURES = {
     "bloom": "bloom", "mpt": "mpt",
 }  # fmt: skip
 ELSEWHERE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe",
-             "gpt_oss", "granitemoe", "granitemoeshared", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
-"""Families whose files other modules compare: test_gguf_import, test_experts, test_latent, test_gpt_oss."""
+             "gpt_oss", "granitemoe", "granitemoeshared", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+             *ARCHITECTURES_OF_HYBRIDS}
+"""Families whose files other modules compare: test_gguf_import, test_experts, test_latent, test_gpt_oss,
+test_gguf_hybrids."""
 _LISTED = ELSEWHERE | {CASES[name]["model_type"] for name in ARCHITECTURES}
 ARCHITECTURES |= {name: family_of(config["model_type"]).gguf[0].name for name, config in CASES.items()
                   if config["model_type"] not in _LISTED and family_of(config["model_type"]).gguf}

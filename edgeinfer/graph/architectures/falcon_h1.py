@@ -6,11 +6,15 @@ last norm.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...errors import CheckpointError
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_scan, scan_layer
 from ..config import ModelConfig
-from ..families.family import Family
+from ..families.family import Family, Gguf
+from ..families.gguf_hybrid import TENSORS_OF_SCAN, scan_fields
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
@@ -116,4 +120,14 @@ def _times(source: Source, by: float) -> Source:
     return source if by == 1 else source.scaled(by)
 
 
-FAMILY = Family()
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """The converter has folded the multipliers, and llama.cpp norms what is gated."""
+    has = {name.split(".", 2)[-1] for name in m.tensors}
+    return {**scan_fields(m), "mamba_d_ssm": m.get("ssm.inner_size"), "mamba_norm_before_gate": False,
+            "mamba_rms_norm": "ssm_norm.weight" in has, "projectors_bias": "ssm_out.bias" in has}
+
+
+TENSORS = {**{f"mamba.{name}": own for name, own in TENSORS_OF_SCAN.items()}, "feed_forward.gate_proj": "ffn_gate",
+           "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down",
+           "pre_ff_layernorm.weight": "ffn_norm", "model.final_layernorm": "output_norm"}
+FAMILY = Family((Gguf("falcon-h1", fields=_fields),), TENSORS)

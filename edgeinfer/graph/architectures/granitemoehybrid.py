@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_kinds, read_scan, scan_layer
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..families.family import Family
+from ..families.family import Family, Gguf, GgufExperts
+from ..families.gguf_hybrid import FULL, LINEAR, TENSORS_OF_SCAN, kv_heads, scan_fields
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.reader import ConfigReader
 from ..recurrent import SCAN
@@ -61,4 +64,21 @@ def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 
 
 SHARED = ("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight")
-FAMILY = Family(experts=replace(granitemoe.EXPERTS, shared=SHARED, plain=True))
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """Layers without key-value heads scan; no head turns in a file that has such layers."""
+    heads, n = kv_heads(m)
+    if m.get("rope.scaling.finetuned"):
+        raise m.unsupported("rope.scaling.finetuned", True, "only Granite 4 is read of such files, whose heads do not "
+                            "turn")
+    experts, shared = m.get("expert_count") or 0, m.get("expert_shared_feed_forward_length")
+    width = m.get("ssm.inner_size") or 0
+    return {**granite.gguf_fields(m), **scan_fields(m), "num_key_value_heads": n, "num_local_experts": experts,
+            "layer_types": [FULL if each else LINEAR for each in heads],
+            "mamba_expand": max(width // m.size("hidden_size"), 1),
+            "shared_intermediate_size": shared or m.size("intermediate_size")}
+
+
+TENSORS = {f"mamba.{name}": own for name, own in TENSORS_OF_SCAN.items()}
+FAMILY = Family((Gguf("granitehybrid", fields=_fields, experts=GgufExperts("num_local_experts"),
+                      ignored=("rope.dimension_count",)),), TENSORS, neighbours=True,
+                experts=replace(granitemoe.EXPERTS, shared=SHARED, plain=True))

@@ -7,7 +7,9 @@ from typing import Any
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import read_conv_width, read_kinds
 from ..config import ModelConfig
-from ..families.family import Family
+from ..families.family import Family, Gguf
+from ..families.gguf_hybrid import kv_heads
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
@@ -95,4 +97,21 @@ def ffn(g: GraphBuilder, x: Tensor, i: int) -> Tensor:
     return g.ffn(h, name, (hf + "feed_forward.w1", hf + "feed_forward.w3", hf + "feed_forward.w2"), residual=x)
 
 
-FAMILY = Family()
+def gguf_fields(m: GgufMetadata) -> dict[str, Any]:
+    """Layers without key-value heads have convolutions; FFNs have the size that they have."""
+    heads, n = kv_heads(m)
+    has = {name.split(".", 2)[-1] for name in m.tensors}
+    return {"num_key_value_heads": n, "layer_types": ["full_attention" if each else "conv" for each in heads],
+            "conv_L_cache": m.get("shortconv.l_cache"), "conv_bias": "shortconv.conv.bias" in has}
+
+
+def _dense(m: GgufMetadata) -> dict[str, Any]:
+    return {**gguf_fields(m), "block_auto_adjust_ff_dim": False}
+
+
+TENSORS = {"operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "conv.in_proj": "shortconv.in_proj",
+           "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
+           "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+           "self_attn.out_proj": "attn_output", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+           "feed_forward.w2": "ffn_down", "model.embedding_norm": "token_embd_norm"}
+FAMILY = Family((Gguf("lfm2", fields=_dense, tied=True),), TENSORS)

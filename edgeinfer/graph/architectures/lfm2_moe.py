@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..builder.builder import GraphBuilder
 from ..builder.moe import count_experts, with_dense_layers
 from ..config import ExpertsConfig, ModelConfig
-from ..families.family import ExpertModules, Family
+from ..families.family import ExpertModules, Family, Gguf, GgufExperts
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.reader import ConfigReader
-from .lfm2 import ffn, mix, read_lfm2
+from .lfm2 import TENSORS, ffn, gguf_fields, mix, read_lfm2
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -37,5 +40,15 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     return g.build(g.logits(x, "model.embedding_norm.weight", "lm_head.weight"))
 
 
-FAMILY = Family(experts=ExpertModules("feed_forward", ("w1", "w3", "w2"), "feed_forward.gate",
-                                      choice_bias="feed_forward.expert_bias"))
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    has = any(name.endswith("exp_probs_b.bias") for name in m.tensors) or not m.tensors
+    return {**gguf_fields(m), "num_dense_layers": m.get("leading_dense_block_count") or 0, "use_expert_bias": has}
+
+
+SIGMOID = 2
+"""llama.cpp's number for experts that are scored by sigmoids."""
+EXPERTS = GgufExperts(size="moe_intermediate_size", normalise=True, scores={SIGMOID: "sigmoid"})
+FAMILY = Family(
+    (Gguf("lfm2moe", fields=_fields, tied=True, experts=EXPERTS),),
+    {**TENSORS, "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}, experts=ExpertModules(
+        "feed_forward", ("w1", "w3", "w2"), "feed_forward.gate", choice_bias="feed_forward.expert_bias"))

@@ -5,12 +5,15 @@ without a gate, and a mixture of such FFNs.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_kinds, read_scan, scan_layer
 from ..builder.moe import count_experts
 from ..config import ExpertsConfig, ModelConfig
-from ..families.family import ExpertModules, Family
+from ..families.family import ExpertModules, Family, Gguf, GgufExperts
+from ..families.gguf_hybrid import FULL, LINEAR, TENSORS_OF_SCAN, kv_heads, scan_fields
+from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
@@ -61,8 +64,11 @@ def read(c: ConfigReader) -> ModelConfig:
         c.get(name)
     model = read_decoder(c if c.has("intermediate_size") else c.instead(intermediate_size=21504), DEFAULTS,
                          mlp_bias=c.flag("mlp_bias"), recurrent=scan, experts=experts)
-    sizes = tuple(experts.shared_size if experts and kind == "moe" else model.intermediate_size for kind in kinds)
-    return replace(model, ffn_sizes=sizes if experts else (), mixers=kinds)
+    if not experts:
+        return replace(model, mixers=kinds)
+    size = model.intermediate_size if "mlp" in kinds else experts.shared_size
+    sizes = tuple(size if kind == "mlp" else experts.shared_size for kind in kinds)
+    return replace(model, intermediate_size=size, ffn_sizes=sizes, mixers=kinds)
 
 
 def _kinds(c: ConfigReader) -> tuple[str, ...]:
@@ -78,7 +84,7 @@ def _kinds(c: ConfigReader) -> tuple[str, ...]:
 
 def _read_experts(c: ConfigReader, kinds: tuple[str, ...]) -> ExpertsConfig:
     """Experts without gates, in groups, chosen by sigmoids with a bias; they may work on a latent of the stream."""
-    c.choice("mlp_hidden_act", c.get("mlp_hidden_act") or "relu2", ("relu2",))
+    c.choice("hidden_act", c.get("hidden_act") or "relu2", ("relu2",))
     total, active = count_experts(c, "n_routed_experts", 8, 2)
     groups = c.integer("n_group", 1, high=total)
     return ExpertsConfig(
@@ -134,6 +140,39 @@ def routed(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, i: int) -> Ten
     return g.linear(h, name + "latent_out", out[:1], (c.hidden_size,), bias=out[1:], residual=x)
 
 
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """Blocks with key-value heads attend, those with an FFN's size are FFNs or mixtures, and the others scan."""
+    heads, n = kv_heads(m)
+    sizes = m.by_layer(m.get("feed_forward_length"), "feed_forward_length")
+    drafts = m.get("nextn_predict_layers") or 0
+    mixtures = [f"blk.{i}.ffn_gate_inp.weight" in m.tensors for i in range(len(sizes))]
+    kinds = [FULL if heads[i] else LINEAR if not sizes[i] else "moe" if mixtures[i] else "mlp"
+             for i in range(len(sizes))]
+    m.get("rope.scaling.finetuned")
+    return {**scan_fields(m), "use_bias": any(name.endswith("ssm_in.bias") for name in m.tensors),
+            "num_key_value_heads": n, "intermediate_size": max(*sizes, 1), "hidden_act": "relu2",
+            "layers_block_type": kinds[: len(kinds) - drafts]}
+
+
+def _routed_fields(m: GgufMetadata) -> dict[str, Any]:
+    groups = m.get("expert_group_count") or 1
+    return {**_fields(m), "routed_scaling_factor": m.get("expert_weights_scale") or 1.0, "n_group": groups,
+            "topk_group": m.get("expert_group_used_count") or groups, "moe_latent_size": m.get("moe_latent_size")}
+
+
+TENSORS = {**{f"mixer.{name}": own for name, own in TENSORS_OF_SCAN.items()}, "norm": "attn_norm",
+           "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
+           "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down", "mixer.shared_experts.up_proj": "ffn_up_shexp",
+           "mixer.shared_experts.down_proj": "ffn_down_shexp", "mixer.fc1_latent_proj": "ffn_latent_down",
+           "mixer.fc2_latent_proj": "ffn_latent_up", "mlp.experts.{}.gate_proj": "ffn_up_exps",
+           "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+           "model.embeddings": "token_embd", "model.norm_f": "output_norm"}
+EXPERTS = GgufExperts("n_routed_experts", size="moe_intermediate_size", normalise=True,
+                      shared_size="moe_shared_expert_intermediate_size")
+IGNORED = ("rope.dimension_count", "rope.freq_base", "attention.layer_norm_epsilon")
 BLOCKS = {SCAN: scan, "attention": attend, "mlp": ffn, "moe": routed}
-FAMILY = Family(further_tokens=True, otherwise="backbone.", experts=ExpertModules(
-    "mixer", ("up_proj", "up_proj", "down_proj"), "mixer.gate", choice_bias="mixer.gate.e_score_correction_bias"))
+FAMILY = Family(
+    (Gguf("nemotron_h", fields=_fields, ignored=IGNORED),
+     Gguf("nemotron_h_moe", fields=_routed_fields, ignored=IGNORED, experts=EXPERTS)), TENSORS, neighbours=True,
+    further_tokens=True, otherwise="backbone.", experts=ExpertModules(
+        "mixer", ("up_proj", "up_proj", "down_proj"), "mixer.gate", choice_bias="mixer.gate.e_score_correction_bias"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..families.family import Family, Seeing
+from ..families.family import Family, Gguf, GgufExperts, Seeing
+from ..families.gguf_hybrid import delta_fields
 from ..graph import Graph
 from ..hf_config.reader import ConfigReader
 from .gemma import norm
-from .qwen3_5_text import DEFAULTS, mix, read_hybrid
+from .qwen3_5_text import DEFAULTS, PICTURES, TENSORS, mix, order, read_hybrid
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -31,4 +32,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
 
 
-FAMILY = Family(further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5_moe"),))
+EXPERTS = GgufExperts(size="moe_intermediate_size", shared_size="shared_expert_intermediate_size", normalise=True)
+FAMILY = Family(
+    (Gguf("qwen35moe", fields=delta_fields, turns="share", ignored=PICTURES, experts=EXPERTS),), TENSORS, order=order,
+    further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5_moe"),))

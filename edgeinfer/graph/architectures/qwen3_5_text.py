@@ -8,12 +8,14 @@ from typing import Any
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
 from ..config import ModelConfig
-from ..families.family import Family, Seeing
+from ..families.family import Family, Gguf, Seeing
+from ..families.gguf_hybrid import delta_fields
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..hf_config.wrappers import without_mrope
 from ..recurrent import DELTA
+from ..steps import HeadOrder
 from ..tensors import Tensor
 from ..weights import Source
 from .gemma import norm
@@ -95,4 +97,27 @@ def attend(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str, att
                     bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
 
-FAMILY = Family(further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),))
+def order(c: ModelConfig, name: str) -> HeadOrder | None:
+    """Value heads as files have them: the first of each key head, then the second of each."""
+    r, part = c.recurrent, name.removeprefix("linear_attn.")
+    if not r or part == name or r.heads == r.key_heads:
+        return None
+    each, width = r.heads // r.key_heads, 2 * r.key_width
+    if part.startswith(("in_proj_qkv.", "conv1d.")):
+        return HeadOrder(r.key_heads, each, r.value_dim, width)
+    if part.startswith("in_proj_z."):
+        return HeadOrder(r.key_heads, each, r.value_dim)
+    if part.startswith("out_proj."):
+        return HeadOrder(r.key_heads, each, r.value_dim, axis="columns")
+    return HeadOrder(r.key_heads, each, 1) if part.startswith(("in_proj_", "A_log", "dt_bias")) else None
+
+
+TENSORS = {"post_attention_layernorm": "post_attention_norm", "linear_attn.A_log": "ssm_a",
+           "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+           "linear_attn.out_proj": "ssm_out", "linear_attn.in_proj_qkv": "attn_qkv",
+           "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+           "linear_attn.in_proj_a": "ssm_alpha"}
+PICTURES = ("rope.dimension_sections", "n_deepstack_layers")
+"""Keys that say how pictures come in."""
+FAMILY = Family((Gguf("qwen35", fields=delta_fields, turns="share", ignored=PICTURES),), TENSORS, order=order,
+                further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),))

@@ -6,13 +6,16 @@ from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
-from ..families.family import Family
+from ..families.family import Family, Gguf
+from ..families.gguf_hybrid import delta_fields
 from ..graph import Graph
 from ..hf_config.reader import ConfigReader
+from ..steps import Rows
 from ..tensors import Tensor
 from ..weights import Source
 from .gemma import norm
-from .qwen3_5_text import DEFAULTS, attend, mixer, read_hybrid
+from .qwen3_5_moe_text import EXPERTS
+from .qwen3_5_text import DEFAULTS, TENSORS, attend, mixer, read_hybrid
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -57,4 +60,19 @@ def by_key_head(c: ModelConfig, hf: str) -> Mixer:
     return mixer(c, hf)._replace(rows=rows)
 
 
-FAMILY = Family(further_tokens=True, norms_plus_one=True)
+def parts(c: ModelConfig, name: str, source: Source) -> tuple[str, Source] | None:
+    """Newer files have q, k and v of all key heads in one tensor, and z in another."""
+    r, first = c.recurrent, source.steps[0] if source.steps else None
+    if name != "linear_attn.in_proj_qkvz.weight" or not r or not isinstance(first, Rows):
+        return None
+    keys, columns = r.key_width, source.stored[1:]
+    ends = {0: (0, keys), r.key_dim: (keys, 2 * keys), 2 * r.key_dim: (2 * keys, r.conv_channels)}
+    if first.start not in ends:
+        return "attn_gate.weight", Source("", (r.value_width, *columns))
+    return "attn_qkv.weight", Source("", (r.conv_channels, *columns)).rows(*ends[first.start])
+
+
+FAMILY = Family(
+    (Gguf("qwen3next", fields=delta_fields, turns="share", experts=EXPERTS),),
+    {**TENSORS, "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}, parts=parts,
+    further_tokens=True, norms_plus_one=True)

@@ -78,8 +78,8 @@ def read_scan(c: ConfigReader, layers: tuple[int, ...], defaults: Mapping[str, A
     c.get("mamba_chunk_size")  # of another order of the same sums
     config = RecurrentConfig(
         SCAN, layers, read_conv_width(c, "mamba_d_conv", defaults["mamba_d_conv"]), heads, groups, state, value_dim,
-        conv_bias=bias, time_limits=read_time_limits(c), gated_first=gated_first, norm_groups=groups if norm else 0,
-        **own)
+        conv_bias=bias, time_limits=read_time_limits(c), gated_first=gated_first or not norm,
+        norm_groups=groups if norm else 0, **own)
     return config if layers else None
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ...base.dataclass import dataclass
 
 if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..steps import HeadOrder
+    from ..weights import Source
     from .gguf_metadata import GgufMetadata
     from .pre_tokenizer import PreTokenizer
 
@@ -138,6 +141,10 @@ class Family:
     qkv: str = "apart"
     """Whether GGUF files have q, k and v as the checkpoint (``apart``), as rows of one tensor (``rows``), or some so
     and some so (``either``)."""
+    order: Callable[[ModelConfig, str], HeadOrder | None] | None = None
+    """Order of heads in which the converter stores a tensor of a layer, by its name there; None: their own."""
+    parts: Callable[[ModelConfig, str, Source], tuple[str, Source] | None] | None = None
+    """A tensor of a layer that the converter takes apart: the file's name, and the source there of what is wanted."""
     norms_plus_one: bool = False
     """The converter adds 1 to norms."""
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)

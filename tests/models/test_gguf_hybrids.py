@@ -1,0 +1,175 @@
+"""GGUF files of models with recurrent layers have the weights and the config of the checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.converters import convert
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.graph import build_graph, read_config, requested_types
+from edgeinfer.models.describe import describe
+from edgeinfer.quant import layouts, packed
+from tests.golden_hybrids import CASES
+from tests.helpers import golden_cases
+from tests.helpers.bundles import tensor_bytes, weights_of
+from tests.helpers.gguf_hybrids import ARCHITECTURES, architecture, metadata, tensors_of
+from tests.models.test_gguf_families import write
+
+UNSAID = {  # what files cannot say, as llama.cpp has it
+    "qwen3-5-equal-heads": {"attention_bias": False}, "granitemoehybrid-experts": {
+        "position_embedding_type": "nope", "time_step_limit": None, "attention_bias": False},
+    "falcon-h1-gate-first": {"time_step_limit": None}, "falcon-h1-norm": {
+        "mamba_norm_before_gate": False, "attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False,
+        "projectors_bias": False},
+    "nemotron-h-bias": {"mlp_bias": False}, "lfm2-moe": {"routed_scaling_factor": 1.0},
+}
+NAMES = [name for name, config in CASES.items()
+         if config["model_type"] in ARCHITECTURES and name != "qwen3-next-dense-layer"]
+"""Files of Qwen3-Next cannot say that a layer has no experts."""
+FOLDED = ("falcon-h1", "falcon-h1-norm")
+"""Cases with multipliers, which the converter folds into the weights in an order of its own."""
+
+
+def written(name: str, path: Path, drafts: int = 0, **more: Any) -> golden_cases.GoldenCase:
+    """Write a case, without what files cannot say, as a checkpoint and as a GGUF file."""
+    case = golden_cases.load(name)
+    config = {**case.config, **UNSAID.get(name, {})}
+    biases = ("self_attn.", "feed_forward.", "in_proj.", "out_proj.", "up_proj.", "down_proj.")
+    dropped = {tensor for tensor in case.tensors if name in UNSAID and tensor.endswith(".bias")
+               and any(part in tensor for part in biases)}
+    if name == "nemotron-h-bias":
+        dropped = {tensor for tensor in dropped if "up_proj" in tensor or "down_proj" in tensor}
+    if name == "granitemoehybrid-experts":
+        dropped = {tensor for tensor in dropped if "self_attn" in tensor}
+    case = case._replace(config=config, tensors={t: x for t, x in case.tensors.items() if t not in dropped})
+    c = read_config(case.config)
+    arch = architecture(case, c)
+    fields = metadata(case, c, arch, drafts) | {f"{arch}.{key}": value for key, value in more.items()}
+    tensors = tensors_of(case, c, arch)
+    for i in range(c.num_hidden_layers, c.num_hidden_layers + drafts):
+        tensors |= {f"blk.{i}.nextn.enorm.weight": np.ones(4, np.float32), f"blk.{i}.attn_q.weight": np.ones((4, 4))}
+    if name in FOLDED:
+        tensors = folded(tensors, config)
+    write(path / "m.gguf", fields, tensors, arch)
+    golden_cases.write_checkpoint(case, path / "hf")
+    return case
+
+
+def folded(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Multiply as FalconH1Model.modify_tensors does."""
+    inner, state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    widths = (inner, inner, state, state, config["mamba_n_heads"])
+    rows = np.repeat(config["ssm_multipliers"], widths).astype(np.float32)[:, None]
+    into, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    by: dict[str, Any] = {
+        "ssm_in.weight": rows * config["ssm_in_multiplier"], "ssm_out.weight": config["ssm_out_multiplier"],
+        "attn_q.weight": into, "attn_k.weight": into * config["key_multiplier"], "attn_v.weight": into,
+        "attn_output.weight": config["attention_out_multiplier"], "ffn_gate.weight": gate, "ffn_down.weight": down,
+        "token_embd.weight": config["embedding_multiplier"], "output.weight": config["lm_head_multiplier"]}
+    return {name: x * next((factor for end, factor in by.items() if name.endswith(end)), 1)
+            for name, x in tensors.items()}
+
+
+@pytest.mark.slow(keep=8)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """The weights are equal bit for bit; multipliers that the converter folded differ by their rounding."""
+    written(name, tmp_path)
+    convert(tmp_path / "hf", tmp_path / "checkpoint", weights="f32")
+    convert(tmp_path / "m.gguf", tmp_path / "file")
+    with Bundle.open(tmp_path / "checkpoint") as one, Bundle.open(tmp_path / "file") as other:
+        ids: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": ()}
+        wanted, found = (replace(bundle.header.config, **ids) for bundle in (one, other))
+    if name in FOLDED:
+        wanted = replace(wanted, multipliers=(), embedding_scale=1.0, logits_scale=1.0)
+    assert found == wanted
+    expected, values = weights_of(tmp_path / "checkpoint"), weights_of(tmp_path / "file")
+    assert expected.keys() == values.keys()
+    for weight, array in expected.items():
+        if name not in FOLDED:
+            assert values[weight].tobytes() == array.tobytes(), weight
+        elif weight not in ("embed", "norm", "head"):  # whose multipliers the checkpoint's bundle has elsewhere
+            assert np.allclose(values[weight], array, rtol=5e-7, atol=0), weight
+    assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "file").weight_bytes
+
+
+def test_blocks_that_draft_are_left_out(tmp_path: Path) -> None:
+    """Multi-token prediction is a block after the last layer, and the file counts it among them."""
+    written("qwen3-5", tmp_path, drafts=1)
+    convert(tmp_path / "hf", tmp_path / "checkpoint", weights="f32")
+    report = convert(tmp_path / "m.gguf", tmp_path / "file")
+    assert any("2 tensors of layers that predict further tokens" in remark for remark in report.remarks)
+    expected, values = weights_of(tmp_path / "checkpoint"), weights_of(tmp_path / "file")
+    assert {name: array.tobytes() for name, array in expected.items()} == {
+        name: array.tobytes() for name, array in values.items()}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_codes_stay_where_they_are(kind: str, tmp_path: Path) -> None:
+    """Rows of value heads are put back, and columns of the output matrix stay, with an order of its inputs."""
+    case = golden_cases.load("qwen3-5")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+             "linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}}
+    case = case._replace(config={**case.config, **sizes})
+    c = read_config(case.config)
+    shapes = {source.name: source.stored for weight in build_graph(c, requested_types("f32")).weights
+              for source in weight.sources}
+    case = case._replace(tensors={tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()})
+    words = dict.fromkeys(("attn_", "ffn_", "ssm_out", "ssm_alpha", "ssm_beta"), kind)
+    write(tmp_path / "m.gguf", metadata(case, c, "qwen35"), tensors_of(case, c, "qwen35"), "qwen35", words)
+    convert(tmp_path / "m.gguf", tmp_path / "file")
+    convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
+    with Bundle.open(tmp_path / "file") as bundle:
+        types = {entry.name: entry.type for entry in bundle.header.tensors}
+        order = tensor_bytes(bundle, "layers.0.mixer_out_order").view("<i4").copy()
+    assert types["layers.0.mixer_out"].quantised
+    assert types["layers.0.mixer_in"].quantised
+    assert sorted(order) == list(range(512))
+    assert order[:128].tolist() == [*range(64), *range(256, 320)]
+    found, wanted = unpacked(tmp_path / "file"), unpacked(tmp_path / "floats")
+    for weight, values in wanted.items():
+        same = found[weight][:, np.argsort(order)] if weight.endswith("mixer_out") else found[weight]
+        assert np.array_equal(same, values), weight
+    assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "file").weight_bytes
+
+
+def unpacked(path: Path) -> dict[str, np.ndarray]:
+    """Matrices and vectors of floats of a bundle."""
+    out: dict[str, np.ndarray] = {}
+    with Bundle.open(path) as bundle:
+        for entry in bundle.header.tensors:
+            if entry.type.dtype == "i32":
+                continue
+            raw = tensor_bytes(bundle, entry.name)
+            out[entry.name] = (raw.view("<f4")[: entry.shape[0]].copy() if entry.type.layout == "plain" else
+                               layouts.unpack_tile16(raw, entry.type.dtype, entry.type.group_size, entry.shape)
+                               if entry.type.dtype in ("f32", "int8") else
+                               packed.values(*packed.unpack(raw, entry.type, entry.shape), entry.type))
+    return out
+
+
+@pytest.mark.parametrize(("name", "key", "value", "message"), [
+    ("qwen3-5", "ssm.time_step_rank", 7, "120 as ssm.inner_size and 7 as ssm.time_step_rank"),
+    ("qwen3-5", "ssm.group_count", 4, "linear_num_value_heads is 6; it must be a multiple of linear_num_key_heads, 4"),
+    ("qwen3-5", "ssm.conv_kernel", 9, "linear_conv_kernel_dim is 9; it must be a whole number from 2 to 8"),
+    ("qwen3-5", "nextn_predict_layers", 4, "nextn_predict_layers is 4, .* below the 4 layers"),
+    ("qwen3-5", "attention.recurrent_layers", [True, False], "attention.recurrent_layers, .* each of 4 layers"),
+    ("qwen3-5", "attention.recurrent_layers", [True, True, True, True], "lacks the tensor blk.3.attn_qkv.weight"),
+    ("lfm2", "attention.head_count_kv", [0, 2, 1, 0], "layers with attention must have the same number"),
+    ("lfm2", "shortconv.l_cache", 1, "conv_L_cache is 1; it must be a whole number from 2 to 8"),
+    ("granitemoehybrid", "ssm.inner_size", 97, "97 as ssm.inner_size .* 12 as ssm.time_step_rank"),
+    ("granitemoehybrid", "rope.scaling.finetuned", True, "rope.scaling.finetuned is True"),
+    ("nemotron-h", "ssm.group_count", 4, "mamba_n_heads is 6; it must be a multiple of mamba_n_groups, 4"),
+])
+def test_files_that_contradict_themselves(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
+    written(name, tmp_path, **{key: value})
+    with pytest.raises(EdgeInferError, match=message):
+        convert(tmp_path / "m.gguf", tmp_path / "file")
+    assert not (tmp_path / "file").exists()
