@@ -196,7 +196,7 @@ def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None
 
 def read_bytes(traffic: Traffic, depth: int, sequences: int = 1) -> float:
     """Bytes of memory that one token reads after `depth` positions, of weights its share."""
-    return (traffic.weight_bytes - traffic.skipped_bytes) / sequences + traffic.kv_bytes_at(depth)
+    return (traffic.weight_bytes - traffic.skipped_bytes) / sequences + traffic.sequence_bytes_at(depth)
 
 
 def peak_of(profile: DeviceProfile, constants: Constants) -> float | None:
@@ -225,7 +225,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         terms["weights"] = max(terms["weights"], sequences * traffic.operations / (constants.mfu * peak) / 1e6)
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
-        terms["kv"] = sequences * (traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention)
+        terms["kv"] = sequences * (traffic.sequence_bytes_at(depth) / kv_gbs / 1e6 + attention)
         if traffic.value_bytes:
             keys = traffic.value_bytes * depth  # as many as of V
             read = keys - traffic.left_out_at(depth)

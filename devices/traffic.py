@@ -35,6 +35,8 @@ class Traffic:
     """The same in the layers that see at most `window` positions."""
     window: int = 0
     """Positions that the windowed layers see; 0 if there are none."""
+    state_bytes: float = 0.0
+    """Recurrent state that a token reads and writes, whatever the context."""
     attention_operations: float = 0.0
     """Multiplications and additions of attention per token and position (4 x heads x head size x layers), in the layers
     that see all positions."""
@@ -115,6 +117,10 @@ class Traffic:
     def kv_bytes_at(self, depth: float) -> float:
         """Bytes of keys and values that a token reads with `depth` positions of context."""
         return self.kv_bytes * depth + self.window_kv_bytes * min(depth, self.window) - self.left_out_at(depth)
+
+    def sequence_bytes_at(self, depth: float) -> float:
+        """Bytes that a token reads and writes of its own sequence, at a depth: keys and values, and state."""
+        return self.kv_bytes_at(depth) + self.state_bytes
 
     def attention_operations_of(self, prompt: int, depth: int) -> float:
         """Operations of attention for a whole prompt after `depth` positions; token i sees depth + i positions."""

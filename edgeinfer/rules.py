@@ -42,6 +42,8 @@ def _group(value: Any) -> int:
 
 _SIZE = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
+_SIZE_OR_NONE = Rule("a size such as 4GiB, a number of bytes, or 0 for none", lambda size: 0 if size in (0, "0") else
+                     parse_size(size if isinstance(size, str) else whole(size)))
 _GROUP = Rule(f"one of {', '.join(map(str, GROUP_SIZES))}", _group, lead="choose")
 
 
@@ -56,7 +58,7 @@ def _of(kind: type) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     **_of(RuntimeConfig), **_of(GenerationConfig),
     "model": PATH, "source": PATH, "destination": PATH, "prompt_cache": PATH, "prefix_file": PATH, "draft": PATH,
-    "budget": _SIZE, "kv_memory": _SIZE, "beams": BEAMS, "max_kld": NATS,
+    "budget": _SIZE, "kv_memory": _SIZE, "state_memory": _SIZE_OR_NONE, "beams": BEAMS, "max_kld": NATS,
     "recipe": Rule("a Recipe, or text such as fuse_input+sparse:mode=off", _recipe),
     "device": TEXT,
     "weights": choice(WEIGHT_TYPES), "embedding": choice(WEIGHT_TYPES), "group_size": _GROUP,

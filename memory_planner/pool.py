@@ -13,6 +13,7 @@ from edgeinfer.kernels import abi
 from .plan import MemoryPlan, Request
 from .pool_sizes import largest, pool_sizes
 from .request import fills, to_request
+from .state import too_small
 
 PlanOf = Callable[[Request], MemoryPlan]
 """Plans a request: `Planner.plan`, or that of another device's planner."""
@@ -61,10 +62,17 @@ def largest_pool(place: Callable[[Request], MemoryPlan | None], request: Request
 
 
 def pool_error(plan_of: PlanOf, config: RuntimeConfig, budget: int | None) -> BudgetError | None:
-    """Return the error for a KV pool in which not one block fits; its plan has one all the same."""
-    if config.kv_memory is None:
+    """Return the error for a KV pool in which not one block fits, or state memory in which not one checkpoint does.
+
+    The plan of such a pool has a block all the same.
+    """
+    if config.kv_memory is None and not config.state_memory:
         return None
     plan = plan_of(to_request(config))
+    if said := too_small(plan.state, config.state_memory):
+        return BudgetError(said, plan, budget)
+    if config.kv_memory is None:
+        return None
     if (least := plan.region("kv").nbytes) <= config.kv_memory:
         return None
     said = (f"The KV pool of {format_size(config.kv_memory)} is too small for one block of {plan.request.kv_tokens} "

@@ -78,6 +78,9 @@ class LLM(Embeddings):
         Tokens that the KV pool holds of all sequences together; by default as many as these may have.
     kv_memory : int or str, optional
         Memory of the KV pool, in bytes or as ``"1GiB"``, instead of its tokens.
+    state_memory : int or str, optional
+        Memory for checkpoints of recurrent layers' state, from which later prompts continue; 0 for none. By default
+        there is room for four.
     fill_budget : bool, optional
         Give the KV pool what the budget leaves, from one context to one for each of `max_sequences`.
     max_queue : int, optional
@@ -185,6 +188,7 @@ class LLM(Embeddings):
         own_tokens: int | None = None,
         kv_tokens: int | None = None,
         kv_memory: int | str | None = None,
+        state_memory: int | str | None = None,
         fill_budget: bool | None = None,
         max_queue: int | None = None,
         prefix_file: str | Path | None = None,
@@ -203,7 +207,8 @@ class LLM(Embeddings):
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
             own_tokens=own_tokens, kv_tokens=kv_tokens, mlock=mlock, mmap=mmap, kv_layout=kv_layout,
-            **plain({"recipe": recipe, "kv_memory": kv_memory, "fill_budget": fill_budget}))
+            **plain({"recipe": recipe, "kv_memory": kv_memory, "state_memory": state_memory,
+                     "fill_budget": fill_budget}))
         files = plain({"prefix_file": prefix_file})
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress,
                        "max_queue": max_queue})

@@ -159,6 +159,7 @@ class ModelDescription:
             head_operations=self.head_operations,
             kv_bytes=sum(access.position_bytes(kv) for access in full),
             window_kv_bytes=sum(access.position_bytes(kv) for access in windowed),
+            state_bytes=sum(op.state_traffic for op in self.graph.ops),
             window=max((access.window for access in windowed), default=0),
             attention_operations=sum(access.operations for access in full),
             window_attention_operations=sum(access.operations for access in windowed),

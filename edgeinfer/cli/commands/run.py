@@ -35,7 +35,7 @@ __all__ = ["JSON_FIELDS", "run"]
 _BEGINNING = 32_768
 """Bytes of standard input that are read before the model is open."""
 OPENING = ("ctx", "budget", "threads", "prefill_chunk", "mlock", "recipe", "max_kld", "device", "kv_layout",
-           "kv_memory")
+           "kv_memory", "state_memory")
 """Options that `LLM` takes as they are given."""
 
 

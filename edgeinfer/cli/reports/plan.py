@@ -10,7 +10,7 @@ from ...base.units import format_size
 from ...errors import printable
 from ...quant import WeightType
 from ..output import by, folded, print_json, print_table, say, speed, whose
-from . import decision, neurons, serving, windows
+from . import decision, neurons, serving, state, windows
 
 JSON_FIELDS = {
     "plan": {
@@ -69,6 +69,7 @@ JSON_FIELDS = {
         "neurons": neurons.FIELD,
         **registry.fields("plan"),
         "windows": windows.FIELD,
+        "state": state.FIELD,
         "serving": serving.FIELD,
         "decision": decision.FIELD + "; the plan is of that way",
         "error": "where it does not fit: `code`, `message`",
@@ -78,7 +79,7 @@ JSON_FIELDS = {
 }
 """Fields of the JSON object, by command."""
 BAR = 62
-MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s",
+MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s", "state": "S",
          "tables": "t", "python": "P"}
 
 
@@ -148,7 +149,10 @@ def _fits(report: dict[str, Any]) -> str:
     words = {None: "Whether it fits is not known", True: "It fits", False: "It does not fit"}[report["fits"]]
     if report["fits"] is False and (report["remaining_bytes"] or 0) >= 0 \
             and report.get("device_bytes", 0) <= (report.get("device_budget_bytes") or 0):
-        return f"{words}: the KV pool is too small for one block"
+        pool = "the KV pool is too small for one block"
+        if report["error"]["message"].startswith("The state memory"):
+            pool = "the state memory is too small for one checkpoint"
+        return f"{words}: {pool}"
     if taken := report.get("device_bytes"):
         has = report["device_budget_bytes"]
         gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \
@@ -230,6 +234,8 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
                       "context  ")
     if kept := report["windows"]:
         yield from folded(kept["said"], "windows  ")
+    if kept := report.get("state"):
+        yield from folded(kept["said"], "state    ")
     for label, words in registry.said("plan", report):
         yield from folded(words, f"{label:9}")
     if found := report["estimate"]:

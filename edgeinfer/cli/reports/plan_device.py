@@ -72,7 +72,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
                                      *([not_ours(speed, gpu)] if speed and gpu else [])],
         "neurons": None,
         **reports(Reported("plan", found.config, model=model)),
-        "windows": None, "decision": None, "from_storage": None,
+        "windows": None, "state": None, "decision": None, "from_storage": None,
         "serving": serving_object(alone, planner.positions(alone.request)) if config.fill_budget else None,
     }
     if report["fits"] is False:

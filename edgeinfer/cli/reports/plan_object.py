@@ -83,6 +83,7 @@ class PlanReport:
 
         from .neurons import neurons_object
         from .serving import serving_object
+        from .state import state_object
         from .windows import windows_object
 
         (plan, refused), config, model = self.fitted, self.config, self.model
@@ -104,6 +105,7 @@ class PlanReport:
             "estimate": (found := self._estimate(stored is not None)), "notes": self._notes(found),
             "neurons": neurons_object(model, self.profile),
             **reports(Reported("plan", config, model=model, prompt=self._prompt)), "windows": windows_object(plan),
+            "state": state_object(plan, self.planner.graph, model.kv_bytes_per_position[config.kv]),
             "serving": serving_object(plan, abi.BLOCK_TOKENS) if config.fill_budget else None,
         }
         if refused:

@@ -249,8 +249,13 @@ class Op:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent state that a sequence keeps for it; such state cannot be truncated."""
+        """Bytes of recurrent state that a sequence keeps for it (kernels/abi/state.py)."""
         return 0
+
+    @property
+    def state_traffic(self) -> float:
+        """Bytes of it that a decoded token reads and writes."""
+        return 0.0
 
     def activation_values(self) -> float:
         """Count the values that go into and come out of matrices for one token."""

@@ -39,6 +39,11 @@ class CausalConv(RowOp):
         """The inputs of the last tokens."""
         return abi.conv_state_bytes(self.out.width, self.width)
 
+    @property
+    def state_traffic(self) -> float:
+        """The inputs that it sees, and its own."""
+        return 4.0 * self.width * self.out.width
+
     def operations(self) -> float:
         """A multiplication and an addition for each tap."""
         return 2.0 * self.width * self.out.width
@@ -82,6 +87,11 @@ class StateRule(Op):
         """The matrices of all heads, and a journal of the last tokens."""
         (_, values), (_, gates) = self.journaled
         return abi.rule_state_bytes(self.heads, self.key_dim, self.value_dim, values, gates)
+
+    @property
+    def state_traffic(self) -> float:
+        """Both ways through all matrices."""
+        return 2.0 * abi.rule_stamps(self.heads, self.key_dim, self.value_dim)
 
     def reads(self, types: Types) -> tuple[()]:
         """Vectors of a few elements, which count for nothing."""
