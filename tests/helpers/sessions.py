@@ -18,7 +18,7 @@ from edgeinfer.backends import OnnxRunner, provider_of
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.graph import ModelConfig
+from edgeinfer.graph import ModelConfig, RecurrentConfig
 from edgeinfer.runner import Runner, Sequence
 from edgeinfer.runner.prefix_cache import PrefixCache
 from edgeinfer.runtime import Session
@@ -32,6 +32,13 @@ TINY = ModelConfig(
 """GQA with a group of 3; no dimension is a multiple of 16."""
 WINDOWED = replace(TINY, model_type="mistral", num_hidden_layers=3, windows=(0, 300, 40))
 """Windows longer and shorter than a split beside full attention."""
+
+HYBRID = ModelConfig(
+    "qwen3_5_text", vocab_size=99, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, hidden_act="silu", rms_norm_eps=1e-6, max_position_embeddings=1024,
+    rotary_dim=4, attention_gate=True,
+    recurrent=RecurrentConfig("delta", (0, 2), conv_width=4, heads=4, key_heads=2, key_dim=12, value_dim=20))
+"""Two delta rules around gated attention; no dimension is a multiple of 16."""
 
 
 def tokens(n: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> list[int]:

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import CancelledError, RequestError
-from edgeinfer.graph import ModelConfig, RecurrentConfig
+from edgeinfer.graph import RecurrentConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence
 from edgeinfer.runtime import Session
-from tests.helpers.sessions import session, tokens, write_model
+from tests.helpers.sessions import HYBRID, session, tokens, write_model
 
-HYBRID = ModelConfig(
-    "qwen3_5_text", vocab_size=99, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, hidden_act="silu", rms_norm_eps=1e-6, max_position_embeddings=1024,
-    rotary_dim=4, attention_gate=True,
-    recurrent=RecurrentConfig("delta", (0, 2), conv_width=4, heads=4, key_heads=2, key_dim=12, value_dim=20))
-"""Two delta rules around gated attention; no dimension is a multiple of 16."""
 OPTIONS = {"ctx": 256, "threads": 2, "max_sequences": 4, "outputs": 64, "draft_tokens": 7, "prefill_chunk": 64}
 
 

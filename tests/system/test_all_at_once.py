@@ -17,7 +17,7 @@ from edgeinfer.registry import recipe_with
 from tests.helpers.at_once import Asked, asked_for, each_alone, engine_of, forms_of, together
 from tests.helpers.offloaded import CONFIG, made
 from tests.helpers.screened import write_screened_demo
-from tests.helpers.sessions import TINY, WINDOWED, running, write_model
+from tests.helpers.sessions import HYBRID, TINY, WINDOWED, running, write_model
 
 
 @dataclass
@@ -47,6 +47,7 @@ MODELS = {
     "full attention": random_model(TINY),
     "windows": random_model(replace(WINDOWED, windows=(0, 96, 40))),
     "experts": random_model(replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(9, 3, 40))),
+    "recurrent": random_model(HYBRID),
     "screened head": Model(write_screened_demo, {"recipe": recipe_with(head="screened")}, 380),
     "sparse": sparse_model("exact"),
     "predicted": sparse_model("predict"),
