@@ -21,7 +21,7 @@ class StatePlan:
     """Recurrent state of a run: slots of one size, each with all that the layers keep of a sequence."""
 
     offsets: dict[str, int]
-    """Where the part of each operation that has one begins in a slot, by the operation's label."""
+    """Offset in a slot of each operation's part, by the operation's label."""
     slot_bytes: int
     sequences: int
     checkpoints: int

@@ -7,9 +7,10 @@ Rules for what a runner keeps of a sequence, whichever it is:
 * **KV rows** belong to one token each and depend on the tokens before it only. So a fork shares them until one of the
   two writes, `truncate` forgets the last ones exactly, and prompts that begin alike share those of their beginning
   (`cache_prefix`, `from_prefix`).
-* **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork copies it at
-  once. `truncate` to anything but 0 is refused, unless the runner keeps snapshots: then it goes back to the last one at
-  or before that length and computes the tokens between them again. A common beginning is shared only up to a snapshot.
+* **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork shares it until
+  one of the two writes. A journal of the last tokens lets `truncate` forget those of the last pass, if they were few;
+  else a sequence can be cut where a `checkpoint` is, and `rollback` runs over the tokens behind it again. A common
+  beginning is shared only up to a checkpoint.
 * **KV rows of layers with a window** may be given back once no token that can follow sees them. A fork shares those
   that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some

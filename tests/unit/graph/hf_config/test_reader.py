@@ -304,8 +304,8 @@ def test_what_is_not_implemented_is_refused_by_name(base: dict[str, Any], fields
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("mamba", "model_type is 'mamba', which edgeinfer does not support; .*supported: bamboo, .*, qwen2, "),
-        ("qwen3_next", "the nearest: qwen3"),
+        ("mamba", "model_type is 'mamba', which edgeinfer does not support; .*supported: bamba, bamboo, .*, qwen2, "),
+        ("qwen3_prev", "the nearest: qwen3"),
         ("Llama", "the nearest: llama"),
         ("gemma3n", "the nearest: gemma.*supported: "),
         ("../llama", "model_type is '../llama'"),
