@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from math import prod
 
 import gguf
+import gguf_hybrids as hybrids
 import numpy as np
 
 TYPES = gguf.GGMLQuantizationType
@@ -47,10 +48,11 @@ def matrices(shape: dict, mixture: str) -> Iterator[tuple[str, int, int, gguf.GG
         yield "output", vocab, hidden, suited(head, hidden)
     for i in range(layers):
         finer = TYPES.Q6_K if mixture == "q4_k_m" and more_bits(i, layers) else plain
-        for name, rows, columns, kind in (
-            ("attn_q", q, hidden, plain), ("attn_k", kv, hidden, plain), ("attn_v", kv, hidden, finer),
-            ("attn_output", hidden, q, plain), *ffn_of(shape, plain, finer),
-        ):
+        mixer = [("attn_q", q, hidden), ("attn_k", kv, hidden), ("attn_v", kv, hidden), ("attn_output", hidden, q)]
+        if shape.get("recurrent"):
+            mixer = list(hybrids.mixers(shape, i, q, kv))
+        typed = [(*one, finer if one[0] == "attn_v" else plain) for one in mixer]
+        for name, rows, columns, kind in (*typed, *ffn_of(shape, plain, finer)):
             yield f"blk.{i}.{name}", rows, columns, suited(kind, columns)
 
 
@@ -99,6 +101,8 @@ MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe", "smal
 def vectors(shape: dict) -> list[tuple[str, tuple[int, ...]]]:
     """Norms and routers, which stay float32."""
     hidden, layers, experts = shape["hidden_size"], shape["num_hidden_layers"], shape.get("experts")
+    if shape.get("recurrent"):
+        return list(hybrids.vectors(shape))
     found = [(f"blk.{i}.{name}.weight", (hidden,)) for i in range(layers) for name in ("attn_norm", "ffn_norm")]
     if experts:
         found += [(f"blk.{i}.ffn_gate_inp.weight", (experts["total"], hidden)) for i in range(layers)]
@@ -115,10 +119,13 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
     writer.add_embedding_length(shape["hidden_size"])
     writer.add_block_count(shape["num_hidden_layers"])
     writer.add_feed_forward_length(shape["intermediate_size"])
-    writer.add_rope_dimension_count(shape["head_dim"])
+    writer.add_rope_dimension_count(shape.get("rotary_dim") or shape["head_dim"])
     writer.add_rope_freq_base(shape["rope_theta"])
     writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
+    if shape.get("recurrent"):
+        hybrids.add_settings(writer, shape)
+    else:
+        writer.add_head_count_kv(shape["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
     if experts := shape.get("experts"):
@@ -147,7 +154,8 @@ def write(shape: dict, mixture: str, path: str, spread: float | None = None) -> 
     With a `spread` rows of routers have factors from 1 to 1 + spread, and tokens stay apart.
     """
     experts = shape.get("experts")
-    writer = gguf.GGUFWriter(path, MIXTURES[shape["model_type"]] if experts else "llama")
+    name = hybrids.NAMES[shape["model_type"]] if shape.get("recurrent") else "llama"
+    writer = gguf.GGUFWriter(path, MIXTURES[shape["model_type"]] if experts else name)
     rng = np.random.default_rng(0)
     add_settings(writer, shape)
     table, floats = list(matrices(shape, mixture)), vectors(shape)
@@ -171,7 +179,10 @@ def write(shape: dict, mixture: str, path: str, spread: float | None = None) -> 
         share = experts["active"] / experts["total"] if name.endswith("_exps") else 1
         read += 0 if name == "token_embd" and not shape["tie_word_embeddings"] else round(data.nbytes * share)
         writer.write_tensor_data(data)
-    for _, shape_of in floats:
+    for vector, shape_of in floats:
+        if shape.get("recurrent"):
+            writer.write_tensor_data(hybrids.values(vector, shape_of, rng))
+            continue
         router = rng.standard_normal(shape_of, np.float32) / np.sqrt(shape_of[-1], dtype=np.float32)
         if spread is not None and len(shape_of) == 2:
             router *= rng.permutation(1 + spread * np.linspace(0, 1, shape_of[0])).astype(np.float32)[:, None]
