@@ -21,9 +21,10 @@ GRANITE_HYBRID = {
 FALCON_H1 = {
     "model_type": "falcon_h1", **BASE, "hidden_size": 48, "num_attention_heads": 4, "pad_token_id": 0,
     "mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_n_groups": 1, "mamba_d_state": 14, "rope_theta": 300.0,
-    "lm_head_multiplier": 0.3, "embedding_multiplier": 5.0, "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.5],
-    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.5, 0.4], "key_multiplier": 0.45,
-    "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1}  # fmt: skip
+    "lm_head_multiplier": 0.3, "embedding_multiplier": 5.0, "ssm_multipliers": [0.5, 2.0, 0.5, 4.0, 0.25],
+    "ssm_in_multiplier": 0.5, "ssm_out_multiplier": 2.0, "mlp_multipliers": [2.0, 0.5], "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.25, "attention_in_multiplier": 2.0}  # fmt: skip
+"""Matrices have multipliers by which float16 stays exact."""
 QWEN_MOE = {"rms_norm_eps": 1e-4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 38,
             "shared_expert_intermediate_size": 44}  # fmt: skip
 BAMBA = {"model_type": "bamba", **BASE, "hidden_size": 48, "num_attention_heads": 4, "mamba_n_heads": 8,

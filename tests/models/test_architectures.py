@@ -42,6 +42,10 @@ LIVE = {
         **config, "rope_parameters": {**rope, "rope_theta": theta}}
        for config, theta in ((LLAMA, 10000.0), (MISTRAL, 100.0), (QWEN2, 1e6), (QWEN3, 300.0))
        for rope in ({"rope_type": "linear", "factor": 2.5}, make_golden.LLAMA3, make_golden.YARN)},
+    "falcon-h1-multipliers": {
+        **make_golden.CASES["falcon-h1-norm"], "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9], "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.5, 0.4], "key_multiplier": 0.45,
+        "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1},
     "llama-kv-heads-null": {**LLAMA, "num_key_value_heads": None, "intermediate_size": 37},
     "qwen3-bias": {**QWEN3, "attention_bias": True},
     "qwen2-windows-all": {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},

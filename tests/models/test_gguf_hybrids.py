@@ -12,13 +12,14 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.graph import build_graph, read_config, requested_types
+from edgeinfer.graph import ORDER, build_graph, read_config, requested_types
 from edgeinfer.models.describe import describe
 from edgeinfer.quant import layouts, packed
 from tests.golden_hybrids import CASES
 from tests.helpers import golden_cases
 from tests.helpers.bundles import tensor_bytes, weights_of
 from tests.helpers.gguf_hybrids import ARCHITECTURES, architecture, metadata, tensors_of
+from tests.helpers.sessions import logits_of, session
 from tests.models.test_gguf_families import write
 
 UNSAID = {  # what files cannot say, as llama.cpp has it
@@ -110,6 +111,7 @@ def test_blocks_that_draft_are_left_out(tmp_path: Path) -> None:
         name: array.tobytes() for name, array in values.items()}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_codes_stay_where_they_are(kind: str, tmp_path: Path) -> None:
     """Rows of value heads are put back, and columns of the output matrix stay, with an order of its inputs."""
@@ -137,6 +139,10 @@ def test_codes_stay_where_they_are(kind: str, tmp_path: Path) -> None:
     for weight, values in wanted.items():
         same = found[weight][:, np.argsort(order)] if weight.endswith("mixer_out") else found[weight]
         assert np.array_equal(same, values), weight
+    with session(tmp_path / "file", kv="f32", ctx=64) as ours, session(tmp_path / "floats", kv="f32", ctx=64) as other:
+        assert ours.graph.types["layers.0.mixer_out_order"] == ORDER
+        near, exact = logits_of(ours, case.ids, 3), logits_of(other, case.ids, 3)
+    assert np.abs(near - exact).max() < 0.15 * np.abs(exact).max()  # activations of 8 bits, random weights
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "file").weight_bytes
 
 
@@ -173,3 +179,40 @@ def test_files_that_contradict_themselves(name: str, key: str, value: Any, messa
     with pytest.raises(EdgeInferError, match=message):
         convert(tmp_path / "m.gguf", tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(("name", "tensor", "value", "message"), [
+    ("qwen3-5", "linear_attn.A_log", None, "lacks the tensor model.layers.0.linear_attn.A_log"),
+    ("qwen3-5", "linear_attn.dt_bias", None, "lacks the tensor model.layers.0.linear_attn.dt_bias"),
+    ("granitemoehybrid", "mamba.D", None, "lacks the tensor model.layers.0.mamba.D"),
+    ("qwen3-5", "linear_attn.A_log", np.nan, "linear_attn.A_log .*nan"),
+    ("qwen3-5", "linear_attn.A_log", np.inf, "linear_attn.A_log .*inf"),
+    ("granitemoehybrid", "mamba.A_log", 200.0, "mamba.A_log after its steps .*inf"),
+    ("granitemoehybrid", "mamba.conv1d.weight", np.nan, "mamba.conv1d.weight .*nan"),
+])
+def test_checkpoints_with_missing_or_infinite_values(name: str, tensor: str, value: float | None, message: str,
+                                                     tmp_path: Path) -> None:
+    case = golden_cases.load(name)
+    full = f"model.layers.0.{tensor}"
+    tensors = {key: array.copy() for key, array in case.tensors.items() if value is not None or key != full}
+    if value is not None:
+        tensors[full].reshape(-1)[1] = value
+    golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "hf")
+    with pytest.raises(EdgeInferError, match=message):
+        convert(tmp_path / "hf", tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "nemotron-h"])
+def test_other_prefixes_and_layers_that_draft(name: str, tmp_path: Path) -> None:
+    """Published files of Nemotron-H say backbone, those of Qwen3.5 have tensors of multi-token prediction."""
+    case = golden_cases.load(name)
+    golden_cases.write_checkpoint(case, tmp_path / "hf")
+    tensors = {key.replace("model.", "backbone.") if name == "nemotron-h" else key: array
+               for key, array in case.tensors.items()}
+    tensors["mtp.layers.0.norm.weight"] = np.ones(4, np.float16)
+    golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "other")
+    convert(tmp_path / "hf", tmp_path / "plain")
+    report = convert(tmp_path / "other", tmp_path / "same")
+    assert any("1 tensors of layers that predict further tokens" in remark for remark in report.remarks)
+    assert (tmp_path / "plain" / "weights.bin").read_bytes() == (tmp_path / "same" / "weights.bin").read_bytes()
