@@ -80,6 +80,8 @@ class Bench:
         self._tables: list[np.ndarray] = []
         self._others: list[np.ndarray] = []
         self._recent = 0
+        self.state_slots: Sequence[int] = ()
+        """Offset of each sequence's slot in region ``state``."""
         self.outputs = np.zeros(0, np.int64)
         self.sample_specs = np.zeros(0, np.int64)
 
@@ -175,14 +177,27 @@ class Bench:
         for i, region in enumerate(abi.REGIONS):
             words[abi.CTX_REGIONS // 8 + i] = self.regions[region].ctypes.data
         words[abi.CTX_COUNTS // 8 :][:16] = self.counts
-        pairs = [[table.ctypes.data, other.ctypes.data]
-                 for table, other in zip(self._tables, self._others, strict=True)]
-        self._entries = np.array([pair[::-1] if self._recent else pair for pair in pairs], np.int64)
+        self._entries = self._sequences()
+        words[abi.CTX_COUNTS // 8 + abi.COUNT_SEQUENCES] = len(self._entries)
         words[abi.CTX_TOKENS // 8] = self._tokens.ctypes.data
         words[abi.CTX_SEQUENCES // 8] = self._entries.ctypes.data
         words[abi.CTX_OUTPUTS // 8] = self.outputs.ctypes.data
         words[abi.CTX_SAMPLES // 8] = self.sample_specs.ctypes.data
         return ctx
+
+    def _sequences(self) -> np.ndarray:
+        """The sequence table: block tables, the slot, and which tokens are of which sequence."""
+        of = self._tokens[:, abi.TOKEN_SEQUENCE // 8].tolist()
+        entries = np.zeros((max(len(self._tables), len(self.state_slots)), abi.SEQUENCE_BYTES // 8), np.int64)
+        for number, entry in enumerate(entries):
+            if number < len(self._tables):
+                pair = [self._tables[number].ctypes.data, self._others[number].ctypes.data]
+                entry[:2] = pair[::-1] if self._recent else pair
+            if number < len(self.state_slots):
+                entry[abi.SEQUENCE_SLOT // 8] = self.state_slots[number]
+            entry[abi.SEQUENCE_FIRST // 8] = of.index(number) if number in of else 0
+            entry[abi.SEQUENCE_TOKENS // 8] = of.count(number)
+        return entries
 
     @staticmethod
     def _call(kernel, instruction: np.ndarray, ctx: np.ndarray, n: int) -> None:

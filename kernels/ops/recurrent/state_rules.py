@@ -24,7 +24,7 @@ from ...abi import (
 from ...parameters import RULE
 from ...registry import kernel
 from ...vector.instruction import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
-from ...vector.lanes import splat_f32, vabs, vmax
+from ...vector.lanes import keep_first, splat_f32, vabs, vmax
 from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_first, store_i64
 from ...vector.scalars import div_i64
 from ...vector.targets import fma
@@ -129,10 +129,10 @@ def _rule(delta):
 
     @inline
     def addends(tile, key, value, decay, gate, rows, n):
-        """What is added to the rows of S, times k: beta (v - decay S^T k), or time x value."""
-        v0, v1 = load_f32x16(value), splat_f32(0.0)
+        """What is added to the rows of S, times k: beta (v - decay S^T k), or time x value; 0 behind n columns."""
+        v0, v1 = keep_first(load_f32x16(value), n), splat_f32(0.0)
         if n > 16:
-            v1 = load_f32x16(value + 64)
+            v1 = keep_first(load_f32x16(value + 64), n - 16)
         if delta:
             m0, m1 = recall(tile, key, rows)
             v0, v1 = v0 - decay * m0, v1 - decay * m1

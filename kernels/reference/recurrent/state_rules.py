@@ -65,14 +65,11 @@ class _Sequence:
 
     def expected(self) -> list[Expected]:
         p, run = self.p, self.run
-        state = self.tiles.transpose(0, 2, 1, 3).reshape(p.heads, p.key_dim, -1)[..., : p.value_dim].astype(np.float64)
-        stamps = {int(stamp) for stamp in self.stamps.reshape(-1)}
-        if run.base == 0:
-            state[:], stamps = 0.0, {0}
-        assert len(stamps) == 1, "a pass that was cancelled left tiles at two positions, which no reference follows"
-        for position in range(stamps.pop(), run.base):
-            at = position % abi.JOURNAL_TOKENS
-            self._step(state, self.journal[at], self.gates[at], np.zeros((p.heads, p.key_dim)))
+        state, stamps = self._begin(), np.repeat(self.stamps, abi.STATE_TILE_COLUMNS, 1)[:, None, : p.value_dim]
+        for position in range(int(stamps.min()) if run.base else 0, run.base):  # a cancelled pass has left tiles apart
+            at, after = position % abi.JOURNAL_TOKENS, state.copy()
+            self._step(after, self.journal[at], self.gates[at], np.zeros((p.heads, p.key_dim)))
+            state = np.where(stamps <= position, after, state)
         x, out = self._x(), np.empty((run.tokens, p.heads, p.value_dim))
         raw = self.view.array(1, np.float32, (run.tokens, p.gate_columns), (p.gates_stride, 4),
                               run.first * p.gates_stride + 4 * p.gate_start).astype(np.float64)
@@ -83,6 +80,11 @@ class _Sequence:
             if t + 1 == run.stored:
                 stored = state.copy()
         return self._compared(out, stored)
+
+    def _begin(self) -> Doubles:
+        p = self.p
+        state = self.tiles.transpose(0, 2, 1, 3).reshape(p.heads, p.key_dim, -1)[..., : p.value_dim]
+        return state.astype(np.float64) if self.run.base else np.zeros(state.shape)
 
     def _x(self) -> Doubles:
         p, run = self.p, self.run
@@ -114,12 +116,11 @@ class _Sequence:
         found = [Expected("out", where, out, exact=False, tolerance=tolerance),
                  Expected("positions", self.stamps, np.full(self.stamps.shape, run.base + run.stored, np.int64))]
         slack = TOLERANCES["state"] * max(1.0, float(np.abs(stored).max(initial=0)))
-        for part in range(self.parts):
-            first = part * abi.STATE_TILE_COLUMNS
-            values = stored[:, :, first : first + abi.STATE_TILE_COLUMNS]
-            tile = self.tiles[:, part, :, : values.shape[-1]]
-            found.append(Expected(f"tile {part}", tile, values, exact=False, tolerance=slack))
-        return found
+        columns = abi.STATE_TILE_COLUMNS
+        padded = np.zeros((p.heads, p.key_dim, self.parts * columns))
+        padded[..., : p.value_dim] = stored
+        tiles = padded.reshape(p.heads, p.key_dim, self.parts, columns).transpose(0, 2, 1, 3)
+        return [*found, Expected("tiles", self.tiles, tiles, exact=False, tolerance=slack)]
 
 
 def journal_reference(view: InstructionView) -> list[Expected]:
