@@ -85,7 +85,7 @@ FAMILIES = (
     Family("norm", ("norm_f32", "norm_q8"), ("source", "out", "norm", "scratch", "bias", "scalar"), ROWS),
     Family("values", ("activate",), ("rows", "by"), VALUES),
     Family("positions", ("add_positions",), ("rows", "table"), POSITIONS),
-    Family("causal_conv", ("causal_conv",), ("x", "out", "taps", "bias", "state"), CONV),
+    Family("causal_conv", ("causal_conv",), ("x", "out", "weights", "bias", "state"), CONV),
     Family("rule", ("delta_rule", "selective_scan", "state_journal"),
            ("x", "gates", "out", "a", "dt_bias", "d", "state", "scratch"), RULE),
     Family("gated_norm", ("gated_norm",), ("x", "gate", "out", "weight"), GATED_NORM),

@@ -1,4 +1,4 @@
-"""What GGUF files of hybrid models have beside gguf_models.py's: matrices, vectors and settings of recurrent layers."""
+"""Parts of GGUF files of hybrid models that gguf_models.py writes: matrices, vectors and settings of recurrent layers."""
 
 from __future__ import annotations
 

@@ -160,4 +160,4 @@ SEQUENCE_SLOT = 16
 SEQUENCE_FIRST = 24
 """Number of its first token in the pass."""
 SEQUENCE_TOKENS = 32
-"""How many tokens it has there."""
+"""Number of its tokens there."""

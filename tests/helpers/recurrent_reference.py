@@ -13,9 +13,9 @@ def causal_conv(state: Any, op: Any, x: np.ndarray) -> np.ndarray:
     u = x[:, op.start : op.start + channels]
     if op.gate_in is not None:
         u = u * x[:, op.gate_in : op.gate_in + channels]
-    taps = state.whole(op.weight).reshape(op.width, channels)
+    weights = state.whole(op.weight).reshape(op.width, channels)
     padded = np.concatenate([np.zeros((op.width - 1, channels), state.dtype), u])
-    y = np.stack([(padded[t : t + op.width] * taps).sum(axis=0) for t in range(n)])
+    y = np.stack([(padded[t : t + op.width] * weights).sum(axis=0) for t in range(n)])
     y = y + state.whole(op.bias) if op.bias else y
     y = silu(y) if op.silu else y
     if op.gate_out is not None:

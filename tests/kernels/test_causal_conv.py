@@ -1,4 +1,4 @@
-"""Causal convolution on every instruction set: taps, gates, normed heads, and the ring of each sequence."""
+"""Causal convolution on every instruction set: widths, gates, normed heads, and the ring of each sequence."""
 
 from __future__ import annotations
 

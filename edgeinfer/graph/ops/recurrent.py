@@ -49,12 +49,12 @@ class CausalConv(RowOp):
         return 2.0 * self.width * self.out.width
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Columns that it reads are there, and so are its taps."""
+        """Columns that it reads are there, and so are its weights."""
         last = max(self.start, self.gate_in or 0, self.gate_out or 0) + self.out.width
         if last > self.x.width:
             yield f"it reads {last} columns of {self.x}"
         if self.weight.shape != (self.width * self.out.width,):
-            yield f"its {self.width} taps of {self.out.width} channels are {self.weight.shape}"
+            yield f"its {self.width} weights of {self.out.width} channels are {self.weight.shape}"
         if not abi.LEAST_CONV <= self.width <= abi.MOST_CONV:
             yield f"it sees {self.width} tokens, not {abi.LEAST_CONV} to {abi.MOST_CONV}"
 

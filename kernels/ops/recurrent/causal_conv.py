@@ -1,10 +1,10 @@
 """Causal depthwise convolution over the last tokens of each sequence.
 
 A unit of work is a block of channels of one sequence, whose tokens it takes in order: each output is a sum over the
-taps, the oldest token first, of rows of this pass or of the ring that the sequence keeps (abi/state.py). The ring gets
+weights, the oldest token first, of rows of this pass or of the ring that the sequence keeps (abi/state.py). The ring gets
 this pass's last rows when all outputs are there.
 
-Operands: 0 x, 1 out, 2 taps, 3 bias, 4 state. Parameters: parameters.CONV. Flags: FLAG_BIAS.
+Operands: 0 x, 1 out, 2 weights, 3 bias, 4 state. Parameters: parameters.CONV. Flags: FLAG_BIAS.
 Reference: reference/recurrent/causal_conv.py.
 """
 
@@ -31,7 +31,7 @@ from ...vector.targets import fma
 from ...vector.vecmath import sigmoid
 
 LEAST_SQUARE = 1e-6
-"""What is added to the squared length of a head."""
+"""Addend of the squared length of a head."""
 
 
 @inline
@@ -59,21 +59,21 @@ def _normalise(row, n, further):
 
 
 @inline
-def _taps(row, stride, taps, channels, i, width, at, gate):
-    """The sum over all taps of 16 channels whose last `width` tokens have rows in this pass."""
+def _inside(row, stride, weights, channels, i, width, at, gate):
+    """The sum over all weights of 16 channels whose last `width` tokens have rows in this pass."""
     total = splat_f32(0.0)
     row -= (width - 1) * stride
     for _ in range(width):
         v = load_f32x16(row + 4 * (at + i))
         if gate >= 0:
             v = v * load_f32x16(row + 4 * (gate + i))
-        total = fma(v, load_f32x16(taps + 4 * i), total)
-        row, taps = row + stride, taps + 4 * channels
+        total = fma(v, load_f32x16(weights + 4 * i), total)
+        row, weights = row + stride, weights + 4 * channels
     return total
 
 
 @inline
-def _early_taps(inst, row, taps, ring, i, base, t):
+def _across(inst, row, weights, ring, i, base, t):
     """The same of a token whose window begins before this pass, in the sequence's ring or before its first token."""
     width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
     ring_row, ring_rows, total = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS, splat_f32(0.0)
@@ -83,21 +83,21 @@ def _early_taps(inst, row, taps, ring, i, base, t):
             v = _input(row - back * stride, i, parameter(inst, CONV.start), parameter(inst, CONV.gate_in))
         else:
             v = load_f32x16(ring + (base + t - back) % ring_rows * ring_row + 4 * i)
-        total = fma(v, load_f32x16(taps + 4 * (j * channels + i)), total)
+        total = fma(v, load_f32x16(weights + 4 * (j * channels + i)), total)
     return total
 
 
 @inline
-def _convolve(inst, x, out, taps, bias, ring, first, n, base, t):
+def _convolve(inst, x, out, weights, bias, ring, first, n, base, t):
     """Token t of the sequence: n channels from `first` on, of the pass's rows x or the ring's."""
     width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
     start, gate, gate_out = parameter(inst, CONV.start), parameter(inst, CONV.gate_in), parameter(inst, CONV.gate_out)
     silu, biased, early, row = parameter(inst, CONV.silu), flags(inst) & FLAG_BIAS, t < width - 1, x + t * stride
     for i in range(first, first + n, 16):
         if early:
-            total = _early_taps(inst, row, taps, ring, i, base, t)
+            total = _across(inst, row, weights, ring, i, base, t)
         else:
-            total = _taps(row, stride, taps, channels, i, width, start, gate)
+            total = _inside(row, stride, weights, channels, i, width, start, gate)
         if biased:
             total = total + load_f32x16(bias + 4 * i)
         if silu:
@@ -110,7 +110,7 @@ def _convolve(inst, x, out, taps, bias, ring, first, n, base, t):
 @kernel("causal_conv")
 def causal_conv(inst, ctx, tid, n_threads):
     """Convolve some columns of each token's row with those of the tokens before it in its sequence."""
-    x, out, taps, bias = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), operand(inst, ctx, 3)
+    x, out, weights, bias = operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), operand(inst, ctx, 3)
     channels, width, block = parameter(inst, CONV.channels), parameter(inst, CONV.width), parameter(inst, CONV.block)
     size, normed = block * parameter(inst, CONV.span), block * parameter(inst, CONV.normed)
     ring_row, ring_rows = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS
@@ -127,7 +127,7 @@ def causal_conv(inst, ctx, tid, n_threads):
         rows = x + begin * parameter(inst, CONV.x_stride)
         for t in range(tokens):
             target = out + (begin + t) * parameter(inst, CONV.out_stride)
-            _convolve(inst, rows, target, taps, bias, ring, first, n, base, t)
+            _convolve(inst, rows, target, weights, bias, ring, first, n, base, t)
             for head in range(first, min(first + n, normed), block):
                 _normalise(target + 4 * head, block, 2 * head < normed)
         for t in range(max(0, tokens - ring_rows), tokens):

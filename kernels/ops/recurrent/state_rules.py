@@ -129,7 +129,7 @@ def _rule(delta):
 
     @inline
     def addends(tile, key, value, decay, gate, rows, n):
-        """What is added to the rows of S, times k: beta (v - decay S^T k), or time x value; 0 behind n columns."""
+        """Return what is added to the rows of S, times k: beta (v - decay S^T k), or time x value; 0 behind n columns."""
         v0, v1 = keep_first(load_f32x16(value), n), splat_f32(0.0)
         if n > 16:
             v1 = keep_first(load_f32x16(value + 64), n - 16)

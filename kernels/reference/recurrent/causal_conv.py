@@ -40,10 +40,10 @@ def _sequence(view: InstructionView, run: Run) -> list[Expected]:
     before = [kept[q % rows].astype(np.float64) if q >= 0 else np.zeros(p.channels)
               for q in range(run.base - p.width + 1, run.base)]
     inputs = np.concatenate([np.array(before).reshape(-1, p.channels), u])
-    taps = view.array(2, np.float32, (p.width, p.channels)).astype(np.float64)
+    weights = view.array(2, np.float32, (p.width, p.channels)).astype(np.float64)
     windows = np.stack([inputs[j : j + run.tokens] for j in range(p.width)])
-    total = (windows * taps[:, None]).sum(0)
-    size = np.abs(windows * taps[:, None]).sum(0)
+    total = (windows * weights[:, None]).sum(0)
+    size = np.abs(windows * weights[:, None]).sum(0)
     if view.flags & FLAG_BIAS:
         bias = view.array(3, np.float32, (p.channels,)).astype(np.float64)
         total, size = total + bias, size + np.abs(bias)

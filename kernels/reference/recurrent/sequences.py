@@ -1,4 +1,4 @@
-"""What references of recurrent layers read of a forward pass: its sequences, their slots, and their states."""
+"""Sequences of a forward pass, their slots and states, as references of recurrent layers read them."""
 
 from __future__ import annotations
 
