@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, arXiv 2504.03624): a block is one of Mamba 2, attention without rotation, an FFN
-without a gate, and a mixture of such FFNs.
+"""Nemotron-H and Nemotron 3 (NVIDIA, arXiv 2504.03624): blocks of Mamba 2, of attention, and of FFNs without gates.
+
+A block is one of these or a mixture of such FFNs; heads do not turn.
 """
 
 from __future__ import annotations
