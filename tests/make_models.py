@@ -11,6 +11,7 @@ from edgeinfer.graph import architectures, family_of, read_config, seeing_models
 from tests.helpers import golden_cases
 from tests.models.test_experts import IN_FILES
 from tests.models.test_gguf_families import ARCHITECTURES
+from tests.models.test_gguf_hybrids import NAMES as HYBRIDS
 from tests.models.test_latent import FILES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
@@ -40,7 +41,8 @@ names.
 COMMANDS = """
 The comparisons are `python -m pytest tests/models/test_models_golden.py -k NAME` and
 `python -m pytest tests/models/test_gguf_families.py -k NAME`, for MoE models `tests/models/test_experts.py`, for latent
-attention `tests/models/test_latent.py`. Architectures that transformers lacks (bamboo, sparsellama) are compared with a
+attention `tests/models/test_latent.py`, for recurrent layers `tests/models/test_gguf_hybrids.py`, which compares all
+weights bit for bit. Architectures that transformers lacks (bamboo, sparsellama) are compared with a
 forward pass in NumPy (`tests/helpers/reference.py`, which has transformers' logits for all others):
 `python -m pytest tests/models/test_families.py -k relufied`; smallthinker with a separate one, which follows its
 authors' model: `python -m pytest tests/models/test_smallthinker.py`. Llama is also compared with six trained models,
@@ -75,6 +77,11 @@ determine them, so the original of a tensor can be recovered.
 | StableLM 2 12B, Command-R+ | layer norms of heads, each with its own weight | one norm of all heads without weights, then one multiplication of columns |
 | Ministral 3 | queries times a factor that depends on their position | a second rotary embedding of the queries, whose cosines are the factors and whose sines are 0 |
 | Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed if the shapes of a layer's stacks show this order |
+| Qwen3.5, Qwen3-Next, Granite 4, Falcon-H1, Nemotron-H, Bamba | A_log of recurrent layers, a depthwise convolution's weight (channels, 1, width) | -exp(A_log) is stored (GGUF files already have it), and the convolution's columns one after the other |
+| Qwen3.5 | norms stored as the difference from 1; query and gate of each head in one matrix | 1 + w is stored; the rows are taken apart |
+| Qwen3.5 in GGUF | value heads in another order, where several share a key | rows are put back; the columns of the output matrix stay where they are and an order of its inputs is stored |
+| Falcon-H1 | multipliers of single matrices, of the embedding and of the logits | the matrices' weights, `embedding_scale`, the last norm's weights |
+| Nemotron 3 | experts without a gate, relu2(u) | their first matrix is stored twice, as gate and up: relu(u) u |
 | Granite MoE with a shared FFN, GPT-BigCode, GPT-2, GPT-NeoX, Falcon, Phi-3, GLM-4 | q, k and v, gate and up in one tensor | read as rows of it |
 """
 LIMITS = """
@@ -110,6 +117,11 @@ LIMITS = """
   size, which Gemma 4's E2B does not have.
 * ONNX export and `--device cuda` support the four architectures of Llama's block, and others that differ only in names;
   operations that ONNX lacks are refused with a message.
+* Layers that predict further tokens (GLM-4.7, Qwen3.5, Qwen3-Next, Nemotron 3) are left out, with a message.
+* Nemotron-H's time steps are bounded by `time_step_limit`, as in the published code and in llama.cpp. transformers
+  (5.23) bounds those of a prompt by `time_step_min`, and those of single tokens not at all. GGUF files have no bounds of
+  time steps.
+* Experts of Nemotron 3 take half as much memory again as their weights, because their first matrix is stored twice.
 * Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash) supports neither `--attention` (no rows of V are stored) nor ONNX.
 * Pickles (`.bin`), as in OPT and early Falcon repositories, are not read.
 """
@@ -132,7 +144,7 @@ def models() -> str:
     for name in supported_architectures():
         files = ", ".join(gguf.name for gguf in family_of(name).gguf) or "-"
         plain = [case for case in cases.get(name, []) if case not in wrapped]
-        of_files = [case for case in plain if case in ARCHITECTURES or case in (*IN_FILES, *FILES)]
+        of_files = [case for case in plain if case in ARCHITECTURES or case in (*IN_FILES, *FILES, *HYBRIDS)]
         compared = ", ".join(plain) or "the NumPy reference"
         own = FILE_TESTS.get(name) or ", ".join(of_files) or "-"
         page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"

@@ -66,9 +66,6 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
     for block in blocks:
         if (name := f"{layer}{block}.{_STACKED}.{part}_proj.{match[3]}") in names:
             return replace(source, name=name)
-    for block in blocks:
-        if (name := f"{layer}{block}.experts.{own}") in names:
-            return replace(source, name=name)
     pairs = [(f"{block}.{_TOGETHER[0]}", f"{block}.{_TOGETHER[1]}") for block in blocks]
     for both, down in (*pairs, *([modules.together] if modules.together else [])):
         if layer + both in names and part != "down":
@@ -80,10 +77,11 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
             return whole.rows(start, start + rows)
         if layer + down in names and part == "down":
             n, rows, cols = source.stored
-            if _inputs_first(layer, both, down, shapes):
+            if layer + both in names and _inputs_first(layer, both, down, shapes):
                 return Source(layer + down, (n, cols, rows), each=True).transposed()
             return replace(source, name=layer + down)
-    return source
+    alone = (f"{layer}{block}.experts.{own}" for block in blocks)  # of experts without a gate
+    return next((replace(source, name=name) for name in alone if name in names), source)
 
 
 def _shared(source: Source, names: Container[str], modules: ExpertModules) -> Source:

@@ -39,8 +39,6 @@ def _deepseek(lines: str) -> str:
 
 _LLAMA3 = _joined(_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _LINES, _SPACES)
 _QWEN2 = _joined(_ENDINGS, _LETTERS, r"\p{N}", _SIGNS, _LINES, _SPACES)
-_QWEN35 = _joined(_ENDINGS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _LINES,
-                  _SPACES)
 _SEED = _joined(_ENDINGS, _LETTERS, r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+", _LINES, _SPACES)
 _BAILING = _joined(r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*",
                    r"\s*[\r\n]", _SPACES)
@@ -71,7 +69,6 @@ _FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
      PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)),
     ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))),
     ("qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez kormo f2llmv2 grok-2", PreTokenizer((_QWEN2,))),
-    ("qwen35", PreTokenizer((_QWEN35,))),
     ("gpt-2 mpt olmo jais trillion granite-docling phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 jina-es jina-de "
      "jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", PreTokenizer(gpt2=True)),
     ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((DIGITS,), gpt2=True)),

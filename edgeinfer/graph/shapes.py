@@ -16,8 +16,8 @@ class Shape:
 
     name: str
     source: str
-    """Its id on the hub; figures of Gemma 3 and 4 are those of the text model alone, GLM's those without the layer that
-    drafts a further token."""
+    """Its id on the hub; figures of Gemma 3 and 4 and of Qwen3.5 are those of the text model alone, GLM's, Qwen3-Next's
+    and Qwen3.5's those without the layer that drafts a further token."""
     parameters: int
     """As published with the weights; tied matrices count once."""
     config: dict[str, Any]

@@ -1,5 +1,4 @@
-"""Bamba (IBM, Princeton, CMU and UIUC): Mamba 2 (arXiv 2405.21060), and attention in a few layers, half of whose heads
-turns.
+"""Bamba (IBM, Princeton, CMU and UIUC): Mamba 2 (arXiv 2405.21060), and attention with partial rotation in some layers.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ _OF_TRAINING = ("time_step_floor", "time_step_min", "time_step_max", "time_step_
 
 def read(c: ConfigReader) -> ModelConfig:
     """`mamba_rms_norm` is whether the scan is normed, `mamba_norm_before_gate` in which order."""
+    c.own_code()
     for name in _OF_TRAINING:
         c.get(name)
     c.choice("hidden_act", c.get("hidden_act") or "silu", ("silu", "swish"))  # which is that of convolutions, too

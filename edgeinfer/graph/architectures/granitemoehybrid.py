@@ -33,6 +33,8 @@ def read(c: ConfigReader) -> ModelConfig:
     c.choice("hidden_act", c.get("hidden_act") or "silu", ("silu", "swish"))  # which is that of convolutions, too
     scan = read_scan(c, tuple(i for i, kind in enumerate(kinds) if kind == SCAN), DEFAULTS, width, in_bias=bias,
                      out_bias=bias, norm_eps=eps)
+    c.choice("normalization_function", c.get("normalization_function") or "rmsnorm", ("rmsnorm",))
+    c.get("init_method")
     turns = c.choice("position_embedding_type", c.get("position_embedding_type") or "nope", ROTATIONS) == "rope"
     shared = c.integer("shared_intermediate_size", 1024, high=2**20)
     experts = None

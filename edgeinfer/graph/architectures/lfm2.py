@@ -29,7 +29,7 @@ _OF_TRAINING = """block_dim block_mlp_init_scale block_norm_eps block_out_init_s
 
 def read(c: ConfigReader) -> ModelConfig:
     """`layer_types` says which layers have attention, or `full_attn_idxs` does; the FFN's size is adjusted."""
-    for name in _OF_TRAINING:
+    for name in (*_OF_TRAINING, "intermediate_size"):  # block_ff_dim goes before it
         c.get(name)
     layers = c.integer("num_hidden_layers", high=2**12)
     whole = c.get("full_attn_idxs")

@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, arXiv 2504.03624): a block is one of Mamba 2, attention without rotation, an FFN
-without a gate, and a mixture of such FFNs.
+"""Nemotron-H and Nemotron 3 (NVIDIA, arXiv 2504.03624): blocks of Mamba 2, of attention, and of FFNs without gates.
+
+A block is one of these or a mixture of such FFNs; heads do not turn.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def read(c: ConfigReader) -> ModelConfig:
     Time steps are bounded by `time_step_limit`, as in the published code and in files of llama.cpp; transformers (5.23)
     bounds those of a prompt, and not those of single tokens, by `time_step_min`.
     """
+    c.own_code()
     for name in _UNUSED:
         c.get(name)
     c.called(**NAMES)
@@ -164,8 +166,7 @@ TENSORS = {**{f"mixer.{name}": own for name, own in TENSORS_OF_SCAN.items()}, "n
            "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
            "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down", "mixer.shared_experts.up_proj": "ffn_up_shexp",
            "mixer.shared_experts.down_proj": "ffn_down_shexp", "mixer.fc1_latent_proj": "ffn_latent_down",
-           "mixer.fc2_latent_proj": "ffn_latent_up", "mlp.experts.{}.gate_proj": "ffn_up_exps",
-           "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+           "mixer.fc2_latent_proj": "ffn_latent_up", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
            "model.embeddings": "token_embd", "model.norm_f": "output_norm"}
 EXPERTS = GgufExperts("n_routed_experts", size="moe_intermediate_size", normalise=True,
                       shared_size="moe_shared_expert_intermediate_size")
@@ -175,4 +176,4 @@ FAMILY = Family(
     (Gguf("nemotron_h", fields=_fields, ignored=IGNORED),
      Gguf("nemotron_h_moe", fields=_routed_fields, ignored=IGNORED, experts=EXPERTS)), TENSORS, neighbours=True,
     further_tokens=True, otherwise="backbone.", experts=ExpertModules(
-        "mixer", ("up_proj", "up_proj", "down_proj"), "mixer.gate", choice_bias="mixer.gate.e_score_correction_bias"))
+        "mixer", ("gate_proj", "up_proj", "down_proj"), "mixer.gate", choice_bias="mixer.gate.e_score_correction_bias"))

@@ -10,6 +10,7 @@ from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, Seeing
 from ..families.gguf_hybrid import delta_fields
+from ..families.pre_tokenizer import PreTokenizer
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
@@ -117,7 +118,11 @@ TENSORS = {"post_attention_layernorm": "post_attention_norm", "linear_attn.A_log
            "linear_attn.out_proj": "ssm_out", "linear_attn.in_proj_qkv": "attn_qkv",
            "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
            "linear_attn.in_proj_a": "ssm_alpha"}
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+         r"|\s+(?!\S)|\s+")
+"""Qwen2's pre-tokenizer, in which marks belong to letters."""
 PICTURES = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys that say how pictures come in."""
 FAMILY = Family((Gguf("qwen35", fields=delta_fields, turns="share", ignored=PICTURES),), TENSORS, order=order,
-                further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),))
+                further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),),
+                pre_tokenizers={"qwen35": PreTokenizer((WORDS,))})

@@ -43,7 +43,8 @@ class ExpertWords(BuilderBase):
         listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
                                      active=e.active, several=True, layer=self.layer))
         size, width = e.intermediate_size, residual.width if residual else x.width
-        gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", ("gate_proj", "up_proj"), (size, x.width))
+        first = ("gate_proj" if e.gated else "up_proj", "up_proj")
+        gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", first, (size, x.width))
         down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (width, size))
         inner, outer = (self._stack_bias(name + which, hf + "experts.{}.", parts, rows) if e.bias else None
                         for which, parts, rows in (("experts_gate_up_bias", ("gate_proj", "up_proj"), size),

@@ -255,8 +255,8 @@ def mask_width(neurons: int) -> int:
 
 
 def parameters(weight: Weight) -> int:
-    """Parameters of a weight, without padding."""
-    return sum(math.prod(shape) for shape in weight.source_shapes)
+    """Parameters of a weight, without padding; a source that it has twice counts once."""
+    return sum(math.prod(source.shape) for source in dict.fromkeys(weight.sources))
 
 
 def row_type(stored: WeightType) -> RowType:

@@ -64,11 +64,14 @@ def test_fields_of_published_files_are_known() -> None:
                 attn_output_gate=True, mamba_ssm_dtype="float32", full_attention_interval=4) == read("qwen3-5")
     assert read("lfm2", block_dim=60, block_norm_eps=1e-5, block_use_swiglu=True, conv_dim=60, theta=300.0,
                 num_heads=6, use_pos_enc=True, tie_embedding=True) == read("lfm2")
+    assert read("lfm2", block_ff_dim=100, intermediate_size=64) == read("lfm2")
     assert read("granitemoehybrid", layer_types=["mamba", "attention", "mamba"], mamba_chunk_size=256,
-                position_embedding_type="nope", time_step_limit=[0.0, math.inf]) == read("granitemoehybrid")
+                position_embedding_type="nope", normalization_function="rmsnorm", init_method="mup",
+                time_step_limit=[0.0, math.inf]) == read("granitemoehybrid")
     assert read("nemotron-h", layers_block_type=None, hybrid_override_pattern="M-*M-", time_step_min=0.001,
                 mamba_ssm_cache_dtype="float32", chunk_size=128, expand=2, rope_theta=10000,
-                num_nextn_predict_layers=0) == read("nemotron-h")
+                num_nextn_predict_layers=0,
+                auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.Model"}) == read("nemotron-h")
     assert read("falcon-h1", time_step_floor=1e-4, mamba_use_mlp=True, mamba_expand=2, mlp_expansion_factor=8,
                 time_step_limit=[0.0, {"__float__": "Infinity"}]) == read("falcon-h1")
 
