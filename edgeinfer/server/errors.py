@@ -35,11 +35,13 @@ class ApiError(Exception):
     param : field of the request that is wrong
     code : short name that programs compare
     headers : further ones of the answer
+    logged : the log's sentence, where it says more than the client may know
     """
 
     def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None,
-                 code: str | None = None, headers: Mapping[str, str] | None = None):
+                 code: str | None = None, headers: Mapping[str, str] | None = None, logged: str = ""):
         super().__init__(message)
+        self.logged = logged
         self.status, self.message, self.kind = status, message, kind
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
