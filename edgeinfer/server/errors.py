@@ -76,6 +76,11 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, UNAVAILABLE, code=code, headers=_RETRY)
 
 
+def ending() -> ApiError:
+    """Return the answer of a server that is about to end."""
+    return unavailable("The server is about to end; ask another one.", "draining")
+
+
 def openai_error(error: ApiError) -> dict[str, object]:
     """Return an error as OpenAI's API writes it."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}

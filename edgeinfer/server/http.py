@@ -13,7 +13,7 @@ import msgspec
 
 from ..base.strict_json import parse_json
 from ..errors import FormError, PromptError
-from .errors import ApiError, api_error, busy
+from .errors import ApiError, api_error, busy, ending
 
 if TYPE_CHECKING:
     from .server import Server
@@ -162,6 +162,9 @@ class Endpoint:
                 await _until_gone(receive, self._answer(call, sending))
         except ClientLeft:
             return
+        except asyncio.CancelledError:  # the server ends, and the time to drain is over
+            if not started:
+                await respond(send, Reply(self.failed(ending()), 503))
         except Exception as error:
             found = failure(error, call)
             self._note(scope["state"]["note"], found, error)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
-from .errors import anthropic_error, ollama_error, openai_error, unavailable
+from .errors import anthropic_error, ending, ollama_error, openai_error
 from .guards import Guards, failure_of
 from .http import Call, Endpoint, Handler, Receive, Reply, Scope, Send, respond
 from .metrics import Metrics
@@ -88,7 +88,7 @@ class Server:
     def check_ready(self) -> None:
         """Raise `ApiError` unless requests are served."""
         if self.draining:
-            raise unavailable("The server is about to end; ask another one.", "draining")
+            raise ending()
         if not self.ready:
             raise loading()
 

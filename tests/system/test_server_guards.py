@@ -242,6 +242,21 @@ def test_it_starts_answers_and_drains() -> None:
     assert code == 0 and errors.count("edgeinfer: ") == 5 and "Traceback" not in errors
 
 
+def test_what_does_not_end_in_time_is_told_so() -> None:
+    program = Program("demo", "--drain", "0.1")
+    try:
+        assert until(program.ready, 60)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(program.running.ask, "/v1/embeddings", {"input": ["word " * 100] * 1900})
+            assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
+            program.process.send_signal(signal.SIGTERM)
+            assert asked.result().status == 503 and "about to end" in asked.result().error
+        code, errors = program.end()
+    finally:
+        program.kill()
+    assert code == 0 and "Traceback" not in errors
+
+
 def ask_in_vain(running: Running) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
         running.ask(COMPLETIONS, {**LONG, "n": 16, "max_tokens": 900})
