@@ -30,6 +30,8 @@ LATEST = ":latest"
 """Tag that ollama's clients add to names."""
 LINGER_SECONDS = 10.0
 """Time after its last work until a thread ends."""
+SHORT = 1024
+"""Characters or tokens of prompts that are read in less time than another thread takes to wake up."""
 _idle: list[SimpleQueue[Callable[[], None]]] = []
 """Of the threads that wait for work."""
 
