@@ -53,6 +53,7 @@ async def _outcomes(call: Call, served: Served, requests: Sequence[Request[T]]) 
         for one in requests:
             one.cancel()
 
+    call.count(prompt_tokens=sum(len(one.task.prompt_ids) for one in requests))
     over = asyncio.get_running_loop().call_later(call.server.config.request_seconds, end)
     at_once, found = int(served.model.runner.config.max_sequences), list[T]()
     try:

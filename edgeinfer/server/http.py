@@ -65,6 +65,11 @@ class Call:
         self.prompt_field, self.form_field = "messages", "response_format"
         self.fields: Collection[str] = ()
 
+    def count(self, **tokens: int) -> None:
+        """Add to the figures in the log: a request may have several prompts."""
+        for name, n in tokens.items():
+            self.note[name] = self.note.get(name, 0) + n
+
     def read(self, kind: type[T]) -> T:
         """Return the body as an object of a type; raises `ApiError` for one that is not JSON or not of this type."""
         try:

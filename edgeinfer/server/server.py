@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
-from .errors import anthropic_error, ending, ollama_error, openai_error
+from .errors import NOT_FOUND, ApiError, anthropic_error, ending, ollama_error, openai_error
 from .guards import Guards, failure_of
 from .http import Call, Endpoint, Handler, Receive, Reply, Scope, Send, respond
 from .metrics import Metrics
@@ -135,8 +135,6 @@ class _Missing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        from .errors import NOT_FOUND, ApiError
-
         path = scope["path"][:200]
         known = ", ".join(sorted(one for one in self.paths if "{" not in one))
         error = ApiError(404, f"There is nothing at {path!r}; the paths are {known}.", NOT_FOUND, code="not_found")
@@ -151,8 +149,6 @@ class _Methods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        from .errors import ApiError
-
         refused = False
 
         async def sending(message: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
-from tests.helpers.serving import Running, chat_model, serving
+from tests.helpers.serving import Running, chat_model, serving, until
 
 PROMPT = "Once upon a time"
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24}
@@ -67,6 +67,7 @@ def test_several_prompts_in_one_request(running: Running) -> None:
     found = running.ask(COMPLETIONS, {**GREEDY, "prompt": prompts, "n": 2}).json["choices"]
     assert [one["text"] for one in found] == [alone[0]] * 2 + [alone[1]] * 2
     assert [one["index"] for one in found] == [0, 1, 2, 3]
+    assert until(lambda: json.loads(running.log[-1]).get("completion_tokens") == 2 * 2 * 24)  # of all prompts
     events = running.ask(COMPLETIONS, {**GREEDY, "prompt": prompts, "stream": True}).events
     for i, want in enumerate(alone):
         assert "".join(one["choices"][0]["text"] for one in events if one["choices"][0]["index"] == i) == want
