@@ -7,8 +7,9 @@ import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..errors import CancelledError
 from .answers import outcome
-from .errors import ApiError
+from .errors import UNAVAILABLE, ApiError
 from .http import Call, Reply
 from .models import Served, in_thread
 from .sampling import at_least_one, only, prompts_of
@@ -54,11 +55,17 @@ async def _outcomes(call: Call, served: Served, requests: Sequence[Request[T]]) 
             one.cancel()
 
     call.count(prompt_tokens=sum(len(one.task.prompt_ids) for one in requests))
-    over = asyncio.get_running_loop().call_later(call.server.config.request_seconds, end)
+    loop, seconds = asyncio.get_running_loop(), call.server.config.request_seconds
+    over = loop.call_later(seconds, end)
     at_once, found = int(served.model.runner.config.max_sequences), list[T]()
     try:
         for start in range(0, len(requests), at_once):
             found += await asyncio.gather(*map(outcome, requests[start:start + at_once]))
+    except CancelledError:
+        if loop.time() < over.when():
+            raise
+        raise ApiError(503, f"The texts took more than {seconds:g} s (--request-timeout); send fewer at a time.",
+                       UNAVAILABLE, code="timeout") from None
     finally:
         over.cancel()
         end()

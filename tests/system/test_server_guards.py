@@ -130,6 +130,9 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         found = one.ask(COMPLETIONS, LONG).json
         assert found["choices"][0]["finish_reason"] == "length"
         assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and one.free()
+        late = one.ask("/v1/embeddings", {"input": ["word " * 100] * 500})
+        assert late.status == 503 and "took more than 0.05 s (--request-timeout); send fewer" in late.error
+        assert one.free()
 
 
 def test_what_is_no_http_is_one_line_of_the_log(guarded: Running, capfd: pytest.CaptureFixture[str]) -> None:
