@@ -264,6 +264,8 @@ class Speculation:
             self._plain_passes += 1
             self._unrefreshed = 0
             self.idle = self._may_rest and n_tokens > 1 and alone < SHORTEST * n_tokens
+            if self.idle and not self._passes:  # there is no gain to state
+                return
         self._passed(n_tokens, seconds, alone)
         if self._rest <= 0 and self._now and self._costs.plain_passes and self._allowed() < 0:
             self._pause()  # looking at the text costs too much of such short steps
