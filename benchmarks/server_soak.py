@@ -17,14 +17,9 @@ import contextlib
 import json
 import random
 import socket
-import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +28,13 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import machine, publish, row, table
-from benchmarks.outside import ControlGroup, control_group
+from benchmarks.outside import control_group
+from benchmarks.peers.http_server import HOST, free_port, running
+from benchmarks.soaking import LIMIT, STORY, Soak
 from edgeinfer.base.api_client import ApiClient
 from edgeinfer.errors import EdgeInferError
 
-LIMIT = 8e6
-"""Bytes by which the resident memory may grow after the warm-up."""
-WARM_UP = 0.2
-"""Share of the time after which memory is compared."""
 KEY = "a-key-of-the-soak"
-STORY = "The king and the queen lived in a castle by the sea, and a fox came to see them every day. "
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"],
           "additionalProperties": False}
 
@@ -62,16 +54,26 @@ def bodies(n: int) -> list[dict[str, Any]]:
     return found
 
 
-class Soak:
+class ServerSoak(Soak):
     """One server and what happens to it."""
 
     def __init__(self, port: int, process: psutil.Process):
-        self.port, self.process = port, process
-        self.client = ApiClient(f"http://127.0.0.1:{port}", KEY)
-        self.known: list[tuple[dict[str, Any], str]] = []
-        self.events, self.survivors, self.wrong = Counter[str](), 0, list[str]()
-        self._chance, self._counting = random.Random(2), threading.Lock()
-        self.rss: list[int] = []
+        super().__init__(process, 4)
+        self.port, self.client = port, ApiClient(f"http://{HOST}:{port}", KEY)
+        self.known = [(body, self.text(body)) for body in bodies(40)]
+
+    def disturbances(self) -> Sequence[Callable[[], None]]:
+        """Return the kinds of events."""
+        return self._leave, self._half, self._garbage, self._idle, self._wrong_key, self._slow_reader
+
+    def compare(self) -> str:
+        """Run a request; returns how its text differs from what it was alone."""
+        body, want = self.draw(self.known)
+        try:
+            found = self.text(body)
+        except EdgeInferError as error:
+            return f"{body}: {error}"
+        return "" if found == want else f"{body}: {found!r}, not {want!r}"
 
     def text(self, body: dict[str, Any]) -> str:
         """Return the text of a request."""
@@ -79,28 +81,6 @@ class Soak:
         if not body["stream"]:
             return str(self.client.ask("/v1/completions", body)["choices"][0]["text"])
         return "".join(one["choices"][0]["text"] for one in self.client.events("/v1/completions", body))
-
-    def run(self, events: int, seconds: float) -> None:
-        """Spread events over the time, and look at the memory meanwhile."""
-        began = time.monotonic()
-        kinds = (self._leave, self._half, self._garbage, self._idle, self._wrong_key, self._slow_reader)
-        with ThreadPoolExecutor(6) as pool:
-            for number in range(events):
-                works: list[Callable[[], None]] = [self._chance.choice(kinds)]
-                works += [self._survive] * self._chance.randrange(5)
-                self._chance.shuffle(works)
-                running = [pool.submit(work) for work in works]
-                time.sleep(max(began + (number + 1) * seconds / events - time.monotonic(), 0))
-                for done in wait(running).done:
-                    done.result()
-                self.rss.append(self.process.memory_info().rss)
-
-    @property
-    def growth(self) -> tuple[float, float]:
-        """Resident memory after the warm-up, and how much more it was at most later on, in bytes."""
-        first = int(len(self.rss) * WARM_UP)
-        before = statistics.median(self.rss[first : first + max(len(self.rss) // 50, 1)])
-        return before, max(self.rss[first:]) - before
 
     def left(self) -> list[str]:
         """Return what is not as before the first request."""
@@ -111,33 +91,16 @@ class Soak:
             time.sleep(0.1)
         return [f"{model['running']} requests run, {model['waiting']} wait, KV usage {model['kv_usage']}"]
 
-    def _draw(self) -> tuple[dict[str, Any], str]:
-        with self._counting:
-            return self._chance.choice(self.known)
-
-    def _survive(self) -> None:
-        body, want = self._draw()
-        try:
-            good, found = (text := self.text(body)) == want, text
-        except EdgeInferError as error:
-            good, found = False, str(error)
-        with self._counting:
-            self.survivors += 1
-            if not good:
-                self.wrong.append(f"{body}: {found!r}, not {want!r}")
-
     @contextlib.contextmanager
     def _connection(self, kind: str) -> Iterator[tuple[socket.socket, bytes, float]]:
         """Give a connection, a whole request and a random number, and count the event."""
-        body, _ = self._draw()
+        body, _ = self.draw(self.known)
         data = json.dumps({**body, "max_tokens": 300, "ignore_eos": True, "response_format": None}).encode()
         head = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
                 f"Content-Length: {len(data)}\r\n\r\n").encode()
-        with self._counting:
-            self.events[kind] += 1
-            chance = self._chance.random()
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=30) as opened:
-            yield opened, head + data, chance
+        self.note(kind)
+        with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), timeout=30) as opened:
+            yield opened, head + data, self.chance()
 
     def _leave(self) -> None:
         with self._connection("left") as (opened, data, chance):
@@ -177,42 +140,18 @@ class Soak:
                 opened.recv(64)
 
 
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serving(model: str, port: int, limit: int | None) -> Iterator[psutil.Process]:
     """Run the server, in a control group of so many bytes."""
+    command = [sys.executable, "-m", "edgeinfer", "serve", model, "--port", str(port), "--ctx", "512", "--kv-memory",
+               "2MB", "--api-key", KEY, "--threads", "1", "--read-timeout", "5"]
     with contextlib.ExitStack() as held:
         group = held.enter_context(control_group()) if limit is not None else None
         if limit is not None:
             if group is None:
                 raise SystemExit("A control group cannot be made here; leave --memory-max out, or run as root.")
             group.limit(limit)
-        yield from _served(model, port, group)
-
-
-def _served(model: str, port: int, group: ControlGroup | None) -> Iterator[psutil.Process]:
-    command = [sys.executable, "-m", "edgeinfer", "serve", model, "--port", str(port), "--ctx", "512", "--kv-memory",
-               "2MB", "--api-key", KEY, "--threads", "1", "--read-timeout", "5"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=group.join if group else None)
-    try:
-        client = ApiClient(f"http://127.0.0.1:{port}", KEY)
-        for _ in range(600):
-            with contextlib.suppress(EdgeInferError):
-                client.ask("/health")
-                break
-            if process.poll() is not None:
-                raise SystemExit(f"The server ended with {process.returncode}.")
-            time.sleep(0.1)
-        yield psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait(60)
+        yield held.enter_context(running(command, port, group.join if group else None)).process
 
 
 def main() -> int:
@@ -227,22 +166,19 @@ def main() -> int:
     limit = None
     if asked.memory_max:
         with serving(asked.model, port := free_port(), None):
-            limit = int(ApiClient(f"http://127.0.0.1:{port}", KEY).ask("/status")["planned_bytes"])
+            limit = int(ApiClient(f"http://{HOST}:{port}", KEY).ask("/status")["planned_bytes"])
     with serving(asked.model, port := free_port(), limit) as process:
-        soak = Soak(port, process)
-        soak.known = [(body, soak.text(body)) for body in bodies(40)]
+        soak = ServerSoak(port, process)
         soak.run(asked.events, 60 * asked.minutes)
         left, status = soak.left(), soak.client.ask("/status")
         connections = len([one for one in process.net_connections() if one.status == psutil.CONN_ESTABLISHED])
-    before, growth = soak.growth
     faults = soak.wrong[:3] + left
-    faults += [f"memory grew by {growth / 1e6:.1f} MB"] * (growth > LIMIT)
+    faults += [f"memory grew by {soak.growth[1] / 1e6:.1f} MB"] * (soak.growth[1] > LIMIT)
     faults += [f"{max(soak.rss)} bytes are over the plan of {status['planned_bytes']}"] * (
         max(soak.rss) > status["planned_bytes"])
     head = ("minutes | events | survivors | other texts than alone | memory after warm-up | growth at most | plan | "
             "limit | connections left")
-    found = row(f"{asked.minutes:g}", sum(soak.events.values()), soak.survivors, len(soak.wrong),
-                f"{before / 1e6:.0f} MB", f"{growth / 1e6:.1f} MB", f"{status['planned_bytes'] / 1e6:.0f} MB",
+    found = row(f"{asked.minutes:g}", sum(soak.events.values()), *soak.row(), f"{status['planned_bytes'] / 1e6:.0f} MB",
                 "control group of the plan" if limit else "none", connections)
     publish(f"{machine()}.\n\n" + table(head, [found]), asked.document, "server-soak")
     print(dict(soak.events), *faults, sep="\n", file=sys.stderr)

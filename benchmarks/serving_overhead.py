@@ -20,18 +20,28 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import in_turns, machine, publish, spread, table, wait_for_calm
 from benchmarks.peers.http_server import HOST, HttpServer, ask_all, free_port, running, streamed_request
+from benchmarks.soaking import STORY
 from edgeinfer import LLM
+from tests.helpers.serving import chat_model
 
 CTX, PROMPT, SHORT, LONG = 512, 64, 16, 256
 """Tokens: of the context, of prompts, of whole answers, and of streamed ones."""
 IDLE, BLOCK = 500, 20
 """Connections without a request, and requests of a turn."""
+CHAT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"temperature": 0, "max_tokens": SHORT},
+    "/v1/responses": {"temperature": 0, "max_output_tokens": SHORT},
+    "/v1/messages": {"model": "", "temperature": 0, "max_tokens": SHORT},
+    "/api/chat": {"model": "", "stream": False, "options": {"temperature": 0, "num_predict": SHORT}},
+}
+"""Bodies of requests without their messages."""
 RUN = ("-m", "edgeinfer")
 
 
@@ -54,12 +64,32 @@ class Requests:
 
     def over_http(self) -> float:
         """Return the seconds of a whole answer in a connection that stays open."""
-        body = json.dumps({**streamed_request(self.prompt(), SHORT), "stream": False, "stream_options": None})
+        return self._posted("/v1/completions", {**streamed_request(self.prompt(), SHORT), "stream": False,
+                                                "stream_options": None})
+
+    def _posted(self, path: str, body: dict[str, Any]) -> float:
+        data = json.dumps(body)
         began = time.perf_counter()
-        self._connection.request("POST", "/v1/completions", body)
+        self._connection.request("POST", path, data)
         answer = self._connection.getresponse()
         assert answer.status == 200, answer.read()
         answer.read()
+        return time.perf_counter() - began
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return a new conversation."""
+        return [{"role": "user", "content": f"{self._random.random()} {STORY}"}]
+
+    def chat_over_http(self, path: str) -> float:
+        """Return the seconds of an answer to a conversation, in the API of a path."""
+        field = "input" if path == "/v1/responses" else "messages"
+        return self._posted(path, {**CHAT[path], field: self.messages()})
+
+    def chat_in_process(self) -> float:
+        """Return the seconds of such an answer."""
+        messages = self.messages()
+        began = time.perf_counter()
+        self.llm.chat(messages, max_tokens=SHORT, temperature=0, reuse=True)
         return time.perf_counter() - began
 
     def in_process(self) -> float:
@@ -121,6 +151,19 @@ def times(model: str, rounds: int) -> list[str]:
         rows.append(f"| a request beside {IDLE} idle connections | {1e3 * statistics.median(crowded):.2f} ms | "
                     f"{1e3 * statistics.median(quiet):.2f} ms | {spread(ratios)} times | 1.05 |")
     return rows
+
+
+def chats(rounds: int) -> list[str]:
+    """Measure requests to all APIs that answer conversations, with a chat template for the demo model."""
+    port = free_port()
+    with TemporaryDirectory() as folder:
+        model = chat_model(Path(folder))
+        with running(command(model, port), port) as server, \
+                LLM(model, ctx=CTX, threads=1, max_sequences=16, speculate="off") as llm:
+            both = Requests(server, llm)
+            return [compared(f"{path}, wall time", *pairs(
+                partial(block, partial(both.chat_over_http, path)), partial(block, both.chat_in_process), rounds),
+                "2 ms", 1e3, "ms") for path in CHAT]
 
 
 def compared(what: str, http_side: list[float], own: list[float], most: str, scale: float, unit: str) -> str:
@@ -185,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--only", choices=("times", "start", "memory"), help="measure one of the parts")
+    parser.add_argument("--only", choices=("times", "chats", "start", "memory"), help="measure one of the parts")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a calm machine (default 60)")
     parser.add_argument("--document", type=Path)
     given = parser.parse_args()
@@ -193,6 +236,8 @@ def main() -> None:
     rows, few = [], max(given.rounds // 6, 3)
     if given.only in (None, "times"):
         rows += times(given.model, given.rounds)
+    if given.only in (None, "chats"):
+        rows += chats(given.rounds)
     if given.only in (None, "start"):
         rows.append(ready(given.model, few))
     if given.only in (None, "memory"):

@@ -40,8 +40,13 @@ elif not path.exists():
     write_random_bundle(read_config({**builtin_shapes()[shape].config, **changes}), path)
 if not threads:
     sys.exit()
-llm = LLM(path, ctx=512 if shape == "demo" else 1024, threads=threads, speculate="off")
-session = llm.runner
+options = {"ctx": 512 if shape == "demo" else 1024, "threads": threads}
+try:
+    llm = LLM(path, **options, speculate="off")
+    session = llm.runner
+except TypeError:  # a version before speculative decoding
+    llm = LLM(path, **options)
+    session = llm.session
 ids = [(37 * i) % min(1000, session.model.vocab_size - 3) + 3 for i in range(512)]
 print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)
 begun = session.new_sequence()

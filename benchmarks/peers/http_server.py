@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,18 +36,21 @@ class HttpServer:
     command : list of str
         Starts it on `port`.
     port : int
+    prepare : called in the new process before the command begins
 
     Attributes
     ----------
+    process : psutil.Process
     ready_seconds : float
         From the start of the process until /health answers with 200.
     """
 
-    def __init__(self, command: list[str], port: int):
+    def __init__(self, command: list[str], port: int, prepare: Callable[[], object] | None = None):
         self.port, self._log = port, tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
         began = time.perf_counter()
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL)
-        self._own = psutil.Process(self._process.pid)
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL,
+                                         preexec_fn=prepare)
+        self.process = psutil.Process(self._process.pid)
         try:
             while not self._healthy():
                 if self._process.poll() is not None or time.perf_counter() - began > READY_SECONDS:
@@ -94,7 +97,7 @@ class HttpServer:
 
     def cpu_seconds(self) -> float:
         """Return the processor time that it has taken."""
-        times = self._own.cpu_times()
+        times = self.process.cpu_times()
         return times.user + times.system
 
     def stop(self) -> None:
@@ -111,9 +114,9 @@ class HttpServer:
 
 
 @contextmanager
-def running(command: list[str], port: int) -> Iterator[HttpServer]:
+def running(command: list[str], port: int, prepare: Callable[[], object] | None = None) -> Iterator[HttpServer]:
     """Run a server while the context lasts."""
-    server = HttpServer(command, port)
+    server = HttpServer(command, port, prepare)
     try:
         yield server
     finally:

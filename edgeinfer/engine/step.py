@@ -136,6 +136,8 @@ class Steps:
         if verified := self._verify(works, speculation, samples, cancel):
             return verified
         passed = self._plain(works, cancel)
+        if speculation.idle:
+            return passed
         n_tokens = 1 + len(passed.results[0][0].chosen)
         return passed._replace(learn=lambda: speculation.plain(n_tokens))
 

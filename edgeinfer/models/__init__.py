@@ -4,7 +4,8 @@ from .cached import cached_bundle
 from .names import DEMO, KNOWN_NAMES, LISTING, SHOWN_NAMES, demo_path, is_hub_id, unknown_model
 from .resolve import checkpoint_path, gguf_file, gguf_path, resolve
 from .storage import AS_IT_IS, GROUP_SIZE, WEIGHTS, Storage
+from .tokenizer import tokenizer_of
 
 __all__ = ["AS_IT_IS", "DEMO", "GROUP_SIZE", "KNOWN_NAMES", "LISTING", "SHOWN_NAMES", "WEIGHTS", "Storage",
            "cached_bundle", "checkpoint_path", "demo_path", "gguf_file", "gguf_path", "is_hub_id", "resolve",
-           "unknown_model"]
+           "tokenizer_of", "unknown_model"]

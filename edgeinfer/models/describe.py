@@ -65,6 +65,9 @@ class ModelDescription:
     """Modes of a bundle's sparse FFNs; None for other models."""
     bundle: Path | None = None
     """Path of a bundle that is described as stored."""
+    path: Path | None = None
+    """Bundle, checkpoint or GGUF file whose files are on this machine; None for a shape, a lone config.json and a model
+    of the hub."""
     file_types: dict[str, int] = field(default_factory=dict)
     """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
     file_says: str = ""
@@ -222,17 +225,19 @@ def describe(
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
-        return _from_bundle(name, path, weights, group_size, recipe, profile)
+        return replace(_from_bundle(name, path, weights, group_size, recipe, profile), path=path)
     try:
         if path.is_file() and path.stat().st_size:
             from edgeinfer.converters import is_gguf
 
             if is_gguf(path):
-                return describe_gguf_file(name, path, weights, group_size, recipe)
+                return replace(describe_gguf_file(name, path, weights, group_size, recipe), path=path)
         config, source = _config(name, path)
         if is_quantised(config):
-            return _from_packed(name, path, config, weights, group_size, recipe)
-        return describe_config(config, name, source, weights, group_size, recipe)
+            found = _from_packed(name, path, config, weights, group_size, recipe)
+        else:
+            found = describe_config(config, name, source, weights, group_size, recipe)
+        return replace(found, path=path) if any(path.glob("*.safetensors")) else found
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
             raise type(error)(f"{path}, as a {error}") from None

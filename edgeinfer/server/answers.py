@@ -37,7 +37,7 @@ class Answer:
         self.prompt_ids = request.task.prompt_ids
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent = False
-        call.note["prompt_tokens"] = len(self.prompt_ids)
+        call.count(prompt_tokens=len(self.prompt_ids))
 
     def start(self) -> None:
         """Hand it to the engine; raises what refuses it."""
@@ -93,7 +93,7 @@ class Answer:
             timer.cancel()
         done = self.completion
         note = self._call.note
-        note["completion_tokens"], note["cached_tokens"] = done.completion_tokens, done.cached_tokens
+        self._call.count(completion_tokens=done.completion_tokens, cached_tokens=done.cached_tokens)
         note["finish_reason"] = done.finish_reason or "cancelled"
         if done.ttft_ms is not None:
             note["ttft_ms"] = round(done.ttft_ms, 1)

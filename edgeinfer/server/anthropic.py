@@ -15,12 +15,19 @@ from .conversation import Asked, Conversation, begin
 from .errors import ApiError, anthropic_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
 from .models import in_thread
-from .sampling import only, options_of, refuse, renamed
+from .sampling import at_least_one, form_of, only, options_of, refuse, renamed, template_of
 from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 THINKING_SIGNATURE = ""
 """Of reasoning, which this server does not sign."""
+
+
+class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Form of an answer, and the effort that it is worth."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
 
 
 class Counted(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +41,7 @@ class Counted(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: dict[str, Any] | None = None
     cache_control: Any = None
     context_management: Any = None
-    output_config: Any = None
+    output_config: OutputConfig | None = None
     betas: list[str] | None = None
 
 
@@ -57,8 +64,8 @@ class Body(Counted, kw_only=True):
 async def message(call: Call) -> Reply | Events:
     """Answer a conversation."""
     body = call.read(Body)
-    if body.max_tokens < 1:
-        raise ApiError(400, f"max_tokens is {body.max_tokens}; it must be 1 or more.", param="max_tokens")
+    call.form_field = "output_config.format"
+    at_least_one("max_tokens", body.max_tokens)
     refuse({"container": body.container, "mcp_servers": body.mcp_servers or None},
            {"mcp_servers": "give their functions as tools"})
     only("service_tier", body.service_tier, ("auto", "standard_only"))
@@ -84,13 +91,18 @@ def _asked(body: Counted, options: dict[str, Any], most: int | None) -> Asked:
     given = list(_messages(body.messages))
     if not given:
         raise ApiError(400, "messages is empty; give at least one.", param="messages")
+    if given[-1][1]["role"] == "assistant":
+        raise ApiError(400, "messages ends with one of the assistant, which this server does not continue; end with "
+                            "one of the user.", param="messages")
     if body.system:
         given.insert(0, ("system", {"role": "system", "content": messages.text_of(body.system, "system")}))
     places, found = zip(*given, strict=True)
     tools, choice, parallel = _tools(body)
-    kind = (body.thinking or {}).get("type")
-    template = {} if kind is None else {"enable_thinking": kind != "disabled"}
-    return Asked(messages.template_messages(found, places), options, most, None, tools, choice, parallel, template)
+    only("thinking.type", kind := (body.thinking or {}).get("type"), ("enabled", "adaptive", "disabled"))
+    config = body.output_config or OutputConfig()
+    template = template_of({} if kind is None else {"enable_thinking": kind != "disabled"}, config.effort)
+    return Asked(messages.template_messages(found, places), options, most,
+                 form_of(config.format, name="output_config.format"), tools, choice, parallel, template)
 
 
 def _tools(body: Counted) -> tuple[list[Tool], str | Tool, bool]:
@@ -99,7 +111,7 @@ def _tools(body: Counted) -> tuple[list[Tool], str | Tool, bool]:
         only(f"tools[{i}].type", one.get("type"), ("custom",))
     tools = messages.tools_of([{"type": "function", "function": {
         "name": one.get("name"), "description": one.get("description"), "parameters": one.get("input_schema")}}
-        for one in body.tools or ()])
+        for one in body.tools or ()], "name", "input_schema")
     given = body.tool_choice or {}
     kind = given.get("type", "auto" if tools else "none")
     only("tool_choice.type", kind, ("auto", "any", "tool", "none"))

@@ -12,7 +12,7 @@ from . import messages
 from .conversation import Asked, Conversation, Piece, begin
 from .errors import ApiError, openai_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
-from .sampling import form_field, form_of, only, options_of, refuse
+from .sampling import at_least_one, form_field, form_of, only, options_of, refuse, template_of
 from .tools import CallArguments, CallStart, Content, Event, Reasoning
 from .types import ChatRequest
 
@@ -57,13 +57,10 @@ def asked_of(body: ChatRequest, config: ServerConfig) -> Asked:
         raise ApiError(400, "top_logprobs needs logprobs; set it to true.", param="top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise ApiError(400, f"top_logprobs is {body.top_logprobs}; it must be from 0 to 20.", param="top_logprobs")
+    at_least_one("max_tokens", body.max_tokens)
+    at_least_one("max_completion_tokens", body.max_completion_tokens)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if most is not None and most < 1:
-        raise ApiError(400, f"max_tokens is {most}; it must be 1 or more.", param="max_tokens")
     tools = messages.tools_of(body.tools)
-    template = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        template.setdefault("reasoning_effort", body.reasoning_effort)
     return Asked(
         messages.template_messages(body.messages),
         options_of(config, stop=body.stop, n=body.n, logit_bias=body.logit_bias, seed=body.seed,
@@ -72,7 +69,8 @@ def asked_of(body: ChatRequest, config: ServerConfig) -> Asked:
                    repetition_penalty=body.repetition_penalty, ignore_eos=body.ignore_eos,
                    logprobs=(body.top_logprobs or 0) if body.logprobs else None),
         most, form_of(body.response_format, body.regex, body.grammar), tools,
-        messages.choice_of(body.tool_choice, tools), body.parallel_tool_calls is not False, template)
+        messages.choice_of(body.tool_choice, tools), body.parallel_tool_calls is not False,
+        template_of(body.chat_template_kwargs, body.reasoning_effort))
 
 
 async def _stream(talk: Conversation, head: dict[str, Any], tokenizer: Tokenizer, n: int,

@@ -15,7 +15,7 @@ from .chat import DONE
 from .conversation import finish_reason
 from .errors import ApiError, openai_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
-from .models import Served, in_thread
+from .models import SHORT, Served, in_thread
 from .sampling import check_ids, fitted, form_field, form_of, only, options_of, prompts_of, refuse
 from .types import CompletionRequest
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 16
 """Tokens of a completion where none are asked for, as OpenAI has it."""
-SHORT = 1024
-"""Characters or tokens of prompts that are read in less time than another thread takes to wake up."""
 
 
 @dataclass

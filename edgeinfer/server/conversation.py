@@ -12,7 +12,7 @@ from ..engine import TokenLogprob
 from .answers import Answer
 from .errors import ApiError
 from .messages import template_tools, with_text_arguments
-from .models import in_thread
+from .models import SHORT, in_thread
 from .sampling import fitted
 from .tools import AnswerParser, CallArguments, CallStart, Content, Event, Reasoning, Tool, forced
 
@@ -41,6 +41,13 @@ class Asked:
     """Whether an answer may have several calls."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chat template."""
+
+    @property
+    def short(self) -> bool:
+        """Whether it is prepared in less time than another thread takes to wake up."""
+        values = [value for one in self.messages for value in one.values()]
+        return not self.tools and self.form is None and all(isinstance(value, str) for value in values) \
+            and sum(map(len, values)) <= SHORT
 
 
 class Piece(NamedTuple):
@@ -145,7 +152,7 @@ async def begin(call: Call, served: Served, asked: Asked, held: AsyncExitStack) 
         return llm.request(ids, options | ({"response_format": form} if form else {}), skip_special=not keeps,
                            salt=call.salt), end
 
-    request, end = await in_thread(prepare)
+    request, end = await in_thread(prepare, asked.short)
     call.note["model"] = served.name
     if call.server.config.log_prompts:
         call.note["messages"] = asked.messages

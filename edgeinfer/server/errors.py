@@ -35,11 +35,13 @@ class ApiError(Exception):
     param : field of the request that is wrong
     code : short name that programs compare
     headers : further ones of the answer
+    logged : the log's sentence, where it says more than the client may know
     """
 
     def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None,
-                 code: str | None = None, headers: Mapping[str, str] | None = None):
+                 code: str | None = None, headers: Mapping[str, str] | None = None, logged: str = ""):
         super().__init__(message)
+        self.logged = logged
         self.status, self.message, self.kind = status, message, kind
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
@@ -72,6 +74,11 @@ def busy(message: str) -> ApiError:
 def unavailable(message: str, code: str) -> ApiError:
     """Return the answer of a server that is loading or about to end."""
     return ApiError(503, message, UNAVAILABLE, code=code, headers=_RETRY)
+
+
+def ending() -> ApiError:
+    """Return the answer of a server that is about to end."""
+    return unavailable("The server is about to end; ask another one.", "draining")
 
 
 def openai_error(error: ApiError) -> dict[str, object]:

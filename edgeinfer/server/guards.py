@@ -52,9 +52,13 @@ class Guards:
                 self._check(scope)
             except ApiError as error:
                 note["error"] = error.message
-                await respond(sending, Reply(failure_of(scope["path"])(error), error.status, headers=error.headers))
+                headers = {**error.headers, **self._readable(scope)}
+                await respond(sending, Reply(failure_of(scope["path"])(error), error.status, headers=headers))
                 return
             await self.app(scope, receive, sending)
+        except Exception as error:
+            self.server.log_failure(error)
+            raise
         finally:
             self._log(scope, note, time.perf_counter() - began)
 
@@ -68,7 +72,7 @@ class Guards:
 
     def _check_host(self, host: str) -> None:
         """Refuse names that a page may have pointed at this machine (DNS rebinding)."""
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        name = (host.rsplit(":", 1)[0] if not host.endswith("]") else host).lower()
         if self.server.config.on_loopback and name.strip("[]") not in (*LOOPBACK, self.server.config.host):
             raise ApiError(403, f"The Host header names {printable(host[:100])!r}, and this server answers to "
                                 "localhost alone; use http://localhost, or another --host.", code="host_not_allowed")
@@ -80,6 +84,13 @@ class Guards:
             return
         raise ApiError(403, f"Pages of {printable(origin[:100])!r} may not use this server; start it with "
                             "--cors-origin for them.", code="origin_not_allowed")
+
+    def _readable(self, scope: Scope) -> dict[str, str]:
+        """Return headers that let a page of an allowed origin read a refusal, as it reads all other answers."""
+        origin, allowed = dict(scope["headers"]).get(b"origin", b"").decode("latin-1"), self.server.config.cors_origins
+        if not origin or not ("*" in allowed or origin in allowed):
+            return {}
+        return {"access-control-allow-origin": "*" if "*" in allowed else origin, "vary": "Origin"}
 
     def _key(self, headers: dict[bytes, str]) -> bytes:
         """Return the salt of the request's key; raises `ApiError` unless it is one of the server's."""

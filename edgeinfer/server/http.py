@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from ..base.strict_json import parse_json
 from ..errors import FormError, PromptError
-from .errors import ApiError, api_error, busy
+from .errors import ApiError, api_error, busy, ending
 
 if TYPE_CHECKING:
     from .server import Server
@@ -28,6 +28,10 @@ encode = msgspec.json.encode
 _names = random.Random()
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its request was complete; nobody reads an answer."""
 
 
 class Call:
@@ -45,6 +49,8 @@ class Call:
         Of the client's key: the prefix cache is shared among its requests alone.
     note : dict
         What the log says of the request.
+    fields : collection of str
+        Names in the body.
     prompt_field, form_field : str
         Fields of the body that hold the prompt and the form of the answer.
     """
@@ -57,6 +63,12 @@ class Call:
         self.salt: bytes = scope["state"]["salt"]
         self.note: dict[str, Any] = scope["state"]["note"]
         self.prompt_field, self.form_field = "messages", "response_format"
+        self.fields: Collection[str] = ()
+
+    def count(self, **tokens: int) -> None:
+        """Add to the figures in the log: a request may have several prompts."""
+        for name, n in tokens.items():
+            self.note[name] = self.note.get(name, 0) + n
 
     def read(self, kind: type[T]) -> T:
         """Return the body as an object of a type; raises `ApiError` for one that is not JSON or not of this type."""
@@ -64,6 +76,7 @@ class Call:
             value = parse_json(self.body or b"{}", unique=True)
         except ValueError as error:
             raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+        self.fields = value if isinstance(value, dict) else ()
         return converted(value, kind)
 
 
@@ -118,6 +131,8 @@ def failure(error: Exception, call: Call | None) -> ApiError:
         found.param = call.prompt_field
     if call and isinstance(error, FormError):
         found.param, found.message = call.form_field, f"{call.form_field}: {found.message}"
+    if call and found.param is None and (first := found.message.partition(" ")[0]) in call.fields:
+        found.param = first
     return found
 
 
@@ -150,15 +165,21 @@ class Endpoint:
             call = Call(self.server, scope, await self._body(scope, receive))
             with self._counted(call):
                 await _until_gone(receive, self._answer(call, sending))
-        except asyncio.CancelledError:
-            raise
+        except ClientLeft:
+            return
+        except asyncio.CancelledError:  # the server ends, and the time to drain is over
+            if not started:
+                await respond(send, Reply(self.failed(ending()), 503))
         except Exception as error:
             found = failure(error, call)
-            scope["state"]["note"]["error"] = found.message
-            if found.status == 500:
-                self.server.log_failure(error)
+            self._note(scope["state"]["note"], found, error)
             if not started:
                 await respond(send, Reply(self.failed(found), found.status, headers=found.headers))
+
+    def _note(self, note: dict[str, Any], found: ApiError, error: Exception) -> None:
+        note["error"] = found.logged or found.message
+        if found.status == 500 and error is not found:
+            self.server.log_failure(error)
 
     @contextlib.contextmanager
     def _counted(self, call: Call) -> Any:
@@ -193,7 +214,7 @@ class Endpoint:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
+                raise ClientLeft
             parts.append(message.get("body", b""))
             n += len(parts[-1])
             if n > most:
@@ -215,9 +236,7 @@ class Endpoint:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except Exception as error:
                 found = failure(error, call)
-                call.note["error"] = found.message
-                if found.status == 500:
-                    self.server.log_failure(error)
+                self._note(call.note, found, error)
                 await send({"type": "http.response.body", "body": answer.failure(found), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

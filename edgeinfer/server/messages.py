@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
@@ -14,6 +15,8 @@ from .tools import Tool
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 CHOICES = ("none", "auto", "required")
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f\"\\<>\[\]{}`]{1,128}")
+"""Names of functions that every format of tool calls can write."""
 
 
 def template_messages(messages: Iterable[Mapping[str, Any]], places: Iterable[str] | None = None,
@@ -39,11 +42,15 @@ def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}.", param=where)
     made: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = given.get("tool_calls")
+    for old in ("function_call", "audio"):
+        if given.get(old) is not None:
+            raise ApiError(400, f"{where}.{old} is not supported here; give tool_calls or text instead.",
+                           param=f"{where}.{old}", code="unsupported_parameter")
     content = given.get("content")
     if content is None and not calls and role != "assistant":
         raise ApiError(400, f"{where} has no content; give text.", param=f"{where}.content")
     made["content"] = "" if content is None else text_of(content, f"{where}.content")
-    if calls:
+    if calls is not None and calls != []:
         made["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(given.get(name), str):
@@ -84,6 +91,8 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are not JSON: {error}.",
                                param=where) from None
+        if not isinstance(arguments, dict):
+            raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are no JSON object.", param=where)
         made.append({"id": one.get("id", ""), "type": "function",
                      "function": {"name": function["name"], "arguments": arguments}})
     return made
@@ -110,8 +119,15 @@ def called_with(call: Mapping[str, Any]) -> Any:
         return None
 
 
-def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
-    """Return the functions that the model may call; raises `ApiError` for a tool that is none."""
+def tools_of(tools: list[dict[str, Any]] | None, name_field: str = "function.name",
+             schema_field: str = "function.parameters") -> list[Tool]:
+    """Return the functions that the model may call; raises `ApiError` for a tool that is none.
+
+    Parameters
+    ----------
+    tools : as OpenAI's API has them
+    name_field, schema_field : their names in the API of the request, for errors
+    """
     made: dict[str, Tool] = {}
     for i, one in enumerate(tools or ()):
         where = f"tools[{i}]"
@@ -120,15 +136,17 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
                            param=where)
         function = one.get("function", one)
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name or len(name) > 128:
-            raise ApiError(400, f"{where}.function.name must be a text of 1 to 128 characters.", param=where)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ApiError(400, f"{where}.{name_field} must have 1 to 128 characters and no spaces, quotes, "
+                                "backslashes or brackets.", param=f"{where}.{name_field}")
         if name in made:
             raise ApiError(400, f"{where}: there are two functions {name!r}; give each a name of its own.", param=where)
         parameters = function.get("parameters")
         if parameters is None:
             parameters = {"type": "object", "properties": {}}
-        if not isinstance(parameters, dict):
-            raise ApiError(400, f"{where}.function.parameters is no JSON schema.", param=where)
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise ApiError(400, f"{where}.{schema_field} must be a JSON schema of the type 'object'.",
+                           param=f"{where}.{schema_field}")
         made[name] = Tool(name, str(function.get("description") or ""), parameters, bool(function.get("strict")))
     return list(made.values())
 
@@ -150,6 +168,9 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: list[Tool]) -> str 
         if choice == "required" and not tools:
             raise ApiError(400, "tool_choice is 'required' and there are no tools.", param="tool_choice")
         return choice
+    if choice.get("type", "function") != "function":
+        raise ApiError(400, f"tool_choice.type is {str(choice['type'])[:40]!r}; choose none, auto, required, or a "
+                            "function.", param="tool_choice")
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, dict) else None
     for one in tools:

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.units import format_size
-from ..errors import BudgetError
-from .errors import NOT_FOUND, ApiError, unavailable
+from ..errors import BudgetError, EdgeInferError
+from .errors import FAILED, NOT_FOUND, ApiError, unavailable
 from .tools import AnswerFormat, format_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ LATEST = ":latest"
 """Tag that ollama's clients add to names."""
 LINGER_SECONDS = 10.0
 """Time after its last work until a thread ends."""
+SHORT = 1024
+"""Characters or tokens of prompts that are read in less time than another thread takes to wake up."""
 _idle: list[SimpleQueue[Callable[[], None]]] = []
 """Of the threads that wait for work."""
 
@@ -42,6 +44,7 @@ class Served:
     source: str
     """Path, known name or id of the model."""
     llm: LLM | None = None
+    opening: asyncio.Task[None] | None = None
     users: int = 0
     """Requests that use it now."""
     last_used: float = 0.0
@@ -106,13 +109,33 @@ class Models:
         one.users += 1
         try:
             if one.llm is None:
-                async with self._opening:
-                    if one.llm is None:
-                        await self.open(one)
+                await self._opened(one)
             yield one
         finally:
             one.users -= 1
             one.last_used = time.monotonic()
+
+    async def _opened(self, one: Served) -> None:
+        """Open a model, once for all requests that wait for it, and to the end even if all of them leave."""
+        if one.opening is None:
+            one.opening = asyncio.ensure_future(self._open_next(one))
+            one.opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # they may have left
+        await asyncio.shield(one.opening)
+
+    async def _open_next(self, one: Served) -> None:
+        try:
+            async with self._opening:
+                await self.open(one)
+        except BudgetError as error:
+            if self.open_models():
+                raise  # there may be room later
+            raise ApiError(400, f"The model {one.name!r} cannot be opened: {error}", param="model",
+                           code=error.code) from None
+        except EdgeInferError as error:
+            raise ApiError(500, f"The model {one.name!r} cannot be opened; the server's log says why.", FAILED,
+                           "model", error.code, logged=f"The model {one.name!r} cannot be opened: {error}") from None
+        finally:
+            one.opening = None
 
     async def open(self, one: Served) -> None:
         """Open a model, closing those that were not used for longest as far as it needs their memory."""

@@ -20,7 +20,7 @@ from .errors import ApiError, ollama_error
 from .http import NDJSON, Call, Events, Reply, encode
 from .models import LATEST, Served, in_thread
 from .ollama_types import ChatBody, EmbedBody, GenerateBody, Generating, ShowBody
-from .sampling import fitted, form_of, options_of, prompts_of, renamed
+from .sampling import fitted, form_of, only, options_of, prompts_of, refuse, renamed
 from .tools import CallArguments, CallStart
 
 NAMES = {"repeat_penalty": "repetition_penalty"}
@@ -71,6 +71,7 @@ async def chat(call: Call) -> Reply | Events:
     """Answer a conversation."""
     call.form_field = "format"
     body = call.read(ChatBody)
+    _refuse_logprobs(body)
     if not body.messages:
         return await _loaded(call, body, {"message": {"role": "assistant", "content": ""}})
     given = [_message(i, one) for i, one in enumerate(body.messages)]
@@ -102,10 +103,8 @@ async def generate(call: Call) -> Reply | Events:
     """Continue a text, or answer it as a message where the model has a chat template."""
     call.prompt_field, call.form_field = "prompt", "format"
     body = call.read(GenerateBody)
-    for name, value in (("suffix", body.suffix), ("template", body.template), ("images", body.images),
-                        ("context", body.context)):
-        if value:
-            raise ApiError(400, f"{name} is not supported here; leave it out.", param=name)
+    _refuse_logprobs(body)
+    refuse({name: getattr(body, name) or None for name in ("suffix", "template", "images", "context")}, {})
     if not body.prompt:
         return await _loaded(call, body, {"response": ""})
     options, most = _options(call, body.options)
@@ -117,6 +116,11 @@ async def generate(call: Call) -> Reply | Events:
                       template=_thinking(body.think))
         return await _answered(call, body, asked, "response")
     return await _continued(call, body, options, most)
+
+
+def _refuse_logprobs(body: Generating) -> None:
+    refuse({"logprobs": body.logprobs or None, "top_logprobs": body.top_logprobs or None},
+           dict.fromkeys(("logprobs", "top_logprobs"), "OpenAI's API at /v1 has them"))
 
 
 async def _loaded(call: Call, body: Generating, field: dict[str, Any]) -> Reply:
@@ -216,10 +220,15 @@ async def embed(call: Call) -> Reply:
     """Return the embeddings of texts."""
     call.prompt_field = "input"
     body = call.read(EmbedBody)
+    _options(call, body.options)
+    texts: list[Any] = prompts_of(body.input, "input", MOST_TEXTS)
     async with call.server.models.using(body.model) as served:
-        began = time.perf_counter()
-        call.note["model"] = served.name
-        rows, n_tokens = await embedded(served, prompts_of(body.input, "input", MOST_TEXTS), "mean")
+        began, llm = time.perf_counter(), served.model
+        only("dimensions", body.dimensions, (llm.runner.model.hidden_size,))
+        if body.truncate is not False:
+            texts = await in_thread(lambda: [llm.tokenizer.encode(one[:llm.most_prompt_bytes])[:served.room]
+                                             for one in texts])
+        rows, n_tokens = await embedded(call, served, texts, "mean")
         return Reply({"model": served.name, "embeddings": [row.tolist() for row in rows], "load_duration": 0,
                       "total_duration": int(1e9 * (time.perf_counter() - began)), "prompt_eval_count": n_tokens})
 

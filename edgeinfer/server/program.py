@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -118,9 +120,13 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(server: Server) -> HttpServer:
-    """Return uvicorn's server for the application."""
+    """Return uvicorn's server for the application.
+
+    The log of requests has what uvicorn's own would say.
+    """
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return HttpServer(uvicorn.Config(
-        application(server), http=_protocol(server.config.read_seconds), ws="none", loop="asyncio", lifespan="off",
+        application(server), http=_protocol(server), ws="none", loop="asyncio", lifespan="off",
         log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS, backlog=BACKLOG,
         h11_max_incomplete_event_size=MAX_HEADERS, timeout_graceful_shutdown=1))
 
@@ -139,29 +145,37 @@ def _signals(signalled: Callable[[], Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _protocol(seconds: float) -> type[H11Protocol]:
+def _not_http(server: Server, reason: str, client: tuple[str, int] | None) -> bytes:
+    """Log a request that is not HTTP, and return what is answered."""
+    error = ApiError(400, f"The request is not HTTP: {printable(reason[:200])}", code="invalid_http")
+    server.log(encode({"time": round(time.time(), 3), "status": 400, "error": error.message,
+                       "client": client[0] if client else None}).decode())
+    return encode(openai_error(error))
+
+
+def _protocol(server: Server) -> type[H11Protocol]:
     """Return uvicorn's protocol with a limit on the time in which the headers of a request have to arrive."""
 
     class Protocol(H11Protocol):
         _slow: asyncio.TimerHandle | None = None
+        _seconds = server.config.read_seconds
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._slow = self.loop.call_later(seconds, self._too_slow)
+            self._slow = self.loop.call_later(self._seconds, self._too_slow)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             waits = self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
             if waits and self._slow is None:
-                self._slow = self.loop.call_later(seconds, self._too_slow)
+                self._slow = self.loop.call_later(self._seconds, self._too_slow)
             elif not waits and self._slow is not None:
                 self._slow.cancel()
                 self._slow = None
 
         def send_400_response(self, msg: str) -> None:
             """Say what is wrong with a request that is not HTTP, in an object as all other errors are."""
-            reason = printable(str(sys.exc_info()[1] or msg)[:200])
-            body = encode(openai_error(ApiError(400, f"The request is not HTTP: {reason}", code="invalid_http")))
+            body = _not_http(server, str(sys.exc_info()[1] or msg), self.client)
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             for event in (h11.Response(status_code=400, headers=list(headers.items())), h11.Data(data=body),
                           h11.EndOfMessage()):

@@ -12,7 +12,7 @@ from . import messages
 from .conversation import Asked, Conversation, begin
 from .errors import ApiError, openai_error
 from .http import ALIVE, Call, Events, Reply, event, new_id
-from .sampling import form_of, only, options_of, refuse
+from .sampling import at_least_one, form_of, only, options_of, refuse, template_of
 from .tools import CallArguments, CallStart, Content, Event
 from .types import ResponsesRequest
 
@@ -49,11 +49,10 @@ def _asked(body: ResponsesRequest, call: Call) -> Asked:
     only("truncation", body.truncation, ("disabled",))
     only("service_tier", body.service_tier, ("auto", "default"))
     only("top_logprobs", body.top_logprobs, (0,))
+    only("text.verbosity", body.text and body.text.verbosity, ("medium",))
     for one in body.include or ():
         only("include", one, ("reasoning.encrypted_content",))
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise ApiError(400, f"max_output_tokens is {body.max_output_tokens}; it must be 1 or more.",
-                       param="max_output_tokens")
+    at_least_one("max_output_tokens", body.max_output_tokens)
     given = [("input", {"role": "user", "content": body.input})] if isinstance(body.input, str) \
         else _messages(body.input)
     if not given:
@@ -61,20 +60,13 @@ def _asked(body: ResponsesRequest, call: Call) -> Asked:
     if body.instructions:
         given.insert(0, ("instructions", {"role": "system", "content": body.instructions}))
     tools = messages.tools_of(body.tools)
-    template = dict(body.chat_template_kwargs or {})
-    if (effort := (body.reasoning or {}).get("effort")) is not None:
-        if not isinstance(effort, str):
-            raise ApiError(400, "reasoning.effort is no text.", param="reasoning.effort")
-        template.setdefault("reasoning_effort", effort)
-    form = (body.text or {}).get("format")
-    if form is not None and not isinstance(form, dict):
-        raise ApiError(400, "text.format is no object.", param="text.format")
     places, found = zip(*given, strict=True)
     return Asked(messages.template_messages(found, places),
                  options_of(call.server.config, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
                             min_p=body.min_p, seed=body.seed),
-                 body.max_output_tokens, form_of(form), tools, messages.choice_of(body.tool_choice, tools),
-                 body.parallel_tool_calls is not False, template)
+                 body.max_output_tokens, form_of(body.text.format if body.text else None, name="text.format"), tools,
+                 messages.choice_of(body.tool_choice, tools), body.parallel_tool_calls is not False,
+                 template_of(body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None))
 
 
 def _messages(items: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .models import Served
     from .settings import ServerConfig
 
+RESERVED = ("messages", "tools", "stopped")
+"""Names that a chat template has for other things than its settings."""
 SPACE = 16
 """Tokens that several samples of a prompt may waste in blocks that they do not share."""
 
@@ -70,11 +72,11 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
                        param="logit_bias") from None
 
 
-def form_of(response_format: Mapping[str, Any] | None, regex: str | None = None,
-            grammar: str | None = None) -> TextForm | None:
+def form_of(response_format: Mapping[str, Any] | None, regex: str | None = None, grammar: str | None = None,
+            name: str = "response_format") -> TextForm | None:
     """Return the form that a text is to have; raises `ApiError` where several are given, or one is wrong."""
-    given = [name for name, value in (("response_format", response_format), ("regex", regex), ("grammar", grammar))
-             if value is not None and not (name == "response_format" and value == {"type": "text"})]
+    text = None if response_format == {"type": "text"} else response_format
+    given = [field for field, value in ((name, text), ("regex", regex), ("grammar", grammar)) if value is not None]
     if not given:
         return None
     if len(given) > 1:
@@ -126,6 +128,20 @@ def fitted(options: dict[str, Any], served: Served, n_prompt: int, most: int | N
     return {**options, "max_tokens": max(left, 1) if most is None else min(most, max(left, 1))}
 
 
+def at_least_one(name: str, value: int | None) -> None:
+    """Raise `ApiError` for a number below 1."""
+    if value is not None and value < 1:
+        raise ApiError(400, f"{name} is {value}; it must be 1 or more.", param=name)
+
+
+def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Return settings of the chat template; raises `ApiError` for one that is no setting of it."""
+    if wrong := [name for name in given or () if name in RESERVED]:
+        raise ApiError(400, f"chat_template_kwargs.{wrong[0]} is no setting of a chat template; leave it out.",
+                       param=f"chat_template_kwargs.{wrong[0]}")
+    return {**({} if effort is None else {"reasoning_effort": effort}), **(given or {})}
+
+
 def refuse(fields: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
     """Raise `ApiError` for a field that the API has and this server lacks, with what to do instead."""
     for name, value in fields.items():
@@ -137,5 +153,6 @@ def refuse(fields: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
 def only(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise `ApiError` for a value that this server cannot serve."""
     if value is not None and value not in (listed := list(allowed)):
-        raise ApiError(400, f"{name} is {str(value)[:60]!r}; this server serves {', '.join(map(str, listed))} alone.",
-                       param=name, code="unsupported_value")
+        served = ", ".join(dict.fromkeys(map(str, listed)))
+        raise ApiError(400, f"{name} is {str(value)[:60]!r}; this server serves {served} alone.", param=name,
+                       code="unsupported_value")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
-from .errors import anthropic_error, ollama_error, openai_error, unavailable
+from .errors import NOT_FOUND, ApiError, anthropic_error, ending, ollama_error, openai_error
 from .guards import Guards, failure_of
 from .http import Call, Endpoint, Handler, Receive, Reply, Scope, Send, respond
 from .metrics import Metrics
@@ -88,7 +88,7 @@ class Server:
     def check_ready(self) -> None:
         """Raise `ApiError` unless requests are served."""
         if self.draining:
-            raise unavailable("The server is about to end; ask another one.", "draining")
+            raise ending()
         if not self.ready:
             raise loading()
 
@@ -135,8 +135,6 @@ class _Missing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        from .errors import NOT_FOUND, ApiError
-
         path = scope["path"][:200]
         known = ", ".join(sorted(one for one in self.paths if "{" not in one))
         error = ApiError(404, f"There is nothing at {path!r}; the paths are {known}.", NOT_FOUND, code="not_found")
@@ -151,8 +149,6 @@ class _Methods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        from .errors import ApiError
-
         refused = False
 
         async def sending(message: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from ..base.dataclass import dataclass
 from ..base.validation import FLAG, TEXT, TEXTS, check_fields, integer, number, option
 from ..errors import UsageError
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that only programs of this machine reach."""
 KEY_BYTES = 8
@@ -71,6 +73,10 @@ class ServerConfig:
             if len(key) < KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
                 raise UsageError(f"An API key has {len(key)} characters; a key has at least {KEY_BYTES} printable ASCII"
                                  " characters without spaces.")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UsageError(f"--cors-origin is {origin!r}; write it as browsers do, such as "
+                                 "https://chat.example.org without a path, or * for all.")
         if not self.on_loopback and not self.api_keys and not self.insecure:
             raise UsageError(f"--host {self.host} is open to other machines; add --api-key, or --insecure if anybody "
                              "may use this server.")

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from .. import __version__
-from .errors import unavailable
+from .errors import ending
 from .http import Call, Reply
 from .metrics import CONTENT_TYPE
 from .models import Served, loading
@@ -22,7 +22,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 async def health(call: Call) -> Reply:
     """Return whether requests are served."""
     if call.server.draining:
-        raise unavailable("The server is about to end.", "draining")
+        raise ending()
     if not call.server.ready:
         raise loading()
     return Reply({"status": "ok"})

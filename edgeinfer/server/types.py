@@ -85,6 +85,21 @@ class CompletionRequest(Sampled, kw_only=True):
     best_of: int | None = None
 
 
+class ResponsesText(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Form of a response's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesReasoning(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Reasoning of a response; no model here writes summaries of it, whatever is asked for."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(Request, kw_only=True):
     """Body of /v1/responses."""
 
@@ -94,8 +109,8 @@ class ResponsesRequest(Request, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
     store: bool | None = None
     truncation: str | None = None
     top_logprobs: int | None = None

@@ -4,11 +4,13 @@ from ..base.lazy_import import lazily
 from .chat import FOLDER, ChatTemplate
 from .stops import StopStrings
 from .stream import StreamDecoder
+from .tokenizer import FILES as TOKENIZER_FILES
 from .tokenizer import Tokenizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .structured import Constraint, Forms
 
-__all__ = ["FOLDER", "ChatTemplate", "Constraint", "Forms", "StopStrings", "StreamDecoder", "Tokenizer"]
+__all__ = ["FOLDER", "TOKENIZER_FILES", "ChatTemplate", "Constraint", "Forms", "StopStrings", "StreamDecoder",
+           "Tokenizer"]
 __getattr__ = lazily(__name__, {"structured": "Constraint Forms"})

@@ -22,8 +22,11 @@ from edgeinfer.memory_planner import alternatives, beside_draft, draft_config, r
 from edgeinfer.runtime import SelfDraftSession, planner_of
 from edgeinfer.text import Tokenizer
 from tests.helpers.bundles import alter_header
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import edgeinfer
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.sessions import TINY, write_model
+from tests.helpers.vocabularies import bpe_metadata
 
 TARGET = replace(TINY, vocab_size=300)
 SMALLER = replace(TARGET, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, head_dim=6)
@@ -156,6 +159,48 @@ def test_a_draft_with_another_tokenizer_is_refused(pair: tuple[Path, Path], shar
     with pytest.raises(TokenizerError, match=r"has another tokenizer than the model: of their tokens, .* in the "
                                              r"other\. Give a draft with the same one\."):
         LLM(pair[0], draft=stories, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_plan_refuses_the_drafts_that_a_run_refuses(tmp_path: Path) -> None:
+    """With the same sentence, and before checkpoints and GGUF files are converted."""
+    model, draft, mute = (make_checkpoint(tmp_path / name, tokenizer=name != "mute", seed=i, vocab_size=300)
+                          for i, name in enumerate(("model", "draft", "mute")))
+    other = make_checkpoint(tmp_path / "other", seed=3, vocab_size=300)
+    words = json.loads((model / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    fields = bpe_metadata(vocab, words["model"]["merges"], "gpt-2", bos_token_id=1, eos_token_id=2)
+    first, last = min(vocab, key=vocab.__getitem__), max(vocab, key=vocab.__getitem__)
+    words["model"]["vocab"] = {**vocab, first: vocab[last], last: vocab[first]}
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    files = {name: tmp_path / f"{name}.gguf" for name in ("model", "draft", "other")}
+    for name, path in files.items():
+        tokens = fields["tokenizer.ggml.tokens"]
+        own = [*tokens[:2], "!!!", *tokens[3:]] if name == "other" else tokens
+        write_gguf(path, tmp_path / name, "F16", {**fields, "tokenizer.ggml.tokens": own})
+    a_bundle = write_model(tmp_path / "bundle", replace(SMALLER, vocab_size=300))
+    pairs = [(model, draft, ""), (model, other, "of their tokens"), (model, mute, "the draft has none"),
+             (mute, model, "the model has none"), (model, model, "is the model itself"),
+             (files["model"], files["draft"], ""), (files["model"], files["other"], "of their tokens"),
+             (files["model"], files["model"], "is the model itself"), (a_bundle, other, "of their "),
+             (model, files["other"], "of their ")]
+    for large, small, said in pairs:
+        planned = edgeinfer("plan", large, "--draft", small, "-c", "64")
+        assert planned.code == bool(said), (large, small, planned.err)
+        try:
+            with LLM(large, draft=small, ctx=64, threads=1):
+                found = ""
+        except EdgeInferError as error:
+            found = str(error)
+        assert said in found and bool(said) == bool(found), (large, small, found)
+        assert planned.err == (f"edgeinfer: {found}\n" if found else "")
+
+
+def test_a_config_without_weights_has_no_tokenizer_to_compare(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", tokenizer=False, vocab_size=300)
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+    assert edgeinfer("plan", source, "--draft", pair[1], "-c", "64").code == 0
 
 
 def test_kinds_of_tokenizer_files_are_compared_by_what_they_do(shared_data: Callable[[str], Path],

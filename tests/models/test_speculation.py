@@ -455,6 +455,16 @@ def test_models_whose_tokens_take_next_to_nothing_do_not_draft_unless_asked(monk
         assert clock.report().state == ("on" if drafts else "idle") and clock.speculation.idle != drafts
 
 
+def test_one_undisturbed_pass_shows_that_tokens_take_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of disturbed passes does not; and a later request looks once."""
+    times, seconds = Times(), iter([9e-4, 2e-4])
+    clock = Clock(monkeypatch, lambda n: next(seconds), 1.0, True, steps=16, asked=False, times=times)
+    clock.run(2)
+    assert clock.speculation.idle
+    later = Clock(monkeypatch, lambda n: 9e-4, 1.0, True, steps=16, asked=False, times=times)
+    assert not later.speculation.proposals(later.texts, 1000) and later.speculation.idle
+
+
 @pytest.mark.parametrize("right", [0.5, 0.75, 0.95])
 @pytest.mark.parametrize("deep", [0.0, 2e-7])
 def test_the_stated_gain_is_the_measured_one(monkeypatch: pytest.MonkeyPatch, right: float, deep: float) -> None:

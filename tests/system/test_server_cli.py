@@ -1,9 +1,11 @@
-"""Commands that speak to a server: chat and bench --serve."""
+"""Commands that speak to a server, chat and bench --serve; and how serve opens models."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -79,3 +81,16 @@ def test_the_client_reads_events(running: Running, key: None) -> None:
     events = list(ApiClient(running.url + "/v1/").events("/v1/completions", {
         "prompt": "Once", "max_tokens": 3, "stream": True}))
     assert "".join(one["choices"][0]["text"] for one in events) and json.dumps(events)
+
+
+def test_serve_reports_progress_while_it_opens_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgeinfer.cli.commands.serve import _open
+
+    def opening(source: str, **options: Any) -> Any:
+        options["progress"]("convert", 5, 5, "")
+        return options["progress"]
+
+    monkeypatch.setattr("edgeinfer.llm.LLM", opening)
+    given = MagicMock(**{"stored.return_value": (None, None)})
+    progress: Any = _open("a", None, given=given, techniques={}, sequences=1, queue=1, alone=False)
+    assert not progress._stage and progress._ended.is_set()  # nothing more is printed

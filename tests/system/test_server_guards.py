@@ -21,7 +21,7 @@ pytest.importorskip("starlette")
 from edgeinfer.base.process import python_command
 from edgeinfer.errors import UsageError
 from tests.helpers.command_line import edgeinfer
-from tests.helpers.serving import Running, chat_model, serving, until
+from tests.helpers.serving import Running, serving, until
 
 KEYS = ("key-number-one", "key-number-two")
 COMPLETIONS = "/v1/completions"
@@ -66,11 +66,13 @@ def test_keys_share_no_prefixes(guarded: Running) -> None:
 def test_other_hosts_and_origins_are_refused(guarded: Running) -> None:
     found = guarded.ask(COMPLETIONS, SHORT, Host="evil.example.org", **bearer())
     assert found.status == 403 and "'evil.example.org'" in found.error
-    assert guarded.ask("/health", Host=f"localhost:{guarded.port}").status == 200
+    assert guarded.ask("/health", Host=f"LocalHost:{guarded.port}").status == 200
     found = guarded.ask(COMPLETIONS, SHORT, Origin="https://evil.example.org", **bearer())
     assert found.status == 403 and "--cors-origin" in found.error
     found = guarded.ask(COMPLETIONS, SHORT, Origin="https://chat.example.org", **bearer())
     assert found.status == 200 and found.headers["access-control-allow-origin"] == "https://chat.example.org"
+    found = guarded.ask(COMPLETIONS, SHORT, Origin="https://chat.example.org")  # the page can read why
+    assert found.status == 401 and found.headers["access-control-allow-origin"] == "https://chat.example.org"
     asked = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST",
              "Access-Control-Request-Headers": "authorization,content-type"}
     assert guarded.ask(COMPLETIONS, method="OPTIONS", **asked).status == 200
@@ -83,7 +85,9 @@ def test_open_addresses_need_a_key(tmp_path: Path) -> None:
         ServerConfig(host="0.0.0.0")
     with pytest.raises(UsageError, match="An API key has 5 characters; a key has at least 8"):
         ServerConfig(api_keys=("short",))
-    assert ServerConfig(host="0.0.0.0", insecure=True).insecure
+    with pytest.raises(UsageError, match=r"--cors-origin is 'https://a\.org/'; write it as browsers do"):
+        ServerConfig(cors_origins=("https://a.org/",))
+    assert ServerConfig(host="0.0.0.0", insecure=True, cors_origins=("*", "null", "https://a.org:8")).insecure
     assert edgeinfer("serve", "--api-key-file", tmp_path / "none").code == 2
 
 
@@ -126,6 +130,23 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         found = one.ask(COMPLETIONS, LONG).json
         assert found["choices"][0]["finish_reason"] == "length"
         assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and one.free()
+        late = one.ask("/v1/embeddings", {"input": ["word " * 100] * 500})
+        assert late.status == 503 and "took more than 0.05 s (--request-timeout); send fewer" in late.error
+        assert one.free()
+
+
+def test_what_is_no_http_is_one_line_of_the_log(guarded: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    def logged(status: int) -> int:
+        return [json.loads(line)["status"] for line in tuple(guarded.log)].count(status)
+
+    before = logged(400), logged(499)
+    with guarded.connect() as connection:
+        connection.sendall(b"\x16\x03\x01\x02\x00\r\n\r\n")
+        assert b"The request is not HTTP" in connection.makefile("rb").read()
+    with guarded.connect() as connection:  # leaves within its body
+        connection.sendall(request(SHORT)[:-5])
+    assert until(lambda: (logged(400), logged(499)) == (before[0] + 1, before[1] + 1))
+    assert capfd.readouterr().err == ""
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------
@@ -180,23 +201,6 @@ def test_random_leaving_loses_nothing(guarded: Running) -> None:
     assert guarded.ask(COMPLETIONS, SHORT, **bearer()).json["choices"] == want
 
 
-# -- several models ----------------------------------------------------------------------------------------------------
-
-
-def test_models_are_opened_and_closed_on_demand(tmp_path: Path) -> None:
-    with serving({"demo": "demo", "chat": chat_model(tmp_path)}, keep_alive_seconds=0.4) as one:
-        assert len(one.server.models.open_models()) == 1
-        assert one.ask("/v1/chat/completions", {"model": "chat", "messages": [
-            {"role": "user", "content": "a"}], "max_tokens": 2}).json["model"] == "chat"
-        assert len(one.server.models.open_models()) == 2
-        assert until(lambda: len(one.server.models.open_models()) == 1, 5)
-        plan = one.server.models.planned_bytes
-    with serving({"demo": "demo", "chat": str(tmp_path / "chat")}, budget=int(1.02 * plan)) as one:
-        assert one.ask(COMPLETIONS, {**SHORT, "model": "chat"}).status == 200
-        assert [each.name for each in one.server.models.open_models()] == ["chat"]
-        assert one.ask(COMPLETIONS, {**SHORT, "model": "demo:latest"}).status == 200
-
-
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +247,21 @@ def test_it_starts_answers_and_drains() -> None:
     assert code == 0 and errors.count("edgeinfer: ") == 5 and "Traceback" not in errors
 
 
+def test_what_does_not_end_in_time_is_told_so() -> None:
+    program = Program("demo", "--drain", "0.1")
+    try:
+        assert until(program.ready, 60)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(program.running.ask, "/v1/embeddings", {"input": ["word " * 100] * 1900})
+            assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
+            program.process.send_signal(signal.SIGTERM)
+            assert asked.result().status == 503 and "about to end" in asked.result().error
+        code, errors = program.end()
+    finally:
+        program.kill()
+    assert code == 0 and "Traceback" not in errors
+
+
 def ask_in_vain(running: Running) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
         running.ask(COMPLETIONS, {**LONG, "n": 16, "max_tokens": 900})
@@ -274,3 +293,7 @@ def test_what_cannot_be_served_ends_with_a_sentence() -> None:
     small = edgeinfer("serve", "demo", "--budget", "40MB", "--port", "0")
     assert small.code == 3 and "edgeinfer: " in small.err
     assert edgeinfer("serve", "no-such-model", "--port", "0").code == 1
+    assert "--max-sequences is 0" in edgeinfer("serve", "demo", "--max-sequences", "0", "--port", "0").err
+    for flag, value in ("--port", "99999"), ("--drain", "-1"), ("--max-queue", "0"), ("--read-timeout", "inf"):
+        found = edgeinfer("serve", "demo", flag, value)
+        assert found.code == 2 and f"edgeinfer: {flag} is " in found.err

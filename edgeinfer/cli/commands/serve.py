@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SHARING = 4
 """Sequences of each of several models that run at once, unless --max-sequences says otherwise."""
 MAX_KEY_FILE = 64 << 10
+FLAGS = {"request_seconds": "--request-timeout", "read_seconds": "--read-timeout", "drain_seconds": "--drain",
+         "keep_alive_seconds": "--keep-alive"}
+"""Of settings that have another name."""
 LIMITS, ACCESS = "Limits", "Access"
 
 
@@ -106,7 +109,9 @@ def serve(
         max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), request_seconds=request_timeout,
         read_seconds=read_timeout, drain_seconds=drain, keep_alive_seconds=keep_alive, log_prompts=log_prompts)
     sources = _sources(model, name, others or [])
-    sequences = max_sequences or (SERVED_SEQUENCES if len(sources) == 1 else SHARING)
+    sequences = max_sequences
+    if sequences is None:
+        sequences = SERVED_SEQUENCES if len(sources) == 1 else SHARING
     return _serve(config, sources, given, int(checked("--max-sequences", sequences, RULES["max_sequences"])))
 
 
@@ -122,7 +127,12 @@ def _config(**settings: Any) -> ServerConfig:
                          "pip install 'edgeinfer[server]'") from None
     from ...server import ServerConfig
 
-    return ServerConfig(**settings)
+    try:
+        return ServerConfig(**settings)
+    except UsageError as error:
+        field, _, rest = str(error).partition(" ")
+        raise UsageError(f"{FLAGS.get(field) or f'--{field.replace(chr(95), chr(45))}'} {rest}"
+                         if field in settings else str(error)) from None
 
 
 def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
@@ -169,9 +179,9 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
     from ...server import Models, Server, bound, serve
 
     techniques = registry.agreed(given.techniques, given.flags, 1)
-    with bound(config.host, config.port) as listener, ProgressLine() as progress:
+    with bound(config.host, config.port) as listener:
         opener = partial(_open, given=given, techniques=techniques, sequences=sequences, queue=config.max_queue,
-                         alone=len(sources) == 1, progress=progress)
+                         alone=len(sources) == 1)
         models = Models(sources, opener, given.budget, config.keep_alive_seconds)
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -181,7 +191,7 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
 
 
 def _open(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
-          queue: int, alone: bool, progress: ProgressLine) -> LLM:
+          queue: int, alone: bool) -> LLM:
     """Open a model within what the budget leaves."""
     from ...llm import LLM
 
@@ -190,9 +200,9 @@ def _open(source: str, left: int | None, *, given: options.Given, techniques: Ma
     fills = alone and given.kv_memory is None and given.device in (None, CPU)
     opened |= dict(budget=left, kv=given.kv_on(given.device or CPU),
                    max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
-                   weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None,
-                   progress=progress)
-    return LLM(source, **opened, **techniques)
+                   weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None)
+    with ProgressLine() as progress:
+        return LLM(source, progress=progress, **opened, **techniques)
 
 
 def _announce(where: str, models: Models, config: ServerConfig) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ...config import DEFAULT_DRAFT_TOKENS
 from .acceptance import LONGEST_WAIT, WAIT, Level, Shadow
-from .costs import Times
+from .costs import SHORTEST, Times
 from .drafter import Drafter, Text
 from .usage import Usage
 
@@ -75,6 +75,7 @@ class Speculation:
         self.drafter, self._times, self._rows, self._fixed, self._asked = drafter, times, rows, fixed, asked
         self.key = drafter.name, most, rows, fixed, asked
         self._choices = (*(n for n in CHOICES if n < most), most)
+        self._may_rest = not (asked or fixed)
         self._loss = LOSS * (ASKED_LOSS if asked else 1)
         self._levels: dict[int, Level] = {}
         self._now: list[Level | None] = []
@@ -122,10 +123,8 @@ class Speculation:
 
     def _ready(self) -> bool:
         """Whether costs are known to compare with, and a gain is possible."""
-        if not self._asked and self._costs.short(self._depth):
-            self.idle = True
-            return False
-        return bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
+        self.idle = self._may_rest and self._costs.short(self._depth)
+        return not self.idle and bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
 
     def _proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None,
                    room: Callable[[], int] | None, drafting: Items[bool]) -> list[list[int]]:
@@ -264,6 +263,9 @@ class Speculation:
         if self._costs.plain(self._depth, n_tokens, alone):
             self._plain_passes += 1
             self._unrefreshed = 0
+            self.idle = self._may_rest and n_tokens > 1 and alone < SHORTEST * n_tokens
+            if self.idle and not self._passes:  # there is no gain to state
+                return
         self._passed(n_tokens, seconds, alone)
         if self._rest <= 0 and self._now and self._costs.plain_passes and self._allowed() < 0:
             self._pause()  # looking at the text costs too much of such short steps

@@ -105,17 +105,30 @@ class Costs:
     def token(self, depth: int) -> float:
         """Return the seconds that a step takes at a depth, by a line through the medians of all depths, which is
         raised or lowered to the latest passes."""
-        if self._line is None:
-            points = [tuple(map(statistics.median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
-            self._line, self._raised = _line(points), None
-        first, each = self._line
+        first, each = self._through()
         if self._raised is None:
-            self._raised = statistics.median(seconds / (first + each * at) for at, seconds in self._recent)
+            self._raised = statistics.median(self._beside(first, each))
         return (first + each * depth) * self._raised
 
     def short(self, depth: int) -> bool:
-        """Whether a token takes so little that verifying drafts is no use: Python's part of it dominates."""
-        return self.known and self._most > 1 and self.token(depth) < SHORTEST
+        """Whether a token takes so little that verifying drafts is no use: Python's part of it dominates.
+
+        The fastest of the latest passes counts, and one is enough: what disturbs a pass makes it longer.
+        """
+        if self._most <= 1:
+            return False
+        first, each = self._through()
+        return (first + each * depth) * min(self._beside(first, each)) < SHORTEST
+
+    def _through(self) -> tuple[float, float]:
+        if self._line is None:
+            points = [tuple(map(statistics.median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
+            self._line, self._raised = _line(points), None
+        return self._line
+
+    def _beside(self, first: float, each: float) -> list[float]:
+        """Return how many times as long as by the line the latest passes took."""
+        return [seconds / (first + each * at) for at, seconds in self._recent]
 
     # -- verifying and drafting --------------------------------------------------------------------------------------
 

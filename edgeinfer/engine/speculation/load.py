@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,8 @@ from edgeinfer.memory_planner import beside_draft, default_ctx, draft_config
 
 from ...bundle import Bundle, weights_identity
 from ...errors import RequestError, TokenizerError
-from ...models import resolve
+from ...models import resolve, tokenizer_of
 from ...runtime import Session, planner_of
-from ...text import Tokenizer
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import Beside
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...graph import ModelConfig
     from ...models.describe import ModelDescription
+    from ...text import Tokenizer
+
+    _Texts = tuple[Path, ModelConfig]
+    """A bundle, a checkpoint or a GGUF file, and its config."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -56,7 +60,7 @@ class Draft:
         try:
             _check_weights(name, self.bundle, target)
             _check_context(name, self.bundle.config, target.config, config)
-            _check_tokenizer(name, self.bundle, target, tokenizer)
+            _check_tokenizer(name, (self.bundle.path, self.bundle.config), (target.path, target.config), tokenizer)
             self.beside: Beside = beside_draft(planner_of(self.bundle))
         except BaseException:
             self.bundle.close()
@@ -70,24 +74,32 @@ class Draft:
 
 
 def check_described(draft: ModelDescription, target: ModelDescription, config: RuntimeConfig) -> None:
-    """Raise as `Draft` where a run would refuse the draft, as far as descriptions tell; those of models that are not
-    converted yet have no tokenizer.
+    """Raise as `Draft` where a run would refuse the draft; nothing is converted for it.
+
+    Models that are not on this machine have no tokenizer that could be compared. Weights are compared between bundles;
+    checkpoints and GGUF files are the same model if their paths are.
     """
     with ExitStack() as opened:
-        small, large = (one.bundle and opened.enter_context(Bundle.open(one.bundle)) for one in (draft, target))
-        if small and large:
-            _check_weights(draft.name, small, large)
-        _check_context(draft.name, draft.config, target.config, config)
-        if small and large:
-            _check_tokenizer(draft.name, small, large)
+        if draft.bundle and target.bundle:
+            bundles = (opened.enter_context(Bundle.open(path)) for path in (draft.bundle, target.bundle))
+            _check_weights(draft.name, *bundles)
+        elif draft.path and target.path and os.path.samefile(draft.path, target.path):
+            raise _is_itself(draft.name)
+    _check_context(draft.name, draft.config, target.config, config)
+    if draft.path and target.path:
+        _check_tokenizer(draft.name, (draft.path, draft.config), (target.path, target.config))
 
 
 def _check_weights(name: str | Path, draft: Bundle, target: Bundle) -> None:
     """Raise `RequestError` if a draft is the model that it should speed up."""
     if weights_identity(draft.header.tensors) == weights_identity(target.header.tensors):
-        raise RequestError(f"The draft {name} is the model itself, whose draft tokens cost as much as they save; give "
-                           "a smaller model with the same tokenizer, or let the model draft with a part of itself "
-                           "(--speculate self).")
+        raise _is_itself(name)
+
+
+def _is_itself(name: str | Path) -> RequestError:
+    return RequestError(f"The draft {name} is the model itself, whose draft tokens cost as much as they save; give a "
+                        "smaller model with the same tokenizer, or let the model draft with a part of itself "
+                        "(--speculate self).")
 
 
 def _check_context(name: str | Path, draft: ModelConfig, target: ModelConfig, config: RuntimeConfig) -> None:
@@ -98,23 +110,22 @@ def _check_context(name: str | Path, draft: ModelConfig, target: ModelConfig, co
                            f"--ctx {longest}, or give a draft with a longer context.")
 
 
-def _check_tokenizer(name: str | Path, draft: Bundle, target: Bundle, tokenizer: Tokenizer | None = None) -> None:
+def _check_tokenizer(name: str | Path, draft: _Texts, target: _Texts, tokenizer: Tokenizer | None = None) -> None:
     """Raise `TokenizerError` if a draft has another tokenizer than the model, which is read if it is not given."""
-    if TOKENIZER in target.files and TOKENIZER in draft.files \
-            and (target.path / TOKENIZER).read_bytes() == (draft.path / TOKENIZER).read_bytes():
+    files = [path / TOKENIZER for path, _ in (draft, target)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
         return
-    tokenizer = tokenizer or Tokenizer.of_model(target.path, target.files, target.config)
-    if said := _difference(target, tokenizer, draft):
+    tokenizer, other = tokenizer or tokenizer_of(target[0]), tokenizer_of(draft[0])
+    if said := _difference((tokenizer, target[1].vocab_size), (other, draft[1].vocab_size)):
         raise TokenizerError(f"The draft {name} has another tokenizer than the model: {said}. Give a draft with the "
                              "same one.")
 
 
-def _difference(target: Bundle, tokenizer: Tokenizer | None, draft: Bundle) -> str:
-    """Say what differs between their tokenizers."""
-    other = Tokenizer.of_model(draft.path, draft.files, draft.config)
+def _difference(target: tuple[Tokenizer | None, int], draft: tuple[Tokenizer | None, int]) -> str:
+    """Say what differs between two tokenizers, or the sizes of the vocabularies where there are none."""
+    (tokenizer, size), (other, draft_size) = target, draft
     if tokenizer and other:
         return tokenizer.difference(other)
     if tokenizer or other:
         return f"the {'draft' if tokenizer else 'model'} has none"
-    sizes = target.config.vocab_size, draft.config.vocab_size
-    return "" if sizes[0] == sizes[1] else f"neither has one, and they have {sizes[0]} and {sizes[1]} tokens"
+    return "" if size == draft_size else f"neither has one, and they have {size} and {draft_size} tokens"

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .events import Tool
     from .lark import Lark
 
-_ALPHABET = string.ascii_letters + string.digits
+_ALPHABET = (string.ascii_letters + string.digits).encode()
+_LETTERS = bytes(_ALPHABET[i % len(_ALPHABET)] for i in range(256))
+"""Letter or digit of a random byte; an answer may have thousands of calls, so an id is one call of the system."""
 _SEPARATOR = re.compile(r"[\s;]*")
 
 
@@ -153,4 +155,4 @@ def end_marker(answer: Answer, *markers: str) -> Steps[str]:
 
 def random_text(length: int) -> str:
     """Return letters and digits that cannot be guessed."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+    return secrets.token_bytes(length).translate(_LETTERS).decode()

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.errors import RequestError
 
 from .events import Tool
-from .lark import Lark, arguments_schema, choices
+from .lark import Lark, arguments_schema, check_key, choices
 from .schema import properties_of, required_of, resolved, types_of
 
 _SCALARS = {
@@ -32,12 +32,12 @@ def arguments_rule(lark: Lark, tool: Tool, quote: str) -> str:
     RequestError
         The schema is nested too deep.
     """
-    return _Notation(lark, arguments_schema(tool), quote).object(arguments_schema(tool), 0)
+    return _Notation(lark, tool, quote).object(arguments_schema(tool), 0)
 
 
 class _Notation:
-    def __init__(self, lark: Lark, root: dict[str, Any], quote: str):
-        self._lark, self._root, self._quote = lark, root, quote
+    def __init__(self, lark: Lark, tool: Tool, quote: str):
+        self._lark, self._tool, self._root, self._quote = lark, tool, arguments_schema(tool), quote
         self._references: dict[str, str] = {}
 
     def value(self, schema: Any, depth: int) -> str:
@@ -81,6 +81,7 @@ class _Notation:
             return f'"{{" ({member} ("," {member})*)? "}}"'
         first, later = "", '""'  # what may follow where nothing was written yet, and behind another member
         for key in sorted(properties, reverse=True):
+            check_key(key, "<:,{}[]\n", self._tool)
             member = self._lark.rule(f"{self._lark.text(key + ':')} {self.value(properties[key], depth + 1)}")
             if key in required:
                 first, later = f"{member} {later}", f'"," {member} {later}'

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from edgeinfer.errors import RequestError
+
 from .events import Tool
 from .schema import STRING, properties_of, required_of, resolved, types_of
 
@@ -89,6 +91,7 @@ class Lark:
         schema = arguments_schema(tool)
         required, parts = required_of(schema), []
         for key, value in properties_of(schema).items():
+            check_key(key, "<>\n", tool)
             body = f"{self.text(opening(key))} {self._value(value, schema, tool, close)} {self.text(between)}"
             parts.append(self.rule(body) + ("" if key in required else "?"))
         return " ".join(parts) or '""'
@@ -103,6 +106,13 @@ class Lark:
             body = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
             return f"{self.rule(f'%json {_json_schema(body, tool)}')} {self.text(close)}"
         return self.up_to(close)
+
+
+def check_key(key: str, signs: str, tool: Tool) -> None:
+    """Raise `RequestError` for the name of an argument that a format without quotes cannot write."""
+    if not key.strip() or key != key.strip() or set(key) & set(signs):
+        raise RequestError(f"The argument {key!r:.80} of the tool {tool.name!r} has a character that this model's "
+                           "format of calls cannot write; rename it, or do not force the call.")
 
 
 def choices(schema: dict[str, Any], root: dict[str, Any]) -> list[Any]:

@@ -217,3 +217,11 @@ def test_gemmas_notation_of_a_schema_nested_too_deep_is_refused() -> None:
     tool = Tool("f", "", {"type": "object", "properties": {"a": schema}}, False)
     with pytest.raises(RequestError, match="nested deeper than 32"):
         forced(format_of(FORMS["gemma"].template), [tool], "f", False)
+
+
+@pytest.mark.parametrize("name", ["qwen_coder", "glm", "gemma", "function_gemma"])
+def test_arguments_whose_names_cannot_be_written(name: str) -> None:
+    for key in ("a>b" if name == "qwen_coder" else "a<b", " a", "", "a\nb"):
+        tool = Tool("f", "", {"type": "object", "properties": {key: {"type": "string"}}}, False)
+        with pytest.raises(RequestError, match="of the tool 'f' has a character that this model's format"):
+            forced(format_of(FORMS[name].template), [tool], "f", False)
