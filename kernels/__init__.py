@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "GATED_NORM", "ISA_LEVELS", "LATENT",
            "LINEAR", "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE",
            "ROPE", "ROUTE", "ROWS", "RULE", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi",
-           "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
-           "parameters", "reference", "reference_of", "routes", "sampling"]
+           "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine",
+           "package_directory", "parameters", "reference", "reference_of", "routes", "sampling"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine ISA_LEVELS",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION CONV GATED_NORM RULE SAMPLE EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN "
-                  "NEURON_GATED NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES "
-                  "VALUE_FUNCTIONS fill parameters",
+                  "NEURON_GATED NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN "
+                  "VALUES VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend reference_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",
 })

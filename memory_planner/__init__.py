@@ -35,9 +35,9 @@ from .windows import MARGIN_TOKENS, Windowed
 __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "MOST_READ_BYTES", "PAGE_BYTES",
            "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "SLOT_UNIT", "STREAMED", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
-           "Placement", "Placer", "Planner", "Region", "Request", "StatePlan", "Windowed", "alternatives", "available_bytes",
-           "beside_draft", "budget_of", "cold", "default_ctx", "default_threads", "draft_config", "extents",
-           "fill_budget", "fills", "fit", "fits", "fitting", "held_words", "in_memory", "kept_experts", "largest",
-           "largest_ctx", "largest_pool", "masked", "moes", "own_pool", "place_activations", "pool_error",
+           "Placement", "Placer", "Planner", "Region", "Request", "StatePlan", "Windowed", "alternatives",
+           "available_bytes", "beside_draft", "budget_of", "cold", "default_ctx", "default_threads", "draft_config",
+           "extents", "fill_budget", "fills", "fit", "fits", "fitting", "held_words", "in_memory", "kept_experts",
+           "largest", "largest_ctx", "largest_pool", "masked", "moes", "own_pool", "place_activations", "pool_error",
            "process_budget", "refusal", "resolve", "scratch", "serving_share", "shared_blocks", "sizes_of", "stream",
            "streamed", "streaming", "to_request", "without"]

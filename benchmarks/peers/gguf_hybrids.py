@@ -1,4 +1,4 @@
-"""Parts of GGUF files of hybrid models that gguf_models.py writes: matrices, vectors and settings of recurrent layers."""
+"""Parts of GGUF files of hybrid models, for gguf_models.py: matrices, vectors and settings of recurrent layers."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ TOLERANCES = {
 rotated pair's size. attention: share of sum p |v|, times 1 + the largest sum |q k|. soft_cap: share of the cap. weight:
 half a step of a weight of 7 bits, as a share of the largest. route: share of a score, or of a choice. sums: share of a
 sum of exponentials. conv: share of the sum of absolute terms. state: share of the largest value of a recurrent state or
-of what it gives, where that is above 1. code: what a float may be beyond a tie, in int8 steps, where what is quantised was itself computed
-in floats. fp16: share of a scale, a unit in its last place."""
+of what it gives, where that is above 1. code: what a float may be beyond a tie, in int8 steps, where what is quantised
+was itself computed in floats. fp16: share of a scale, a unit in its last place."""
 
 TINY = 1e-30
 """Absolute tolerance that any float has, because kernels may round differently among subnormals."""

@@ -79,8 +79,8 @@ JSON_FIELDS = {
 }
 """Fields of the JSON object, by command."""
 BAR = 62
-MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s", "state": "S",
-         "tables": "t", "python": "P"}
+MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s",
+         "state": "S", "tables": "t", "python": "P"}
 
 
 def print_report(report: dict[str, Any]) -> None:

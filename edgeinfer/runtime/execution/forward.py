@@ -91,7 +91,8 @@ class ModelRunner(Runner):
             n, outputs, sampled = self._tables.write(segments, offset, rows)
             decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
             split = self._split(segments, offset)
-            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_SEQUENCES, len(segments)), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
+            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_SEQUENCES, len(segments)),
+                      (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, split),
                       (abi.COUNT_SAMPLES, outputs if sampled else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
             if counts != self._counts:  # from token to token they seldom change
