@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Source
+from edgeinfer.graph import Source, Tap
 
 Use = tuple[str, Source, bool]
 """Name of a weight, the part of a tensor that it takes, and whether others may take it too."""
@@ -25,6 +25,8 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
     if len(uses) == 1 and not uses[0][1].steps and not uses[0][1].index:
         return  # the whole tensor belongs to one weight
     stored = uses[0][1].stored
+    if any(isinstance(step, Tap) for step in uses[0][1].steps):  # channels by width, and a 1 somewhere
+        stored = (stored[0], prod(stored[1:]))
     shape = stored if len(stored) > 1 else (*stored, 1)
     taken = [_ranges(source, shape) for _, source, _ in uses]
     masks = np.zeros((len(uses), shape[-1]), bool)

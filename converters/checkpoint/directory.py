@@ -29,6 +29,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
+from .channels_last import with_channels_last
 from .expert_names import with_experts
 from .json_file import CONFIG_FILE, read_json
 from .safe_path import checkpoint_file
@@ -224,8 +225,10 @@ class Checkpoint:
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the checkpoint's names."""
-        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised,
-                            lambda name: tuple(self.tensor(name).shape))
+        found = with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised,
+                             lambda name: tuple(self.tensor(name).shape))
+        return with_channels_last(found, lambda name: tuple(self.tensor(name).shape)
+                                  if self.stored(name) in self.files else None)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:

@@ -216,3 +216,30 @@ def test_other_prefixes_and_layers_that_draft(name: str, tmp_path: Path) -> None
     report = convert(tmp_path / "other", tmp_path / "same")
     assert any("1 tensors of layers that predict further tokens" in remark for remark in report.remarks)
     assert (tmp_path / "plain" / "weights.bin").read_bytes() == (tmp_path / "same" / "weights.bin").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen3-5-wrapped", "lfm2", "granitemoehybrid", "nemotron-h"])
+def test_channels_last(name: str, tmp_path: Path) -> None:
+    """MLX's files: convolutions are turned, and 1 is added to norms that are stored as their difference from it."""
+    case = golden_cases.load(name)
+    plus = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight",
+            "k_norm.weight") if name.startswith("qwen") else ("none",)
+    tensors: dict[str, np.ndarray] = {}
+    for key, array in case.tensors.items():
+        own = key.replace("model.language_model.", "language_model.model.")
+        turned = np.moveaxis(array, 2, 1) if "conv" in key and array.ndim == 3 else array.astype(np.float32)
+        tensors[own] = turned.copy() if turned.ndim == 3 else turned + np.float32(own.endswith(plus))
+    golden_cases.write_checkpoint(case, tmp_path / "hf")
+    golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "mlx")
+    convert(tmp_path / "hf", tmp_path / "plain", weights="f32")
+    convert(tmp_path / "mlx", tmp_path / "same", weights="f32")
+    assert (tmp_path / "plain" / "weights.bin").read_bytes() == (tmp_path / "same" / "weights.bin").read_bytes()
+
+
+def test_channels_last_with_multipliers_is_refused(tmp_path: Path) -> None:
+    case = golden_cases.load("falcon-h1")
+    tensors = {key: np.moveaxis(array, 2, 1).copy() if array.ndim == 3 else array
+               for key, array in case.tensors.items()}
+    golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "mlx")
+    with pytest.raises(EdgeInferError, match=r"channels last, as MLX writes them, .* multipliers"):
+        convert(tmp_path / "mlx", tmp_path / "bundle")
