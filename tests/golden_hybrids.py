@@ -36,6 +36,8 @@ NEMOTRON_H = {
 NEMOTRON_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36,
                     "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 52,
                     "routed_scaling_factor": 2.5}  # fmt: skip
+MAMBA2 = {"model_type": "mamba2", "vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8,
+          "head_dim": 12, "state_size": 10, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-5": QWEN3_5,
     "qwen3-5-equal-heads": {
@@ -74,6 +76,9 @@ CASES: dict[str, dict[str, Any]] = {
     "nemotron-h-latent": {**NEMOTRON_H, **NEMOTRON_EXPERTS, "n_group": 1, "moe_latent_size": 28, "n_groups": 3,
                           "norm_topk_prob": False, "num_hidden_layers": 3, "layers_block_type": [
                               "linear_attention", "moe", "full_attention"]},
+    "mamba2": {**MAMBA2, "n_groups": 4},
+    "mamba2-bias": {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3,
+                    "time_step_limit": [0.2, 0.9], "num_hidden_layers": 2},
     "lfm2": {**LFM2, "block_multiple_of": 12, "block_ffn_dim_multiplier": 1.3},
     "lfm2-bias": {**LFM2, "layer_types": None, "full_attn_idxs": [3], "conv_bias": True, "conv_L_cache": 4,
                   "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3},

@@ -13,7 +13,8 @@ from tests.helpers.golden_cases import GoldenCase
 
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe_text": "qwen35moe",
                  "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
-                 "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h"}
+                 "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
+                 "mamba2": "mamba2"}
 NAMES = (
     (r"linear_attn\.in_proj_qkv\.", "attn_qkv."), (r"linear_attn\.in_proj_z\.", "attn_gate."),
     (r"linear_attn\.in_proj_b\.", "ssm_beta."), (r"linear_attn\.in_proj_a\.", "ssm_alpha."),
@@ -80,6 +81,10 @@ def metadata(case: GoldenCase, c: ModelConfig, arch: str, drafts: int = 0) -> di
     if arch.startswith("nemotron"):
         fields["feed_forward_length"] = [c.ffn_size(i) * (c.mixers[i] in ("mlp", "moe")) for i in layers]
         fields["rope.scaling.finetuned"] = False
+    if arch == "mamba2":
+        fields |= dict.fromkeys(("attention.head_count", "feed_forward_length"), 0)
+        for key in ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base"):
+            fields.pop(key)
     if drafts:
         fields["nextn_predict_layers"] = drafts
     return {f"{arch}.{key}": value for key, value in (fields | experts(own, c, arch)).items()}
@@ -112,7 +117,7 @@ def tensors_of(case: GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndar
     for stored, values in case.tensors.items():
         if ".visual." in stored:
             continue
-        name = stored.replace("model.language_model.", "model.")
+        name = stored.replace("model.language_model.", "model.").replace("backbone.", "model.")
         for part, array in _converted(name, values.astype(np.float32), case, c, arch):
             out[part] = np.ascontiguousarray(array)
     return out

@@ -83,6 +83,7 @@ class _State:
                 return self._tensors[layer + "shared_mlp.output_linear.weight"]
             return np.split(self._tensors[layer + "shared_mlp.input_linear.weight"], 2)[part.startswith("up")]
         names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
+                 name.replace("model.", "backbone.", 1),
                  *routers, *biases)
         return next(self._tensors[one] for one in names if one in self._tensors)
 

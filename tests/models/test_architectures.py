@@ -108,9 +108,8 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
     """The case's graph with one ingredient of the mathematics left out or changed."""
     config = read_config(case.config)
     rope = config.rope
-    changed: dict[str, dict[str, Any]] = {
-        "activation": {"hidden_act": "silu" if config.hidden_act != "silu" else "gelu_tanh"},
-    }
+    other = {"hidden_act": "silu" if config.hidden_act != "silu" else "gelu_tanh"}
+    changed: dict[str, dict[str, Any]] = {"activation": other} if config.model_type != "mamba2" else {}
     if config.rope_dim:
         changed["theta"] = {"rope": dataclasses.replace(rope, theta=rope.theta * 2)}
     if config.rotary_dim and not config.latent:
@@ -124,8 +123,8 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
     elif config.local_rope:
         changed["local theta"] = {"local_rope": dataclasses.replace(config.local_rope, theta=7.0)}
     if config.latent:
-        other = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
-        changed["neighbours"] = {"latent": other}
+        turned = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
+        changed["neighbours"] = {"latent": turned}
     if config.experts and config.experts.choice_bias:
         changed["no choice bias"] = {"experts": dataclasses.replace(config.experts, choice_bias=False)}
     if config.experts and config.experts.groups > 1:
