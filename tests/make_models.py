@@ -119,8 +119,8 @@ LIMITS = """
   operations that ONNX lacks are refused with a message.
 * Layers that predict further tokens (GLM-4.7, Qwen3.5, Qwen3-Next, Nemotron 3) are left out, with a message.
 * Nemotron-H's time steps are bounded by `time_step_limit`, as in the published code and in llama.cpp. transformers
-  (5.23) bounds those of a prompt by `time_step_min`, and those of single tokens not at all. GGUF files have no bounds of
-  time steps.
+  (5.23) bounds those of a prompt by `time_step_min`, and those of single tokens not at all. GGUF files have no bounds
+  of time steps.
 * Experts of Nemotron 3 take half as much memory again as their weights, because their first matrix is stored twice.
 * Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash) supports neither `--attention` (no rows of V are stored) nor ONNX.
 * Pickles (`.bin`), as in OPT and early Falcon repositories, are not read.

@@ -102,7 +102,9 @@ def test_a_chain_is_described_by_rows(opened: Session) -> None:
         slots = [segment.sequence.blocks[row // 16] * 16 + row % 16 for segment, row in zip(of, rows, strict=True)]
         assert table["slot"] == [slot << 32 | slot for slot in slots], "one by each of two tables, which are one"
         for i, segment in enumerate(segments):
-            assert opened._tables.sequences[i].tolist() == 2 * [segment.sequence.table.ctypes.data]
+            first = sum(len(before.ids) for before in segments[:i])
+            assert opened._tables.sequences[i].tolist() == [*2 * [segment.sequence.table.ctypes.data], 0, first,
+                                                            len(segment.ids)]
             n = len(segment.sequence.blocks)
             assert segment.sequence.table[:n].tolist() == segment.sequence.blocks
 

@@ -84,7 +84,7 @@ def test_random_operations_keep_the_books(path: Path) -> None:
                 assert len(s.blocks) == -(-len(s) // 16)
                 assert s.table[: s.listed].tolist() == s.blocks[: s.listed], "an entry of the block table is stale"
             if rng.integers(2):
-                opened._tables._list(0, one)
+                opened._tables._list(0, one, 0, 1)
                 assert one.table[: len(one.blocks)].tolist() == one.blocks
 
 
