@@ -93,13 +93,13 @@ GENERATION: dict[str, Callable[[Any], bool]] = {
 RUNTIME: dict[str, Callable[[Any], bool]] = {
     "ctx": whole(1), "kv": lambda value: False, "threads": whole(1, 256), "budget": whole(1, 2**63 - 1),
     "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
-    "kv_tokens": whole(1), "kv_memory": whole(1, 2**63 - 1),
+    "kv_tokens": whole(1), "kv_memory": whole(1, 2**63 - 1), "state_memory": whole(0, 2**63 - 1),
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
     "speculate": lambda value: False, "draft_tokens": whole(0, 64), "lazy": lambda value: False,
     "kv_layout": lambda value: False,
 }
-OF_LLM = ("budget", "kv_memory", "progress", "recipe", "beams", "speculate", "lazy")
+OF_LLM = ("budget", "kv_memory", "state_memory", "progress", "recipe", "beams", "speculate", "lazy")
 """Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""
 
 
