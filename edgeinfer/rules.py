@@ -42,8 +42,8 @@ def _group(value: Any) -> int:
 
 _SIZE = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
-_SIZE_OR_NONE = Rule("a size such as 4GiB, a number of bytes, or 0 for none", lambda size: 0 if size in (0, "0") else
-                     parse_size(size if isinstance(size, str) else whole(size)))
+_SIZE_OR_NONE = Rule("a size such as 4GiB, a number of bytes, or 0 for none", lambda size: 0 if size == "0" else
+                     parse_size(size) if isinstance(size, str) else whole(size) and parse_size(whole(size)))
 _GROUP = Rule(f"one of {', '.join(map(str, GROUP_SIZES))}", _group, lead="choose")
 
 
