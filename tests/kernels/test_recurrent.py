@@ -45,7 +45,7 @@ class Rule(Texts):
             for vector in (-np.exp(rng.uniform(*a_log, self.heads)), *rng.standard_normal((2, self.heads)))]
         self.inputs = self.bench.reserve("activations", total * row_bytes(START + self.gates))
         self.out = self.bench.reserve("activations", total * row_bytes(values))
-        scratch = abi.STATE_TILE_COLUMNS * 4 * self.key_dim + 2 * 4 * JOURNAL
+        scratch = abi.STATE_TILE_COLUMNS * 4 * self.key_dim + 3 * 4 * JOURNAL
         self.scratch = self.bench.scratch(scratch, 3)
         own = {"first": keys, "keys": 0, "values": keys, "queries": 0, "beta_scale": 1.0}
         if not delta:
