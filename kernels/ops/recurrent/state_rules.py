@@ -1,8 +1,9 @@
 """Delta rule and selective scan: a matrix for each head, which a sequence's tokens change one after the other.
 
-A unit of work is a head of one sequence: its tiles of 32 columns one by one, each with all tokens, so a tile stays in
-the first cache. A token costs one pass over the tile where another follows: rows are updated, multiplied by this
-token's query, and by the next one's key. abi/state.py says what is replayed and what is stored.
+A unit of work is a head of one sequence: its tiles of 32 columns one by one, each with a block of tokens, so a tile
+stays in the first cache. A token costs one pass over the tile, which changes S and multiplies it by the next token's
+key and query: with S' = decay S + k d^T the token's own output S'^T q is decay S^T q + (k . q) d, which a delta rule's
+d = beta (v - decay S^T k) is known for before S changes. abi/state.py says what is replayed and what is stored.
 
 Operands: 0 x, 1 gates, 2 out, 3 a, 4 dt_bias, 5 d, 6 state, 7 scratch. Parameters: parameters.RULE.
 Reference: reference/recurrent/state_rules.py.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from ...abi import (
     COUNT_SEQUENCES,
     CTX_SEQUENCES,
+    GATE_TOKENS,
     JOURNAL_TOKENS,
     SEQUENCE_BYTES,
     SEQUENCE_FIRST,
@@ -23,77 +25,28 @@ from ...abi import (
 )
 from ...parameters import RULE
 from ...registry import kernel
-from ...vector.instruction import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
-from ...vector.lanes import keep_first, splat_f32, sum_lanes, vabs, vmax
-from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_first, store_i64
+from ...vector.instruction import claim, count, inline, operand, parameter, round_up_16, token
+from ...vector.lanes import keep_first, splat_f32
+from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32x16, store_first, store_i64
 from ...vector.scalars import div_i64
 from ...vector.state_rows import add_read, add_tiles, changed_row, load_tile, vector_of, with_vector
 from ...vector.targets import fma, state_vectors
 from ...vector.tiles import store_tile, zero_tile
-from ...vector.vecmath import exp, sigmoid
+from .gates import GATE_ROW, gates_of
 
 _ROW = 4 * STATE_TILE_COLUMNS
-_GATES = 4 * JOURNAL_TOKENS
-"""Scratch: decays of JOURNAL_TOKENS tokens, as many second gates, products k . q, then a tile."""
+BLOCK = GATE_TOKENS - JOURNAL_TOKENS
+"""Tokens that go through all tiles of a head before the next ones do."""
 VECTORS = state_vectors()
-"""Vectors of a row that are in work at once."""
-
-
-@inline
-def log1p_below(y):
-    """log(1 + y) of 0 <= y <= 1 within 2 ulp: 2 atanh(y / (2 + y)) as a series."""
-    s = y / (splat_f32(2.0) + y)
-    z = s * s
-    p = splat_f32(1.0 / 15)
-    p = fma(p, z, splat_f32(1.0 / 13))
-    p = fma(p, z, splat_f32(1.0 / 11))
-    p = fma(p, z, splat_f32(1.0 / 9))
-    p = fma(p, z, splat_f32(1.0 / 7))
-    p = fma(p, z, splat_f32(1.0 / 5))
-    p = fma(p, z, splat_f32(1.0 / 3))
-    return (s + s) * fma(p, z, splat_f32(1.0))
-
-
-@inline
-def softplus(x):
-    """log(1 + e^x)."""
-    return vmax(x, splat_f32(0.0)) + log1p_below(exp(splat_f32(0.0) - vabs(x)))
-
-
-@inline
-def dot(x, y, n):
-    """Product of two rows of n floats."""
-    total = splat_f32(0.0)
-    for i in range(0, n - 15, 16):
-        total = fma(load_f32x16(x + 4 * i), load_f32x16(y + 4 * i), total)
-    if n & 15:
-        i = n & -16
-        total = fma(keep_first(load_f32x16(x + 4 * i), n - i), keep_first(load_f32x16(y + 4 * i), n - i), total)
-    return sum_lanes(total)
+"""Vectors of a row that are in work at once: one or two."""
+LAST = VECTORS - 1
 
 
 def _rule(delta):
     """Return the kernel of the delta rule, or of the selective scan."""
     READ = VECTORS * (1 + delta)
-
-    @inline
-    def prepare(inst, ctx, head, gates, stride, n, scratch):
-        """Gates of up to JOURNAL_TOKENS tokens: the decay of each, then beta or the time step."""
-        heads = parameter(inst, RULE.heads)
-        for i in range(n):
-            store_f32(scratch + 4 * i, load_f32(gates + i * stride + 4 * (heads * delta + head)))
-            store_f32(scratch + _GATES + 4 * i, load_f32(gates + i * stride + 4 * head))
-        rate = splat_f32(load_f32(operand(inst, ctx, 3) + 4 * head))
-        time = softplus(load_f32x16(scratch) + splat_f32(load_f32(operand(inst, ctx, 4) + 4 * head)))
-        if delta:
-            beta = splat_f32(float_parameter(inst, RULE.beta_scale)) * sigmoid(load_f32x16(scratch + _GATES))
-            store_f32x16(scratch + _GATES, beta)
-        else:
-            zero = splat_f32(0.0)
-            time = vmax(time, splat_f32(float_parameter(inst, RULE.low)))
-            time = zero - vmax(zero - time, zero - splat_f32(float_parameter(inst, RULE.high)))
-            store_f32x16(scratch + _GATES, time)
-        store_f32x16(scratch, exp(rate * time))
+    LAST_READ = READ - 1
+    gates = gates_of(delta)
 
     @inline
     def read(tile, query, apart, rows):
@@ -140,13 +93,11 @@ def _rule(delta):
         if delta:
             v = v - decay * vector_of(found, VECTORS)
         out = with_vector(zero_tile(VECTORS), 0, gate * v)
-        if VECTORS == 2:
-            v = splat_f32(0.0)
-            if n > 16:
-                v = keep_first(load_f32x16(value + 64), n - 16)
+        if n > 16:
+            v = keep_first(load_f32x16(value + 64), n - 16)
             if delta:
-                v = v - decay * vector_of(found, 3)
-            out = with_vector(out, 1, gate * v)
+                v = v - decay * vector_of(found, LAST_READ)
+            out = with_vector(out, LAST, gate * v)
         return out
 
     @inline
@@ -157,13 +108,12 @@ def _rule(delta):
             skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
             o = fma(skip, load_f32x16(value), o)
         store_first(out, o, n)
-        if VECTORS == 2:
-            if n > 16:
-                o = fma(both, vector_of(addend, 1), decay * vector_of(found, 1))
-                if not delta:
-                    skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
-                    o = fma(skip, load_f32x16(value + 64), o)
-                store_first(out + 64, o, n - 16)
+        if n > 16:
+            o = fma(both, vector_of(addend, LAST), decay * vector_of(found, LAST))
+            if not delta:
+                skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
+                o = fma(skip, load_f32x16(value + 64), o)
+            store_first(out + 64, o, n - 16)
 
     @inline
     def row_of(inst, ctx, journal, begin, base, i):
@@ -174,27 +124,8 @@ def _rule(delta):
         return operand(inst, ctx, 0) + (begin + i) * parameter(inst, RULE.x_stride) + 4 * parameter(inst, RULE.first)
 
     @inline
-    def gates_of(inst, ctx, head, row, begin, i, tokens, scratch):
-        """Prepare the gates of token i, where they are not yet there; gives the place of its decay in scratch."""
-        if i < 0:
-            prepare(inst, ctx, head, row + 4 * round_up_16(parameter(inst, RULE.columns)), 0, 1, scratch)
-            return scratch
-        if i & (JOURNAL_TOKENS - 1) == 0:
-            n, stride = min(JOURNAL_TOKENS, tokens - i), parameter(inst, RULE.gates_stride)
-            raw = operand(inst, ctx, 1) + (begin + i) * stride + 4 * parameter(inst, RULE.gate_start)
-            prepare(inst, ctx, head, raw, stride, n, scratch)
-            at = div_i64(head, parameter(inst, RULE.group)) * parameter(inst, RULE.key_dim)
-            key = row + 4 * (parameter(inst, RULE.keys) + at)
-            query = row + 4 * (parameter(inst, RULE.queries) - parameter(inst, RULE.first) + at)
-            for j in range(n):
-                both = dot(key, query, parameter(inst, RULE.key_dim))
-                store_f32(scratch + 2 * _GATES + 4 * j, both)
-                key, query = key + parameter(inst, RULE.x_stride), query + parameter(inst, RULE.x_stride)
-        return scratch + 4 * (i & (JOURNAL_TOKENS - 1))
-
-    @inline
-    def advance(inst, ctx, head, tile, journal, column, n, begin, tokens, base, stamp, stored, scratch):
-        """n columns of a tile: tokens from the journal, then those of the pass, of which some are stored."""
+    def advance(inst, ctx, head, tile, journal, column, n, begin, tokens, base, stamp, stored, gates):
+        """n columns of a tile: tokens from the journal, then those of the block, of which some are stored."""
         rows, at = parameter(inst, RULE.key_dim), div_i64(head, parameter(inst, RULE.group))
         keys, values = 4 * (parameter(inst, RULE.keys) + at * rows), 4 * (parameter(inst, RULE.values) + column)
         queries = 4 * (parameter(inst, RULE.queries) - parameter(inst, RULE.first) + at * rows)
@@ -204,14 +135,14 @@ def _rule(delta):
         if delta or stamp == base:
             found = read(tile, row + asked, keys - asked, rows)
         for i in range(stamp - base, tokens):
-            gates = gates_of(inst, ctx, head, row, begin, i, tokens, scratch)
-            decay, gate = splat_f32(load_f32(gates)), splat_f32(load_f32(gates + _GATES))
+            own = gates + 4 * (JOURNAL_TOKENS + i if i >= 0 else (base + i) & (JOURNAL_TOKENS - 1))
+            decay, gate = splat_f32(load_f32(own)), splat_f32(load_f32(own + GATE_ROW))
             addend = addends(found, row + values, decay, gate, n)
             if i >= 0:
                 out = operand(inst, ctx, 2) + (begin + i) * parameter(inst, RULE.out_stride) + 4 * column
-                both = splat_f32(load_f32(gates + 2 * _GATES))
+                both = splat_f32(load_f32(own + 2 * GATE_ROW))
                 give(inst, ctx, head, out, found, addend, row + values, decay, both, n)
-            target = tile if i < stored else scratch + 3 * _GATES
+            target = tile if i < stored else gates + 3 * GATE_ROW
             key, row = row + keys, row_of(inst, ctx, journal, begin, base, i + 1)
             asked = keys if i + 1 < 0 else queries
             if i + 1 < tokens:
@@ -221,29 +152,42 @@ def _rule(delta):
             source = target
 
     @inline
-    def one_tile(inst, ctx, tid, head, slot, tile, part, begin, tokens, base):
+    def one_tile(inst, ctx, head, slot, part, begin, tokens, base, stored, gates):
         """A tile of a head, as many columns at once as registers hold."""
         rows, size = parameter(inst, RULE.key_dim), parameter(inst, RULE.value_dim)
+        tile = head * div_i64(size + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS) + part
         at, stamps = slot + tile * rows * _ROW, slot + parameter(inst, RULE.stamps) + 8 * tile
-        journal, scratch = slot + parameter(inst, RULE.journal), operand(inst, ctx, 7)
-        scratch += tid * parameter(inst, RULE.scratch)
-        stamp, stored = load_i64(stamps), 0
+        stamp = load_i64(stamps)
         if base == 0:
             stamp = 0
             for i in range(0, rows * _ROW, 64):
                 store_f32x16(at + i, splat_f32(0.0))
-        if tokens > JOURNAL_TOKENS:
-            stored = ((base + tokens) & -JOURNAL_TOKENS) - base
         first = part * STATE_TILE_COLUMNS
         for column in range(first, min(size, first + STATE_TILE_COLUMNS), 16 * VECTORS):
-            n = min(16 * VECTORS, size - column)
-            advance(inst, ctx, head, at + 4 * (column - first), journal, head * size + column, n, begin, tokens,
-                    base, stamp, stored, scratch)
+            advance(inst, ctx, head, at + 4 * (column - first), slot + parameter(inst, RULE.journal),
+                    head * size + column, min(16 * VECTORS, size - column), begin, tokens, base, stamp, stored, gates)
         store_i64(stamps, base + stored)
+
+    @inline
+    def one_head(inst, ctx, tid, head, slot, begin, tokens, base):
+        """A head of one sequence, in blocks of tokens; those that are not stored are in the last one."""
+        tiles = div_i64(parameter(inst, RULE.value_dim) + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS)
+        scratch, done, stored = operand(inst, ctx, 7) + tid * parameter(inst, RULE.scratch), 0, 0
+        if tokens > JOURNAL_TOKENS:
+            stored = ((base + tokens) & -JOURNAL_TOKENS) - base
+        while done < tokens:
+            n, journal = min(BLOCK, tokens - done), 0
+            if done + n < tokens:
+                n = min(n, stored - done)
+            if done == 0 and base > 0:
+                journal = slot + parameter(inst, RULE.journal)
+            gates(inst, ctx, head, journal, begin + done, n, scratch)
+            for part in range(tiles):
+                one_tile(inst, ctx, head, slot, part, begin + done, n, base + done, min(n, stored - done), scratch)
+            done += n
 
     def state_rule(inst, ctx, tid, n_threads):
         heads = parameter(inst, RULE.heads)
-        tiles = div_i64(parameter(inst, RULE.value_dim) + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS)
         units = count(ctx, COUNT_SEQUENCES) * heads
         unit = claim(ctx)
         while unit < units:
@@ -251,9 +195,8 @@ def _rule(delta):
             head = unit - number * heads
             entry = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * number
             begin, tokens = load_i64(entry + SEQUENCE_FIRST), load_i64(entry + SEQUENCE_TOKENS)
-            base, slot = token(ctx, begin, TOKEN_BASE), operand(inst, ctx, 6) + load_i64(entry + SEQUENCE_SLOT)
-            for part in range(tiles):
-                one_tile(inst, ctx, tid, head, slot, head * tiles + part, part, begin, tokens, base)
+            slot = operand(inst, ctx, 6) + load_i64(entry + SEQUENCE_SLOT)
+            one_head(inst, ctx, tid, head, slot, begin, tokens, token(ctx, begin, TOKEN_BASE))
             unit = claim(ctx)
         return 0
 
