@@ -20,6 +20,8 @@ STATE_TILE_COLUMNS = 32
 JOURNAL_TOKENS = 16
 """Rows of a journal, a power of two; a KV block has as many, so a slot that is copied behind a prompt can be cut to
 the last block boundary."""
+GATE_TOKENS = 64 + JOURNAL_TOKENS
+"""Tokens whose gates a thread holds: those of a block and of a journal."""
 LEAST_CONV, MOST_CONV = 2, 8
 """Widths of convolutions."""
 
@@ -57,6 +59,11 @@ def journal_row(values: int, gates: int) -> int:
 def rule_state_bytes(heads: int, key_dim: int, value_dim: int, values: int, gates: int) -> int:
     """Return the bytes that a delta rule or a scan keeps of a sequence."""
     return rule_journal(heads, key_dim, value_dim) + JOURNAL_TOKENS * journal_row(values, gates)
+
+
+def rule_scratch(key_dim: int) -> int:
+    """Return the bytes that a thread needs: gates and k . q of some tokens, and a tile."""
+    return 3 * 4 * GATE_TOKENS + key_dim * 4 * STATE_TILE_COLUMNS
 
 
 def _round_16(n: int) -> int:

@@ -263,3 +263,8 @@ def attention_tiles() -> tuple[tuple[int, tuple[int, ...], int], ...]:
     if has("avx512f"):
         return (8, (2, 1), 1), (4, (4, 1), 2), (1, (8, 4, 1), 4)
     return (4, (1,), 1), (2, (2, 1), 2), (1, (4, 1), 4)
+
+
+def state_vectors() -> int:
+    """Vectors of a recurrent state's row that are in work at once: more would not leave registers for their sums."""
+    return 2 if has("avx512f") else 1

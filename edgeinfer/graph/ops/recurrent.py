@@ -102,8 +102,8 @@ class StateRule(Op):
         return 6.0 * self.heads * self.key_dim * self.value_dim
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """A tile of the state, and the gates of JOURNAL_TOKENS tokens."""
-        return Scratch(abi.STATE_TILE_COLUMNS * 4 * self.key_dim + 2 * 4 * abi.JOURNAL_TOKENS + 64)
+        """A tile of the state, and the gates of some tokens."""
+        return Scratch(abi.rule_scratch(self.key_dim))
 
     def faults(self, types: Types) -> Iterator[str]:
         """Heads share keys evenly, and rows are as wide as they say."""

@@ -1,8 +1,8 @@
 """Causal depthwise convolution over the last tokens of each sequence.
 
 A unit of work is a block of channels of one sequence, whose tokens it takes in order: each output is a sum over the
-weights, the oldest token first, of rows of this pass or of the ring that the sequence keeps (abi/state.py). The ring gets
-this pass's last rows when all outputs are there.
+weights, the oldest token first, of rows of this pass or of the ring that the sequence keeps (abi/state.py). The ring
+gets this pass's last rows when all outputs are there.
 
 Operands: 0 x, 1 out, 2 weights, 3 bias, 4 state. Parameters: parameters.CONV. Flags: FLAG_BIAS.
 Reference: reference/recurrent/causal_conv.py.
@@ -25,7 +25,7 @@ from ...parameters import CONV
 from ...registry import kernel
 from ...vector.instruction import claim, count, flags, inline, operand, parameter, round_up_16, token
 from ...vector.lanes import first_lane, keep_first, splat_f32, sum_lanes
-from ...vector.memory import load_f32x16, load_i64, store_f32x16, store_first
+from ...vector.memory import load_f32x16, load_i64, store_first
 from ...vector.scalars import div_f32, div_i64, f32_of, sqrt_f32
 from ...vector.targets import fma
 from ...vector.vecmath import sigmoid
@@ -75,7 +75,8 @@ def _inside(row, stride, weights, channels, i, width, at, gate):
 @inline
 def _across(inst, row, weights, ring, i, base, t):
     """The same of a token whose window begins before this pass, in the sequence's ring or before its first token."""
-    width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
+    width, channels = parameter(inst, CONV.width), parameter(inst, CONV.channels)
+    stride = parameter(inst, CONV.x_stride)
     ring_row, ring_rows, total = 4 * round_up_16(channels), width - 1 + JOURNAL_TOKENS, splat_f32(0.0)
     for j in range(max(0, width - 1 - base - t), width):
         back = width - 1 - j
@@ -90,7 +91,8 @@ def _across(inst, row, weights, ring, i, base, t):
 @inline
 def _convolve(inst, x, out, weights, bias, ring, first, n, base, t):
     """Token t of the sequence: n channels from `first` on, of the pass's rows x or the ring's."""
-    width, channels, stride = parameter(inst, CONV.width), parameter(inst, CONV.channels), parameter(inst, CONV.x_stride)
+    width, channels = parameter(inst, CONV.width), parameter(inst, CONV.channels)
+    stride = parameter(inst, CONV.x_stride)
     start, gate, gate_out = parameter(inst, CONV.start), parameter(inst, CONV.gate_in), parameter(inst, CONV.gate_out)
     silu, biased, early, row = parameter(inst, CONV.silu), flags(inst) & FLAG_BIAS, t < width - 1, x + t * stride
     for i in range(first, first + n, 16):

@@ -1,8 +1,9 @@
 """Delta rule and selective scan: a matrix for each head, which a sequence's tokens change one after the other.
 
-A unit of work is a head of one sequence: its tiles of 32 columns one by one, each with all tokens, so a tile stays in
-the first cache. A token costs one pass over the tile where another follows: rows are updated, multiplied by this
-token's query, and by the next one's key. abi/state.py says what is replayed and what is stored.
+A unit of work is a head of one sequence: its tiles of 32 columns one by one, each with a block of tokens, so a tile
+stays in the first cache. A token costs one pass over the tile, which changes S and multiplies it by the next token's
+key and query: with S' = decay S + k d^T the token's own output S'^T q is decay S^T q + (k . q) d, which a delta rule's
+d = beta (v - decay S^T k) is known for before S changes. abi/state.py says what is replayed and what is stored.
 
 Operands: 0 x, 1 gates, 2 out, 3 a, 4 dt_bias, 5 d, 6 state, 7 scratch. Parameters: parameters.RULE.
 Reference: reference/recurrent/state_rules.py.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from ...abi import (
     COUNT_SEQUENCES,
     CTX_SEQUENCES,
+    GATE_TOKENS,
     JOURNAL_TOKENS,
     SEQUENCE_BYTES,
     SEQUENCE_FIRST,
@@ -23,187 +25,169 @@ from ...abi import (
 )
 from ...parameters import RULE
 from ...registry import kernel
-from ...vector.instruction import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
-from ...vector.lanes import keep_first, splat_f32, vabs, vmax
-from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_first, store_i64
+from ...vector.instruction import claim, count, inline, operand, parameter, round_up_16, token
+from ...vector.lanes import keep_first, splat_f32
+from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32x16, store_first, store_i64
 from ...vector.scalars import div_i64
-from ...vector.targets import fma
-from ...vector.vecmath import exp, sigmoid
+from ...vector.state_rows import add_read, add_tiles, changed_row, load_tile, vector_of, with_vector
+from ...vector.targets import fma, state_vectors
+from ...vector.tiles import store_tile, zero_tile
+from .gates import GATE_ROW, gates_of
 
 _ROW = 4 * STATE_TILE_COLUMNS
-_GATES = 4 * JOURNAL_TOKENS
-"""Scratch: decays of JOURNAL_TOKENS tokens, as many second gates, then a tile."""
-
-
-@inline
-def log1p_below(y):
-    """log(1 + y) of 0 <= y <= 1 within 2 ulp: 2 atanh(y / (2 + y)) as a series."""
-    s = y / (splat_f32(2.0) + y)
-    z = s * s
-    p = splat_f32(1.0 / 15)
-    p = fma(p, z, splat_f32(1.0 / 13))
-    p = fma(p, z, splat_f32(1.0 / 11))
-    p = fma(p, z, splat_f32(1.0 / 9))
-    p = fma(p, z, splat_f32(1.0 / 7))
-    p = fma(p, z, splat_f32(1.0 / 5))
-    p = fma(p, z, splat_f32(1.0 / 3))
-    return (s + s) * fma(p, z, splat_f32(1.0))
-
-
-@inline
-def softplus(x):
-    """log(1 + e^x)."""
-    return vmax(x, splat_f32(0.0)) + log1p_below(exp(splat_f32(0.0) - vabs(x)))
+BLOCK = GATE_TOKENS - JOURNAL_TOKENS
+"""Tokens that go through all tiles of a head before the next ones do."""
+VECTORS = state_vectors()
+"""Vectors of a row that are in work at once: one or two."""
+LAST = VECTORS - 1
 
 
 def _rule(delta):
     """Return the kernel of the delta rule, or of the selective scan."""
+    READ = VECTORS * (1 + delta)
+    LAST_READ = READ - 1
+    gates = gates_of(delta)
 
     @inline
-    def prepare(inst, ctx, head, gates, stride, n, scratch):
-        """Gates of up to JOURNAL_TOKENS tokens: the decay of each, then beta or the time step."""
-        heads = parameter(inst, RULE.heads)
-        for i in range(n):
-            store_f32(scratch + 4 * i, load_f32(gates + i * stride + 4 * (heads * delta + head)))
-            store_f32(scratch + _GATES + 4 * i, load_f32(gates + i * stride + 4 * head))
-        rate = splat_f32(load_f32(operand(inst, ctx, 3) + 4 * head))
-        time = softplus(load_f32x16(scratch) + splat_f32(load_f32(operand(inst, ctx, 4) + 4 * head)))
-        if delta:
-            beta = splat_f32(float_parameter(inst, RULE.beta_scale)) * sigmoid(load_f32x16(scratch + _GATES))
-            store_f32x16(scratch + _GATES, beta)
-        else:
-            zero = splat_f32(0.0)
-            time = vmax(time, splat_f32(float_parameter(inst, RULE.low)))
-            time = zero - vmax(zero - time, zero - splat_f32(float_parameter(inst, RULE.high)))
-            store_f32x16(scratch + _GATES, time)
-        store_f32x16(scratch, exp(rate * time))
-
-    @inline
-    def recall(tile, key, rows):
-        """S^T k: 32 columns, as two vectors."""
-        a0, a1, b0, b1 = splat_f32(0.0), splat_f32(0.0), splat_f32(0.0), splat_f32(0.0)
+    def read(tile, query, apart, rows):
+        """S^T q, and of a delta rule S^T k, whose key is `apart` bytes after q."""
+        a, b = zero_tile(READ), zero_tile(READ)
         for r in range(0, rows - 1, 2):
-            k, l, at = splat_f32(load_f32(key + 4 * r)), splat_f32(load_f32(key + 4 * r + 4)), tile + _ROW * r
-            a0, a1 = fma(k, load_f32x16(at), a0), fma(k, load_f32x16(at + 64), a1)
-            b0, b1 = fma(l, load_f32x16(at + _ROW), b0), fma(l, load_f32x16(at + _ROW + 64), b1)
+            at = tile + _ROW * r
+            a = add_read(a, load_tile(VECTORS, at), query + 4 * r, apart)
+            b = add_read(b, load_tile(VECTORS, at + _ROW), query + 4 * r + 4, apart)
         if rows & 1:
-            k, at = splat_f32(load_f32(key + 4 * rows - 4)), tile + _ROW * (rows - 1)
-            a0, a1 = fma(k, load_f32x16(at), a0), fma(k, load_f32x16(at + 64), a1)
-        return a0 + b0, a1 + b1
+            a = add_read(a, load_tile(VECTORS, tile + _ROW * (rows - 1)), query + 4 * (rows - 1), apart)
+        return add_tiles(a, b)
 
     @inline
-    def change(source, target, key, decay, d0, d1, rows):
+    def change(source, target, addend, key, decay, rows):
         """S = decay S + k d^T, from one tile to another or in place."""
         for r in range(rows):
-            k, at = splat_f32(load_f32(key + 4 * r)), _ROW * r
-            store_f32x16(target + at, fma(k, d0, decay * load_f32x16(source + at)))
-            store_f32x16(target + at + 64, fma(k, d1, decay * load_f32x16(source + at + 64)))
+            at = _ROW * r
+            store_tile(changed_row(addend, source + at, key + 4 * r, decay), target + at, 64)
 
     @inline
-    def change_and_ask(source, target, key, query, decay, d0, d1, rows, keep):
-        """The same, stored only where `keep`, and S^T q of the new S."""
-        a0, a1, b0, b1 = splat_f32(0.0), splat_f32(0.0), splat_f32(0.0), splat_f32(0.0)
+    def change_and_read(source, target, addend, key, decay, query, apart, rows):
+        """`change`, then `read`, in one pass over the tile."""
+        a, b = zero_tile(READ), zero_tile(READ)
         for r in range(0, rows - 1, 2):
-            k, l, at = splat_f32(load_f32(key + 4 * r)), splat_f32(load_f32(key + 4 * r + 4)), _ROW * r
-            p, q = splat_f32(load_f32(query + 4 * r)), splat_f32(load_f32(query + 4 * r + 4))
-            s0 = fma(k, d0, decay * load_f32x16(source + at))
-            s1 = fma(k, d1, decay * load_f32x16(source + at + 64))
-            t0 = fma(l, d0, decay * load_f32x16(source + at + _ROW))
-            t1 = fma(l, d1, decay * load_f32x16(source + at + _ROW + 64))
-            if keep:
-                store_f32x16(target + at, s0)
-                store_f32x16(target + at + 64, s1)
-                store_f32x16(target + at + _ROW, t0)
-                store_f32x16(target + at + _ROW + 64, t1)
-            a0, a1, b0, b1 = fma(p, s0, a0), fma(p, s1, a1), fma(q, t0, b0), fma(q, t1, b1)
+            at = _ROW * r
+            changed = changed_row(addend, source + at, key + 4 * r, decay)
+            store_tile(changed, target + at, 64)
+            a = add_read(a, changed, query + 4 * r, apart)
+            changed = changed_row(addend, source + at + _ROW, key + 4 * r + 4, decay)
+            store_tile(changed, target + at + _ROW, 64)
+            b = add_read(b, changed, query + 4 * r + 4, apart)
         if rows & 1:
-            k, p = splat_f32(load_f32(key + 4 * rows - 4)), splat_f32(load_f32(query + 4 * rows - 4))
-            at = _ROW * (rows - 1)
-            s0 = fma(k, d0, decay * load_f32x16(source + at))
-            s1 = fma(k, d1, decay * load_f32x16(source + at + 64))
-            if keep:
-                store_f32x16(target + at, s0)
-                store_f32x16(target + at + 64, s1)
-            a0, a1 = fma(p, s0, a0), fma(p, s1, a1)
-        return a0 + b0, a1 + b1
+            r, at = rows - 1, _ROW * (rows - 1)
+            changed = changed_row(addend, source + at, key + 4 * r, decay)
+            store_tile(changed, target + at, 64)
+            a = add_read(a, changed, query + 4 * r, apart)
+        return add_tiles(a, b)
 
     @inline
-    def addends(tile, key, value, decay, gate, rows, n):
-        """Return what is added to the rows of S, times k: beta (v - decay S^T k), or time x value; 0 behind n columns."""
-        v0, v1 = keep_first(load_f32x16(value), n), splat_f32(0.0)
-        if n > 16:
-            v1 = keep_first(load_f32x16(value + 64), n - 16)
+    def addends(found, value, decay, gate, n):
+        """d: beta (v - decay S^T k), or time x value; 0 behind n columns."""
+        v = keep_first(load_f32x16(value), n)
         if delta:
-            m0, m1 = recall(tile, key, rows)
-            v0, v1 = v0 - decay * m0, v1 - decay * m1
-        return gate * v0, gate * v1
+            v = v - decay * vector_of(found, VECTORS)
+        out = with_vector(zero_tile(VECTORS), 0, gate * v)
+        if n > 16:
+            v = keep_first(load_f32x16(value + 64), n - 16)
+            if delta:
+                v = v - decay * vector_of(found, LAST_READ)
+            out = with_vector(out, LAST, gate * v)
+        return out
 
     @inline
-    def replay(inst, ctx, head, tile, journal, stamp, base, values, n, scratch):
-        """Take in the journal's tokens from position `stamp` up to `base`."""
-        rows, columns = parameter(inst, RULE.key_dim), 4 * round_up_16(parameter(inst, RULE.columns))
-        keys = 4 * (parameter(inst, RULE.keys) + div_i64(head, parameter(inst, RULE.group)) * rows)
-        size = columns + 4 * round_up_16(parameter(inst, RULE.gate_columns))
-        for p in range(stamp, base):
-            row = journal + (p & (JOURNAL_TOKENS - 1)) * size
-            prepare(inst, ctx, head, row + columns, 0, 1, scratch)
-            decay, gate = splat_f32(load_f32(scratch)), splat_f32(load_f32(scratch + _GATES))
-            d0, d1 = addends(tile, row + keys, row + values, decay, gate, rows, n)
-            change(tile, tile, row + keys, decay, d0, d1, rows)
-
-    @inline
-    def run(inst, ctx, head, source, target, first, last, values, n, scratch, keep):
-        """Tokens first .. last - 1 of the pass: from the source tile to the target, the last stored only if `keep`."""
-        rows, stride, group = parameter(inst, RULE.key_dim), parameter(inst, RULE.x_stride), parameter(inst, RULE.group)
-        at = div_i64(head, group) * rows
-        keys = 4 * (parameter(inst, RULE.first) + parameter(inst, RULE.keys) + at)
-        queries, gates = 4 * (parameter(inst, RULE.queries) + at), parameter(inst, RULE.gates_stride)
-        column = values - 4 * parameter(inst, RULE.values)
-        values += 4 * parameter(inst, RULE.first)
-        for t in range(first, last):
-            if (t - first) & (JOURNAL_TOKENS - 1) == 0:
-                raw = operand(inst, ctx, 1) + t * gates + 4 * parameter(inst, RULE.gate_start)
-                prepare(inst, ctx, head, raw, gates, min(JOURNAL_TOKENS, last - t), scratch)
-            i = (t - first) & (JOURNAL_TOKENS - 1)
-            decay, gate = splat_f32(load_f32(scratch + 4 * i)), splat_f32(load_f32(scratch + _GATES + 4 * i))
-            x = operand(inst, ctx, 0) + t * stride
-            d0, d1 = addends(source, x + keys, x + values, decay, gate, rows, n)
-            o0, o1 = change_and_ask(source, target, x + keys, x + queries, decay, d0, d1, rows, keep or t < last - 1)
-            source = target
+    def give(inst, ctx, head, out, found, addend, value, decay, both, n):
+        """Store decay S^T q + (k . q) d, which is what the changed state gives; a scan adds its skip."""
+        o = fma(both, vector_of(addend, 0), decay * vector_of(found, 0))
+        if not delta:
+            skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
+            o = fma(skip, load_f32x16(value), o)
+        store_first(out, o, n)
+        if n > 16:
+            o = fma(both, vector_of(addend, LAST), decay * vector_of(found, LAST))
             if not delta:
-                d = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
-                o0 = fma(d, load_f32x16(x + values), o0)
-                if n > 16:
-                    o1 = fma(d, load_f32x16(x + values + 64), o1)
-            out = operand(inst, ctx, 2) + t * parameter(inst, RULE.out_stride) + column
-            store_first(out, o0, n)
-            if n > 16:
-                store_first(out + 64, o1, n - 16)
+                skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
+                o = fma(skip, load_f32x16(value + 64), o)
+            store_first(out + 64, o, n - 16)
 
     @inline
-    def advance(inst, ctx, tid, head, slot, tile, part, begin, tokens, base):
-        """One tile of a head: replay, then the tokens of the pass."""
+    def row_of(inst, ctx, journal, begin, base, i):
+        """Journaled columns of the sequence's token i of the pass, or if i < 0 of one before."""
+        if i < 0:
+            size = 4 * (round_up_16(parameter(inst, RULE.columns)) + round_up_16(parameter(inst, RULE.gate_columns)))
+            return journal + ((base + i) & (JOURNAL_TOKENS - 1)) * size
+        return operand(inst, ctx, 0) + (begin + i) * parameter(inst, RULE.x_stride) + 4 * parameter(inst, RULE.first)
+
+    @inline
+    def advance(inst, ctx, head, tile, journal, column, n, begin, tokens, base, stamp, stored, gates):
+        """n columns of a tile: tokens from the journal, then those of the block, of which some are stored."""
+        rows, at = parameter(inst, RULE.key_dim), div_i64(head, parameter(inst, RULE.group))
+        keys, values = 4 * (parameter(inst, RULE.keys) + at * rows), 4 * (parameter(inst, RULE.values) + column)
+        queries = 4 * (parameter(inst, RULE.queries) - parameter(inst, RULE.first) + at * rows)
+        source, row = tile, row_of(inst, ctx, journal, begin, base, stamp - base)
+        asked = keys if stamp < base else queries
+        found = zero_tile(READ)
+        if delta or stamp == base:
+            found = read(tile, row + asked, keys - asked, rows)
+        for i in range(stamp - base, tokens):
+            own = gates + 4 * (JOURNAL_TOKENS + i if i >= 0 else (base + i) & (JOURNAL_TOKENS - 1))
+            decay, gate = splat_f32(load_f32(own)), splat_f32(load_f32(own + GATE_ROW))
+            addend = addends(found, row + values, decay, gate, n)
+            if i >= 0:
+                out = operand(inst, ctx, 2) + (begin + i) * parameter(inst, RULE.out_stride) + 4 * column
+                both = splat_f32(load_f32(own + 2 * GATE_ROW))
+                give(inst, ctx, head, out, found, addend, row + values, decay, both, n)
+            target = tile if i < stored else gates + 3 * GATE_ROW
+            key, row = row + keys, row_of(inst, ctx, journal, begin, base, i + 1)
+            asked = keys if i + 1 < 0 else queries
+            if i + 1 < tokens:
+                found = change_and_read(source, target, addend, key, decay, row + asked, keys - asked, rows)
+            elif i < stored:
+                change(source, target, addend, key, decay, rows)
+            source = target
+
+    @inline
+    def one_tile(inst, ctx, head, slot, part, begin, tokens, base, stored, gates):
+        """A tile of a head, as many columns at once as registers hold."""
         rows, size = parameter(inst, RULE.key_dim), parameter(inst, RULE.value_dim)
-        n = min(STATE_TILE_COLUMNS, size - part * STATE_TILE_COLUMNS)
-        values = 4 * (parameter(inst, RULE.values) + head * size + part * STATE_TILE_COLUMNS)
+        tile = head * div_i64(size + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS) + part
         at, stamps = slot + tile * rows * _ROW, slot + parameter(inst, RULE.stamps) + 8 * tile
-        scratch = operand(inst, ctx, 7) + tid * parameter(inst, RULE.scratch)
         stamp = load_i64(stamps)
         if base == 0:
             stamp = 0
             for i in range(0, rows * _ROW, 64):
                 store_f32x16(at + i, splat_f32(0.0))
-        replay(inst, ctx, head, at, slot + parameter(inst, RULE.journal), stamp, base, values, n, scratch)
-        stored = 0
+        first = part * STATE_TILE_COLUMNS
+        for column in range(first, min(size, first + STATE_TILE_COLUMNS), 16 * VECTORS):
+            advance(inst, ctx, head, at + 4 * (column - first), slot + parameter(inst, RULE.journal),
+                    head * size + column, min(16 * VECTORS, size - column), begin, tokens, base, stamp, stored, gates)
+        store_i64(stamps, base + stored)
+
+    @inline
+    def one_head(inst, ctx, tid, head, slot, begin, tokens, base):
+        """A head of one sequence, in blocks of tokens; those that are not stored are in the last one."""
+        tiles = div_i64(parameter(inst, RULE.value_dim) + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS)
+        scratch, done, stored = operand(inst, ctx, 7) + tid * parameter(inst, RULE.scratch), 0, 0
         if tokens > JOURNAL_TOKENS:
             stored = ((base + tokens) & -JOURNAL_TOKENS) - base
-            run(inst, ctx, head, at, at, begin, begin + stored, values, n, scratch, True)
-        store_i64(stamps, base + stored)
-        run(inst, ctx, head, at, scratch + 2 * _GATES, begin + stored, begin + tokens, values, n, scratch, False)
+        while done < tokens:
+            n, journal = min(BLOCK, tokens - done), 0
+            if done + n < tokens:
+                n = min(n, stored - done)
+            if done == 0 and base > 0:
+                journal = slot + parameter(inst, RULE.journal)
+            gates(inst, ctx, head, journal, begin + done, n, scratch)
+            for part in range(tiles):
+                one_tile(inst, ctx, head, slot, part, begin + done, n, base + done, min(n, stored - done), scratch)
+            done += n
 
     def state_rule(inst, ctx, tid, n_threads):
         heads = parameter(inst, RULE.heads)
-        tiles = div_i64(parameter(inst, RULE.value_dim) + STATE_TILE_COLUMNS - 1, STATE_TILE_COLUMNS)
         units = count(ctx, COUNT_SEQUENCES) * heads
         unit = claim(ctx)
         while unit < units:
@@ -211,9 +195,8 @@ def _rule(delta):
             head = unit - number * heads
             entry = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * number
             begin, tokens = load_i64(entry + SEQUENCE_FIRST), load_i64(entry + SEQUENCE_TOKENS)
-            base, slot = token(ctx, begin, TOKEN_BASE), operand(inst, ctx, 6) + load_i64(entry + SEQUENCE_SLOT)
-            for part in range(tiles):
-                advance(inst, ctx, tid, head, slot, head * tiles + part, part, begin, tokens, base)
+            slot = operand(inst, ctx, 6) + load_i64(entry + SEQUENCE_SLOT)
+            one_head(inst, ctx, tid, head, slot, begin, tokens, token(ctx, begin, TOKEN_BASE))
             unit = claim(ctx)
         return 0
 
