@@ -157,7 +157,8 @@ OTHER_MEANINGS = {
              "edgeinfer/rules.py": "the weight",
              "edgeinfer/cli/commands/info.py": "the weight", "kernels/": "the kernels"},
     "attention": {"kernels/": "the kernels", "edgeinfer/graph/architectures/": "a kind of layer",
-                  "edgeinfer/bundle/config_json.py": "a kind of layer", "edgeinfer/backends/onnx/export.py": "a setting of an export"},
+                  "edgeinfer/bundle/config_json.py": "a kind of layer",
+                  "edgeinfer/backends/onnx/export.py": "a setting of an export"},
     "experts from flash": {"memory_planner/plan.py": "the mode of a plan"},
     "sparse from flash": {"memory_planner/plan.py": "the mode of a plan"},
 }

@@ -112,7 +112,7 @@ def test_regions_add_up(name: str, kv: str) -> None:
     assert len({region.name for region in plan.regions}) == len(plan.regions)
     assert plan.region("weights").nbytes == 12345
     assert plan.filed_bytes == filed and bool(filed) == any(region.name == "rows" for region in plan.regions)
-    attend = {op.layer for op in graph.ops if isinstance(op, Attention)}  # others have recurrent layers alone, or an FFN
+    attend = {op.layer for op in graph.ops if isinstance(op, Attention)}  # others have a recurrent layer or an FFN
     assert plan.kv_layers.keys() == {c.kv_layer(i) for i in range(c.num_hidden_layers) if i in attend}
     assert all(layer.nbytes == plan.kv_pool(i) * layer.stride for i, layer in plan.kv_layers.items())
     layers = list(plan.kv_layers.values())

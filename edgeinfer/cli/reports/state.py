@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 FIELD = ("of recurrent layers: `layers` of `of`, the bytes that they keep of a sequence (`slot_bytes`, of which "
          "`matrices_bytes`, `journal_bytes` and `convolution_bytes`), the number of `checkpoints`, `kv_bytes` of a "
-         "token in the other layers and `all_attention_bytes` if all were such, and all that as it is `said`; null where "
-         "no layer is recurrent")
+         "token in the other layers and `all_attention_bytes` if all were such, and all that as it is `said`; null "
+         "where no layer is recurrent")
 
 
 def state_object(plan: MemoryPlan, graph: Graph, kv_bytes: int) -> dict[str, Any] | None:
