@@ -21,6 +21,7 @@ from .graph import Graph
 from .hf_config.fields import QUANTISED, is_quantised
 from .hf_config.reader import ConfigReader
 from .ops.alibi import alibi_bias, alibi_slopes
+from .ops.attention import Attention, RopeStore, RotateQueries
 from .ops.base import KvAccess, OnDemand, Op, Read, RowOp, Scratch, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
@@ -31,7 +32,6 @@ from .ops.rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .ops.rows import (
     Activate,
     AddPositions,
-    Attention,
     Embed,
     GatherOutputs,
     LayerNorm,
@@ -39,8 +39,6 @@ from .ops.rows import (
     NormPart,
     Quantize,
     RmsNorm,
-    RopeStore,
-    RotateQueries,
     Sample,
     TokenRows,
 )

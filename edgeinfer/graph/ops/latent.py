@@ -17,9 +17,9 @@ from ...base.units import round_up
 from ...quant import KV_TYPES
 from ..tensors import Number, Tensor, Types
 from ..weights import Weight
+from .attention import Attention
 from .base import KvAccess, Op, RowOp, Scratch, Sizes, layer_of, other_width
 from .matmul import MatMul
-from .rows import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
