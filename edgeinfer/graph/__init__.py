@@ -22,7 +22,8 @@ from .hf_config.fields import QUANTISED, is_quantised
 from .hf_config.reader import ConfigReader
 from .ops.alibi import alibi_bias, alibi_slopes
 from .ops.attention import Attention, RopeStore, RotateQueries
-from .ops.base import KvAccess, OnDemand, Op, Read, RowOp, Scratch, Sizes
+from .ops.base import Op, RowOp
+from .ops.costs import KvAccess, OnDemand, Read, Scratch, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .ops.lm_head import OUTER_TYPE, Screen, ScreenableHead, ScreenedHead, find_head, inner_type, with_screen

@@ -11,7 +11,8 @@ from ...base.dataclass import dataclass
 from ..config import AlibiConfig
 from ..tensors import Tensor, Types
 from ..weights import Weight
-from .base import KvAccess, Read, RowOp, Scratch, Sizes, layer_of, other_width
+from .base import RowOp, layer_of, other_width
+from .costs import KvAccess, Read, Scratch, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)

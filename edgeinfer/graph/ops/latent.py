@@ -18,7 +18,8 @@ from ...quant import KV_TYPES
 from ..tensors import Number, Tensor, Types
 from ..weights import Weight
 from .attention import Attention
-from .base import KvAccess, Op, RowOp, Scratch, Sizes, layer_of, other_width
+from .base import Op, RowOp, layer_of, other_width
+from .costs import KvAccess, Scratch, Sizes
 from .matmul import MatMul
 
 

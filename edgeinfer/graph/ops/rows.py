@@ -11,7 +11,9 @@ from ...base.units import round_up
 from ..tensors import Tensor, Types
 from ..weight_types import ORDER
 from ..weights import Weight
-from .base import OnDemand, Read, RowOp, Scratch, Sizes, other_width
+from .base import RowOp, other_width
+from .costs import OnDemand, Read, Scratch, Sizes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(RowOp):

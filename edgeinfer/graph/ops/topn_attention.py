@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ..graph import Graph
 from ..topn_cost import TopNCost
 from .attention import Attention
-from .base import KvAccess, Scratch, Sizes
+from .costs import KvAccess, Scratch, Sizes
 
 INSTEAD = {"nothing": abi.INSTEAD_NOTHING, "scale": abi.INSTEAD_SCALE, "mean": abi.INSTEAD_MEAN}
 """Replacements for omitted rows: nothing, as published; weights of the others rescaled to add up to 1; a mean."""
