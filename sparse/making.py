@@ -30,10 +30,11 @@ from edgeinfer.bundle import (
 )
 from edgeinfer.calibration.hooks import Hook, open_plain
 from edgeinfer.calibration.statistics import Firing, Largest, capture
+from edgeinfer.config import MAX_KLD
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.graph import PREDICTORS, RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.quality.gate import LEAST_TOKENS, MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
+from edgeinfer.quality.measurements import LEAST_TOKENS, QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.rules import MAKING, plain
 from edgeinfer.runtime import Session, dense_layers, predicted_time
 

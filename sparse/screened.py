@@ -11,19 +11,11 @@ from pathlib import Path
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import MAX_KLD, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import find_head
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.quality.gate import (
-    MAX_KLD,
-    QUALITY_FILE,
-    Setting,
-    measured_identity,
-    measurement,
-    read_quality,
-    to_json,
-)
+from edgeinfer.quality.measurements import QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
 from edgeinfer.registry import recipe_with
 from edgeinfer.rules import plain
 from edgeinfer.runtime import Session, everywhere
