@@ -11,18 +11,7 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import (
-    Embed,
-    GatherOutputs,
-    Graph,
-    Op,
-    Quantize,
-    RmsNorm,
-    RopeStore,
-    Sample,
-    Tensor,
-    Weight,
-)
+from edgeinfer.graph import Embed, GatherOutputs, Graph, Op, Quantize, RmsNorm, RopeStore, Sample, Tensor, Weight
 from edgeinfer.quant import TYPES, requestable
 
 from . import weights
