@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import field, fields, replace
 from typing import Any
 
 from . import quant
 from .base.dataclass import dataclass
 from .base.text_form import TextForm, text_form
-from .base.validation import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
+from .base.units import number_of
+from .base.validation import (
+    BIASES,
+    FLAG,
+    TEXTS,
+    Rule,
+    check_fields,
+    check_known,
+    checked,
+    choice,
+    instance,
+    integer,
+    number,
+    option,
+)
 from .errors import UsageError
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES
@@ -140,26 +152,10 @@ def generation_config(options: dict[str, Any]) -> GenerationConfig:
         An option is unknown, of a wrong type or out of its range.
     """
     given = {name: value for name, value in options.items() if name != "config" and value is not None}
-    check_names(GenerationConfig, given)
+    check_known([one.name for one in fields(GenerationConfig)], given)
     if (config := options.get("config")) is None:
         return GenerationConfig(**given)
     return replace(checked("config", config, instance(GenerationConfig, "a GenerationConfig")), **given)
-
-
-def check_names(kind: type, options: Iterable[str]) -> None:
-    """Raise `UsageError` for an option that is not a field of a request type, with the nearest one that is."""
-    check_known([f.name for f in fields(kind)], options)
-
-
-def check_known(known: Sequence[str], options: Iterable[str]) -> None:
-    """Raise `UsageError` for an option that is none of the known ones, with the nearest one that is."""
-    import difflib
-
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}."
-            raise UsageError(f"Unknown option {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -215,19 +211,6 @@ class Recipe:
         """Return the recipe with a step after the others, instead of those of this name; with None, without them."""
         others = (one for one in self.steps if one.name != name)
         return Recipe((*others, *([] if step is None else [step])))
-
-
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-
-
-def number_of(text: str) -> str | float:
-    """Return the number that a text is, else the text."""
-    if not _NUMBER.fullmatch(text):
-        return text
-    try:
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError:  # of thousands of digits
-        return text
 
 
 def _recipe(value: Any) -> Recipe:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from .ffn import Ffn, ffns, parts
     from .fitting import PRICES, Fitted, choose, fit
     from .head import make_screen
-    from .making import MEASURED_TOKENS, MOST_TOKENS, Sparsified, sparsify
+    from .making import sparsify
     from .predictors import low_rank, scorer, thresholds
     from .screened import Screened, screen_head
     from .simulate import Tally, predicted, read_bytes_share
+    from .sparsified import Sparsified
+    from .texts import MEASURED_TOKENS, MOST_TOKENS
 
 __all__ = ["MEASURED_TOKENS", "MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose",
            "ffns", "fit", "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head",
@@ -26,6 +28,6 @@ __all__ = ["MEASURED_TOKENS", "MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screene
 __getattr__ = lazily(__name__, {
     "ffn": "Ffn ffns parts", "fitting": "PRICES Fitted choose fit",
     "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
-    "making": "MEASURED_TOKENS MOST_TOKENS Sparsified sparsify", "head": "make_screen",
-    "screened": "Screened screen_head",
+    "making": "sparsify", "head": "make_screen", "screened": "Screened screen_head", "sparsified": "Sparsified",
+    "texts": "MEASURED_TOKENS MOST_TOKENS",
 })

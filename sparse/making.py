@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from edgeinfer.bundle import (
 )
 from edgeinfer.calibration.hooks import Hook, open_plain
 from edgeinfer.calibration.statistics import Firing, Largest, capture
-from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
+from edgeinfer.config import MAX_KLD
+from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import PREDICTORS, RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.quality.gate import LEAST_TOKENS, MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
+from edgeinfer.quality.measurements import QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.rules import MAKING, plain
 from edgeinfer.runtime import Session, dense_layers, predicted_time
 
@@ -42,73 +42,15 @@ from .fitting import Fitted, check_epochs, check_rank, choose, fit, least_bytes
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
+from .sparsified import Sparsified, kld_of
+from .texts import OUTPUTS, cut, cut_held_out
 
 WINDOW = 512
-OUTPUTS = 64
-CALIBRATION_TOKENS, MEASURED_TOKENS = 32768, 2048
-"""Most tokens for statistics and factors, and most to measure a divergence on, twice: the price is searched on other
-tokens than the result is measured on."""
-MOST_TOKENS = CALIBRATION_TOKENS + 2 * MEASURED_TOKENS
-MIN_TOKENS = 2048
-LEAST_HELD_OUT = 4 * LEAST_TOKENS
-"""Tokens of a held-out text: a half of them measures, in windows of which some tokens may not count."""
 ORDER_TOKENS = 8192
 """Most tokens from which the order of neurons is taken, and which layers stay dense."""
 PREDICT_PASS = "sparse:mode=predict"
 """The step of a recipe whose measurement is made here."""
 SIMULATED = "predictor simulated between the records of the dense program, windows of 512"
-
-
-UNSEEN = ("It was measured on the end of the text that it was fitted to alone; on other authors and subjects the "
-          "divergence may be larger: 1.03 and 1.07 times as large in our trials, up to 1.7 times the bound in others'. "
-          "Measure it on texts of other kinds with --held-out FILE.")
-
-
-@dataclass(frozen=True)
-class Sparsified:
-    """Report on a new predictor."""
-
-    destination: Path
-    predictor: Predictor
-    layers: tuple[Tally, ...]
-    """Selections of the predictor on the measured tokens, layer by layer."""
-    read_share: float
-    """Bytes that a token reads of all FFNs, predictor included, over those of the dense ones."""
-    result: Evaluation
-    """With the predictor, against the same bundle without it."""
-    against_source: Evaluation
-    """The bundle without predictor against the source: rounding by the new order, and of down matrices."""
-    down_error: float
-    """Squared error that quantising the down matrices again has added, over their squared norm; 0 if it was not."""
-    enabled: bool
-    """Whether the divergence is within the bound."""
-    max_kld: float
-    time: tuple[float, str]
-    """Of the FFNs of a decoded token in memory, over those of the same model in tiles, dense; by whose curves."""
-    dense: tuple[int, ...] = ()
-    """Layers in tiles, without a predictor: leaving out neurons would not make them faster."""
-    held_out: tuple[tuple[str, Evaluation], ...] = ()
-    """As `result` on other texts, by their names."""
-
-    @property
-    def worst(self) -> float:
-        """The largest mean divergence of all texts, which decides."""
-        return max(kld_of(result) for _, result in (("", self.result), *self.held_out))
-
-    @property
-    def reason(self) -> str:
-        """Why it is enabled, or by how much it missed."""
-        kld = self.worst
-        name = next((f" on {name}" for name, result in self.held_out if kld_of(result) == kld), "")
-        if not self.enabled:
-            return f"KLD {kld:.5f}{name} is {kld / self.max_kld:.2f} times the bound of {self.max_kld:g}"
-        asked = f"; run needs --max-kld {self.max_kld:g} for it" if kld > MAX_KLD else ""
-        return f"KLD {kld:.5f}{name} is within {self.max_kld:g}{asked}"
-
-    @property
-    def warning(self) -> str:
-        """Warning that it was measured on its own text only; empty if other texts were measured too."""
-        return "" if self.held_out else UNSEEN
 
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
@@ -146,13 +88,12 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     plain(locals(), RULES)  # or it is refused
     if any(entry.part in ("predictor", "statistics") for entry in source.header.files):
         raise UsageError(f"{source.path} is sparse already; give the checkpoint or the bundle that it was made of.")
-    if Path(destination).resolve() == source.path.resolve():
-        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
+    check_destination(source, destination)
     networks = ffns(build_graph(source.config, expected_types(source.types)))
     kind = _kind(kind, networks)
     check_rank(rank, kind, source.config.hidden_size)
     check_epochs(epochs, kind)
-    whole = graph = neuron_graph(source, networks)  # which refuses what cannot be stored so
+    graph = neuron_graph(source, networks)  # which refuses what cannot be stored so
     fitting, choosing, measuring = cut(stream)
     others = [cut_held_out(one) for one in held_out]
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
@@ -164,38 +105,55 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         dense = _dense(kind, rank, fired, networks, graph)
         tiles = source if not networks[0].by_neuron else in_tiles() if in_tiles and dense else None
         dense = dense if tiles else []
-        moved = [ffn for ffn in networks if ffn.layer not in dense]
-        graph = neuron_graph(source, moved, tiles)
-        orders = {ffn.layer: np.argsort(-one.counts, kind="stable").astype(np.int32) if ffn in moved
-                  else np.arange(ffn.neurons, dtype=np.int32) for ffn, one in zip(networks, fired, strict=True)}
         work = writer.folder / "work"
-        added = write_by_neuron(source, moved, graph, orders, work,
-                                lambda done, total, name: on_progress("write", done, total, name), tiles)
+        orders, down_error = _write_in_order(work, source, networks, fired, dense, tiles, on_progress)
         bundle = stack.enter_context(Bundle.open(work))
         session, reference = (open_source(stack, work, source, threads, on_progress, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         activity = _Activity(maker.networks)
         fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs,
-                     on_progress=on_progress,
-                     along=activity.hooks)
+                     on_progress=on_progress, along=activity.hooks)
         predictor = fitted.at(maker.price(fitted, [choosing, *(a for a, _ in others)], max_kld, on_progress))
         result, tallies = maker.measure(predictor, measuring)
         elsewhere = [(text, maker.measure(predictor, text)[0]) for _, text in others]
         tallies = maker.of_layers(tallies, activity)
         against_source = evaluate(reference, measuring, reference=before, window=before.config.ctx)
-        maker.store(writer, predictor, maker.statistics(activity, orders, tallies),
-                    [(measuring, result), *elsewhere])
+        maker.store(writer, predictor, maker.statistics(activity, orders, tallies), [(measuring, result), *elsewhere])
         stack.close()
         shutil.rmtree(work)
-    nbytes = sum(whole.types[weight.name].nbytes(weight.shape) for weight in whole.weights if weight.kind == "ffn")
-    gates = 1 / networks[0].parts
-    share = read_bytes_share(predictor, sum(tallies, Tally()), nbytes, gates)
+    share, time = _gain(predictor, tallies, networks, dense, graph)
+    within = all(kld_of(one) <= max_kld for one in (result, *(one for _, one in elsewhere)))
+    return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, down_error, within,
+                      max_kld, time, tuple(dense), tuple((text.name, one) for text, one in elsewhere))
+
+
+def check_destination(source: Bundle, destination: str | Path) -> None:
+    """Refuse to write a bundle over its source."""
+    if Path(destination).resolve() == source.path.resolve():
+        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
+
+
+def _write_in_order(
+    path: Path, source: Bundle, networks: list[Ffn], fired: list[Firing], dense: list[int], tiles: Bundle | None,
+    on_progress: OnProgress,
+) -> tuple[dict[int, NDArray[np.int32]], float]:
+    """Write a bundle by neuron, the most active first, but for dense layers; returns the orders and `down_error`."""
+    moved = [ffn for ffn in networks if ffn.layer not in dense]
+    orders = {ffn.layer: np.argsort(-one.counts, kind="stable").astype(np.int32) if ffn in moved
+              else np.arange(ffn.neurons, dtype=np.int32) for ffn, one in zip(networks, fired, strict=True)}
+    added = write_by_neuron(source, moved, neuron_graph(source, moved, tiles), orders, path,
+                            lambda done, total, name: on_progress("write", done, total, name), tiles)
+    return orders, added.relative
+
+
+def _gain(predictor: Predictor, tallies: list[Tally], networks: list[Ffn], dense: list[int],
+          graph: Graph) -> tuple[float, tuple[float, str]]:
+    """Return the bytes and the time of a decoded token over those of dense FFNs, the time with its basis."""
+    nbytes = sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights if weight.kind == "ffn")
+    gates, moved = 1 / networks[0].parts, sum(ffn.layer not in dense for ffn in networks)
     time = predicted_time(predictor.kind, [one.read_share for one in tallies],
-                          predictor.nbytes * len(networks) / len(moved) / nbytes, dense, gates)
-    found = tuple((text.name, one) for text, one in elsewhere)
-    within = all(kld_of(one) <= max_kld for one in (result, *(one for _, one in found)))
-    return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, added.relative,
-                      within, max_kld, time, tuple(dense), found)
+                          predictor.nbytes * len(networks) / moved / nbytes, dense, gates)
+    return read_bytes_share(predictor, sum(tallies, Tally()), nbytes, gates), time
 
 
 _STREAM = instance(Stream, "the tokens of a text, such as evaluate.token_stream makes")
@@ -210,12 +168,6 @@ def _streams(value: Any) -> tuple[Stream, ...]:
 RULES = {**MAKING, "source": instance(Bundle, "an open Bundle"), "stream": _STREAM, "kind": choice(PREDICTORS),
          "held_out": Rule("a list of Streams", _streams)}
 """Of the options of `sparsify` and `screen_head`."""
-
-
-def kld_of(result: Evaluation) -> float:
-    """Return the mean divergence of an evaluation that had a reference."""
-    assert result.divergence is not None
-    return result.divergence.kld_mean
 
 
 def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, on_progress: OnProgress,
@@ -338,31 +290,3 @@ def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn]
     return found
 
 
-def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
-    """Split a text from its beginning to its end: to fit on, to choose the price on, and to measure on."""
-    n = len(stream.ids)
-    if n < MIN_TOKENS:
-        raise RequestError(f"The text has {n} tokens, too few to learn from; give {MIN_TOKENS} at least, and better "
-                           "ten times as many.")
-    some = min(MEASURED_TOKENS, n // 5)
-    a, b = n - 2 * some, n - some
-    first = max(0, a - CALIBRATION_TOKENS)
-    end = f"the end of {stream.name}" if stream.name else ""
-    return _part(stream, first, a), _part(stream, a, b), replace(_part(stream, b, n), name=end)
-
-
-def cut_held_out(stream: Stream) -> tuple[Stream, Stream]:
-    """Split another text: to choose the price on, and to measure on."""
-    n = min(len(stream.ids), 2 * MEASURED_TOKENS)
-    if n < LEAST_HELD_OUT:
-        raise RequestError(f"The held-out text {stream.name} has {n} tokens, too few to measure on; give "
-                           f"{LEAST_HELD_OUT} at least.")
-    return _part(stream, 0, n // 2), _part(stream, n // 2, n)
-
-
-def _part(stream: Stream, start: int, stop: int) -> Stream:
-    """A part of a stream that is not cut into a window of a single token."""
-    stop -= (stop - start - 1) % OUTPUTS == 1
-    share = (stop - start) / len(stream.ids)
-    return Stream(tuple(stream.ids[start:stop]), tuple(stream.counted[start:stop]),
-                  max(round(stream.text_bytes * share), 1), stream.name)

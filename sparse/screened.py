@@ -11,26 +11,20 @@ from pathlib import Path
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.progress import OnProgress
 from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import MAX_KLD, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import find_head
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.quality.gate import (
-    MAX_KLD,
-    QUALITY_FILE,
-    Setting,
-    measured_identity,
-    measurement,
-    read_quality,
-    to_json,
-)
+from edgeinfer.quality.measurements import QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
 from edgeinfer.registry import recipe_with
 from edgeinfer.rules import plain
 from edgeinfer.runtime import Session, everywhere
 
 from .head import make_screen
-from .making import OUTPUTS, RULES, cut, cut_held_out, kld_of, open_source
+from .making import RULES, check_destination, open_source
 from .neurons import copy_weights
+from .sparsified import kld_of
+from .texts import OUTPUTS, cut, cut_held_out
 
 PROTOCOL = "windows of 512, tokens decoded together"
 
@@ -67,8 +61,7 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
     plain(locals(), RULES)  # or it is refused
     if any(entry.part == "screen" for entry in source.header.files):
         raise UsageError(f"The head of {source.path} is screened already; give the bundle that it was made of.")
-    if Path(destination).resolve() == source.path.resolve():
-        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
+    check_destination(source, destination)
     fitting, _, measuring = cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:

@@ -15,12 +15,13 @@ import pytest
 from edgeinfer import registry
 from edgeinfer.backends import PROVIDERS, device_planner
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import MAX_KLD, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
-from edgeinfer.quality.gate import MAX_KLD, Measurement, Setting, judge, measured_identity, remember
+from edgeinfer.quality.gate import judge
+from edgeinfer.quality.measurements import Measurement, Setting, measured_identity, remember
 from edgeinfer.registry import MODULES, configured, recipe_with
 from edgeinfer.technique import COMMANDS
 from tests.helpers.planted import REGION_BYTES, TECHNIQUE
@@ -106,7 +107,7 @@ def test_a_model_takes_its_option_and_refuses_wrong_values(planted: None) -> Non
 ])
 def test_it_stands_behind_the_gate(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kld: float,
                                    enabled: int, why: tuple[str, ...]) -> None:
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path)
     monkeypatch.setattr(Bundle, "parts", frozenset({"draft_head"}))
     with Bundle.open(demo_path()) as bundle:
         config = RuntimeConfig()

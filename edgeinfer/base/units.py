@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``4GiB`` is 4 * 2^30 bytes, ``500MB`` is 500 * 10^6."""
+"""Sizes and numbers as people write them: ``4GiB`` is 4 * 2^30 bytes, ``500MB`` is 500 * 10^6."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _FACTORS = {
 }
 _PLAIN = re.compile(r"\d{1,30}", re.ASCII)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]+)", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 MAX_BYTES = 2**63 - 1
 LEAST_PLAIN = 10**6
 """A number without a unit is bytes from here on; a smaller one lacks the unit that its writer had in mind."""
@@ -74,3 +75,13 @@ def format_size(nbytes: int) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.{0 if nbytes >= 10 * factor else 1}f} {unit}"
     return f"{nbytes} B"
+
+
+def number_of(text: str) -> str | float:
+    """Return the number that a text is, else the text."""
+    if not _NUMBER.fullmatch(text):
+        return text
+    try:
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:  # of thousands of digits
+        return text

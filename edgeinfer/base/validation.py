@@ -9,7 +9,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from itertools import islice
 from numbers import Integral, Real
@@ -194,6 +194,17 @@ def check_fields(request: Any) -> None:
             object.__setattr__(request, one.name, default)
         elif value is not default:
             object.__setattr__(request, one.name, checked(one.name, value, one.metadata["rule"]))
+
+
+def check_known(known: Sequence[str], options: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that is none of the known ones, with the nearest one that is."""
+    import difflib
+
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}."
+            raise UsageError(f"Unknown option {name!r}{hint}")
 
 
 def _default(one: Field[Any]) -> Any:

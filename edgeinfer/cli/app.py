@@ -17,7 +17,8 @@ import typer.core
 
 from ..base import process
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
-from . import options, settings
+from . import settings
+from .help import with_headings
 from .output import alternative_object, print_json, say
 from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
@@ -51,7 +52,7 @@ Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the m
 """
 
 
-HEADED = options.with_headings(typer.core.TyperCommand)
+HEADED = with_headings(typer.core.TyperCommand)
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
@@ -18,6 +17,7 @@ from ..base.validation import checked
 from ..config import CPU, DEVICES, SAMPLING, RuntimeConfig
 from ..errors import UsageError
 from ..options import COMMANDS, OPTIONS, SERVE, Option, of_command
+from .help import REST, show_all
 from .output import say
 
 Model = Annotated[
@@ -34,9 +34,6 @@ _CONVERTED = typer.Argument(
     help="Bundle, or a checkpoint, known name or hub id that was converted before; nothing is converted here.")
 Converted = Annotated[str, _CONVERTED]
 MaybeConverted = Annotated[str | None, _CONVERTED]
-REST = "+"
-"""Stands before the heading of what ``--help-all`` shows and ``--help`` does not."""
-_SHOW_ALL = "edgeinfer.help_all"
 
 
 def option(*flags: str, metavar: str | None = None, help: str, group: str = "", hidden: bool = False,
@@ -70,49 +67,6 @@ def _of_table(name: str) -> Option:
 Json, Threads = annotation(_of_table("json")), annotation(_of_table("threads"))
 Weights, GroupSize = annotation(_of_table("weights")), annotation(_of_table("group_size"))
 """Options that commands beside those of the table have too."""
-
-
-def _help_all(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        context.meta[_SHOW_ALL] = True
-        print(context.get_help())
-        raise typer.Exit
-
-
-def _help_line(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """Return name and help of a parameter; the environment variable is a part of ``--help-all`` alone."""
-    if not (line := parameter.get_help_record(context)):
-        return None
-    name, text = line[0], line[1].partition("  [env var: ")[0]
-    if parameter.param_type_name == "argument":
-        name = re.sub(r" <\S+>$", "", name)  # newer versions of typer name the type of Python
-    if parameter.envvar and context.meta.get(_SHOW_ALL):
-        text = f"{text[:-1]}; " if text.endswith("]") else f"{text}  ["
-        text += f"env: {parameter.envvar}]"
-    return name, text
-
-
-def _help_panels(command: Any, context: Any, formatter: Any) -> None:
-    """Write arguments and options of a command under their headings."""
-    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-    ends: list[tuple[str, str]] = []
-    for parameter in command.get_params(context):
-        panel = getattr(parameter, "rich_help_panel", None) or "Options"
-        if panel.startswith(REST) and not context.meta.get(_SHOW_ALL):
-            continue
-        if line := _help_line(parameter, context):
-            panel = "Arguments" if parameter.param_type_name == "argument" else panel.removeprefix(REST)
-            (ends if parameter.name in ("help", "help_all") else panels.setdefault(panel, [])).append(line)
-    panels.setdefault("Help" if len(panels) > 2 else "Options", []).extend(ends)
-    for panel, lines in panels.items():
-        if lines:
-            with formatter.section(panel):
-                formatter.write_dl(lines)
-
-
-def with_headings(kind: type) -> type:
-    """Return typer's class of commands with options under headings in the help."""
-    return type("Command", (kind,), {"format_options": _help_panels})
 
 
 def source(context: typer.Context, name: str) -> str:
@@ -225,7 +179,7 @@ def _sorted(known: tuple[Option, ...]) -> list[Option]:
 def _further(known: tuple[Option, ...]) -> list[inspect.Parameter]:
     """Return ``--help-all``, and ``--device`` as it named machines once, where that has no other meaning."""
     more = [_parameter("help_all", Annotated[bool, typer.Option(
-        "--help-all", is_eager=True, callback=_help_all,
+        "--help-all", is_eager=True, callback=show_all,
         help="Show all options and their environment variables.")], False)]
     if {one.name for one in known} & {"machine", "device"} == {"machine"}:
         more.append(_parameter("device", Annotated[Optional[str], option(  # noqa: UP045

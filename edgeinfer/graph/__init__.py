@@ -21,7 +21,9 @@ from .graph import Graph
 from .hf_config.fields import QUANTISED, is_quantised
 from .hf_config.reader import ConfigReader
 from .ops.alibi import alibi_bias, alibi_slopes
-from .ops.base import KvAccess, OnDemand, Op, Read, RowOp, Scratch, Sizes
+from .ops.attention import Attention, RopeStore, RotateQueries
+from .ops.base import Op, RowOp
+from .ops.costs import KvAccess, OnDemand, Read, Scratch, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .ops.lm_head import OUTER_TYPE, Screen, ScreenableHead, ScreenedHead, find_head, inner_type, with_screen
@@ -31,7 +33,6 @@ from .ops.rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .ops.rows import (
     Activate,
     AddPositions,
-    Attention,
     Embed,
     GatherOutputs,
     LayerNorm,
@@ -39,8 +40,6 @@ from .ops.rows import (
     NormPart,
     Quantize,
     RmsNorm,
-    RopeStore,
-    RotateQueries,
     Sample,
     TokenRows,
 )

@@ -6,7 +6,8 @@ from itertools import groupby
 
 from ..base.dataclass import dataclass
 from .config import ModelConfig
-from .ops.base import OnDemand, Op
+from .ops.base import Op
+from .ops.costs import OnDemand
 from .ops.matmul import parameters
 from .tensors import Tensor, Types
 from .weights import Weight

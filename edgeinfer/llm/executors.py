@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..backends import DevicePlanner, Provider
     from ..bundle import Bundle
     from ..graph import Graph
-    from ..models.describe import ModelDescription
+    from ..models.description import ModelDescription
 
 
 class Executor(NamedTuple):

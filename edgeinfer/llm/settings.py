@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import GenerationConfig, RuntimeConfig, check_known
+from ..base.validation import check_known
+from ..config import GenerationConfig, RuntimeConfig
 from ..registry import configured, options
 from ..rules import plain
 from ..technique import COMMANDS

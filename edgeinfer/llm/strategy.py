@@ -18,9 +18,10 @@ from ..base.cache_dir import cache_root, make_directories
 from ..base.files import open_plain, replacement
 from ..base.strict_json import parse_json
 from ..base.units import format_size
-from ..config import Recipe
+from ..config import MAX_KLD, Recipe
 from ..errors import BudgetError, EdgeInferError, RequestError
-from ..quality.gate import MAX_KLD, Judged, Setting, judge, measured_identity
+from ..quality.gate import Judged, judge
+from ..quality.measurements import Setting, measured_identity
 from ..registry import placer, technique
 
 if TYPE_CHECKING:

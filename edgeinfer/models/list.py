@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from edgeinfer.converters import Found, PassedOver
 
     from ..graph import Graph, ModelConfig
-    from .describe import ModelDescription
+    from .description import ModelDescription
 
 OWN = "edgeinfer"
 """The store of the embedded model and of what was converted into the cache."""

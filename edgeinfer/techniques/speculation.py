@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..bundle import Bundle
     from ..engine import Drafter, Speculation, Times
     from ..engine.speculation.load import Draft
-    from ..models.describe import ModelDescription
+    from ..models.description import ModelDescription
     from ..runner import Runner
     from ..runtime import SelfDraftPlan
     from ..text import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..base.units import number_of
 from ..base.validation import Rule
-from ..config import number_of
 from ..technique import DECODED, Option, Technique
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 from edgeinfer.backends import PROVIDERS, device_planner, fit_device
 from edgeinfer.backends.onnx import fitting
 from edgeinfer.bundle import Quantisation, weights_file_bytes
-from edgeinfer.cli.reports.estimate import estimate_object
+from edgeinfer.cli.reports.estimate_object import estimate_object
 from edgeinfer.cli.reports.on_gpu import Cards
 from edgeinfer.cli.reports.plan_device import planned_on
 from edgeinfer.config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe, RuntimeConfig
@@ -20,7 +20,8 @@ from edgeinfer.devices import profiles, served
 from edgeinfer.errors import BudgetError, UnsupportedModelError
 from edgeinfer.graph import build_graph, builtin_shapes, expected_types
 from edgeinfer.llm.executors import executor_of
-from edgeinfer.models.describe import ModelDescription, describe
+from edgeinfer.models.describe import describe
+from edgeinfer.models.description import ModelDescription
 from edgeinfer.quant import TYPES, WeightType
 
 KINDS = [name for name, row in TYPES.items() if "tile16" in row.layouts]

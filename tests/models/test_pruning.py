@@ -16,7 +16,7 @@ from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.graph import Attention
 from edgeinfer.kernels import abi
 from edgeinfer.llm.api import LLM
-from edgeinfer.quality.gate import Setting
+from edgeinfer.quality.measurements import Setting
 from edgeinfer.runner.pruning import Schedule, calibrated
 from edgeinfer.runtime import Session
 from tests.helpers.command_line import edgeinfer
@@ -225,7 +225,7 @@ def test_a_calibration_finds_the_most_pruned_of_those_that_diverge_little() -> N
 
 
 def test_a_schedule_is_measured_and_what_runs_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "cache")
     text = tmp_path / "text"
     text.write_text("The king had three daughters, and the youngest of them was the wisest of all. " * 12)
     how = ("eval", "demo", "--text", text, "-c", 150, "--decode", 100, "--tokens", 300, "--json")

@@ -15,14 +15,13 @@ from edgeinfer.errors import BundleError, RequestError, UsageError
 from edgeinfer.graph import approximates, without_approximations
 from edgeinfer.models import demo_path
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate, token_stream
-from edgeinfer.quality.gate import (
+from edgeinfer.quality.gate import find, objection
+from edgeinfer.quality.measurements import (
     Measurement,
     Setting,
-    find,
     from_json,
     measured_identity,
     measurement,
-    objection,
     read_quality,
     remember,
     to_json,
@@ -40,7 +39,7 @@ TEXT = "Once upon a time there was a king who had three daughters, and the young
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measurement:
     """A measurement of the demo bundle, and a cache of its own to keep it in."""
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "cache")
     with Bundle.open(demo_path()) as bundle:
         weights = measured_identity(bundle)
     return Measurement(Setting.of(kv="int8", passes="x:n=1"), 0.01, 0.1, 0.9, 12.0, 11.0, 100, "decode", "0" * 64,
@@ -79,7 +78,7 @@ def test_the_worst_measurement_decides(made: Measurement) -> None:
 
 
 def test_a_full_cache_keeps_the_worst(made: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.quality.gate.MOST_KEPT", 3)
+    monkeypatch.setattr("edgeinfer.quality.measurements.MOST_KEPT", 3)
     with Bundle.open(demo_path()) as bundle:
         for i, kld in enumerate((0.01, 0.5, 0.02, 0.03, 0.01)):
             remember(bundle, replace(made, kld_mean=kld, text_sha256=str(i)))
@@ -110,7 +109,7 @@ def test_what_was_measured_is_kept_in_the_cache(made: Measurement, tmp_path: Pat
 def test_a_cache_that_cannot_be_written_keeps_nothing(made: Measurement, monkeypatch: pytest.MonkeyPatch,
                                                       tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "file" / "cache")
     with Bundle.open(demo_path()) as bundle:
         remember(bundle, made)
         assert read_quality(bundle) == []

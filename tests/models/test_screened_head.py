@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter, HeadScreen, read_screen, weights_identity
-from edgeinfer.config import GenerationConfig, Recipe, RuntimeConfig
+from edgeinfer.config import MAX_KLD, GenerationConfig, Recipe, RuntimeConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
 from edgeinfer.graph import build_graph, expected_types
@@ -20,7 +20,8 @@ from edgeinfer.llm.api import LLM
 from edgeinfer.llm.strategy import Strategy, choose
 from edgeinfer.models import demo_path
 from edgeinfer.quality.evaluate import Stream
-from edgeinfer.quality.gate import MAX_KLD, Setting, find, judge, read_quality
+from edgeinfer.quality.gate import find, judge
+from edgeinfer.quality.measurements import Setting, read_quality
 from edgeinfer.registry import recipe_with
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
@@ -197,7 +198,7 @@ def test_it_is_planned_printed_and_counted(path: Path) -> None:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "cache")
 
 
 def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[str, Any]], own_cache: None) -> None:

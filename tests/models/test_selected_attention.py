@@ -18,7 +18,7 @@ from edgeinfer.graph import SelectedAttention
 from edgeinfer.graph.topn_cost import TopNCost
 from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
-from edgeinfer.quality.gate import Setting
+from edgeinfer.quality.measurements import Setting
 from edgeinfer.registry import recipe_with
 from edgeinfer.runner import DECODE, PROMPT, Segment, Sequence
 from edgeinfer.runner.pruning import Schedule

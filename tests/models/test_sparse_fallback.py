@@ -31,7 +31,7 @@ from edgeinfer.devices import (
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.memory_planner import Planner, Request, masked
 from edgeinfer.models.describe import describe
-from edgeinfer.quality.gate import Setting
+from edgeinfer.quality.measurements import Setting
 from edgeinfer.registry import placer, recipe_with
 from edgeinfer.runtime import Session, decide, everywhere, plan_run
 from edgeinfer.runtime import sparse_fallback as fallback_module

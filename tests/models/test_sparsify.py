@@ -16,7 +16,8 @@ from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.models import demo_path
 from edgeinfer.quality.evaluate import Stream, token_stream
-from edgeinfer.quality.gate import find, objection, read_quality
+from edgeinfer.quality.gate import find, objection
+from edgeinfer.quality.measurements import read_quality
 from edgeinfer.runner import Segment
 from edgeinfer.sparse import PRICES, Tally, choose, ffns, parts, predicted, sparsify
 from edgeinfer.sparse.fitting import Fitted

@@ -15,7 +15,8 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.llm.api import LLM
 from edgeinfer.llm.strategy import Choice, choose, learn
 from edgeinfer.models.describe import describe
-from edgeinfer.quality.gate import Measurement, Setting, measured_identity, of_run, remember
+from edgeinfer.quality.gate import of_run
+from edgeinfer.quality.measurements import Measurement, Setting, measured_identity, remember
 from edgeinfer.registry import placer, recipe_with
 from edgeinfer.runtime import plan_run
 from tests.helpers.command_line import edgeinfer
@@ -35,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
     """The bundle, with a cache of its own and no profile of this machine."""
-    monkeypatch.setattr("edgeinfer.quality.gate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("edgeinfer.llm.strategy.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("edgeinfer.devices.local_profile", lambda: None)
     with Bundle.open(path) as opened:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from edgeinfer.config import GenerationConfig, RuntimeConfig, check_names
+from edgeinfer.config import GenerationConfig, RuntimeConfig, generation_config
 from edgeinfer.errors import BudgetError, EdgeInferError, UsageError
 
 
@@ -50,9 +50,9 @@ def test_a_runtime_setting_out_of_range(options: dict, sentence: str) -> None:
 
 def test_an_unknown_option_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"Unknown option 'temprature'; did you mean 'temperature'\?"):
-        check_names(GenerationConfig, {"temprature": 1})
+        generation_config({"temprature": 1})
     with pytest.raises(UsageError, match=r"Unknown option 'zzz'; known options: max_tokens, temperature"):
-        check_names(GenerationConfig, {"zzz": 1})
+        generation_config({"zzz": 1})
 
 
 @pytest.mark.parametrize(("given", "kept"), [("END", ("END",)), (["a", "b"], ("a", "b")), (None, ())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.graph import Graph
 
+from . import matmul as lowering_matmul  # noqa: F401 (it registers its operations)
 from .attention import declare
 from .flavour import Flavour
 from .lowering import Lowering, check_types, lower

@@ -15,7 +15,8 @@ from ...errors import UsageError
 from ..options import NOTHING, Given, takes
 from ..output import print_json
 from ..reports import decision, neurons, windows
-from ..reports.estimate import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
+from ..reports.estimate import chart, print_all_devices, print_estimate
+from ..reports.estimate_object import all_devices_object, estimate_object
 from ..reports.on_gpu import Cards
 from ..reports.users import FIELD as USERS_FIELD
 from ..reports.users import check_users

@@ -111,7 +111,7 @@ def evaluate(
     from ...quality.corpus import SEPARATOR, Text, read_stream
     from ...quality.evaluate import OUTPUT_ROWS
     from ...quality.evaluate import evaluate as measure
-    from ...quality.gate import Setting, measured_identity, measurement, remember
+    from ...quality.measurements import Setting, measured_identity, measurement, remember
     from ...runtime import everywhere
 
     window, tokens = window_of(given, window), tokens_of(tokens, max_tokens)

@@ -18,6 +18,7 @@ from ...config import CPU
 from ...errors import UsageError
 from ...rules import RULES
 from .. import options
+from ..help import REST
 from ..output import say
 from ..progress import ProgressLine
 from .plan import SERVED_SEQUENCES
@@ -37,7 +38,7 @@ LIMITS, ACCESS = "Limits", "Access"
 
 
 def _limit(flag: str, metavar: str, help: str) -> Any:
-    return options.option(flag, metavar=metavar, help=help, group=options.REST + LIMITS)
+    return options.option(flag, metavar=metavar, help=help, group=REST + LIMITS)
 
 
 @options.takes("serve")
@@ -84,7 +85,7 @@ def serve(
     keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Time after its last request until a model of "
                                         "--model is closed.")] = 300.0,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
-                                                group=options.REST + LIMITS)] = False,
+                                                group=REST + LIMITS)] = False,
     given: options.Given = options.NOTHING,
 ) -> int:
     """Serve models over HTTP.

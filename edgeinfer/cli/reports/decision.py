@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from edgeinfer.memory_planner import Beside
 
     from ...llm.strategy import Choice
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
     from ...runner import Runner
 
 FIELD = ("of bundles with a predictor or a screen: `name` of what run chooses on this machine (resident, "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
 
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
 
 FIELD = ("of a bundle with FFNs by neuron: as `sparse` of `info`, with `relative_time` and `dense_time` as "
          "multiples of the time of tiles, `predictor_share` of the FFN's bytes, and `break_even_density`, the share of "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ...config import RuntimeConfig
     from ...llm.executors import Executor
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
 
 PROMPT = 512
 

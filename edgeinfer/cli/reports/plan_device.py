@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ...backends import DevicePlanner
     from ...llm.executors import Executor
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
     from ...technique import Drafting
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan
 
     from ...llm.strategy import Choice, Strategy
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
 
 MOST_THREADS = 256
 DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "free on this machine now"

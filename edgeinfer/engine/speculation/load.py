@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...base.progress import OnProgress
     from ...config import RuntimeConfig
     from ...graph import ModelConfig
-    from ...models.describe import ModelDescription
+    from ...models.description import ModelDescription
     from ...text import Tokenizer
 
     _Texts = tuple[Path, ModelConfig]

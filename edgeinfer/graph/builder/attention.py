@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..ops.attention import Attention, RopeStore, RotateQueries
 from ..ops.latent import HeadLinear, LatentAttention, StoreLatent
-from ..ops.rows import Activate, Attention, NormPart, RopeStore, RotateQueries
+from ..ops.rows import Activate, NormPart
 from ..tensors import Tensor
 from ..weights import Source, as_source
 from .base import BuilderBase

@@ -15,7 +15,8 @@ from ...base.dataclass import dataclass
 from ...base.units import round_up
 from ..tensors import Number, Tensor, Types
 from ..weights import Weight
-from .base import OnDemand, Op, Read, RowOp, Scratch, Sizes, other_width
+from .base import Op, RowOp, other_width
+from .costs import OnDemand, Read, Scratch, Sizes
 from .matmul import MatMul, parameters
 
 ENTRY = routes.ROUTE_BYTES // 4

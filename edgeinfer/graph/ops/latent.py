@@ -17,9 +17,10 @@ from ...base.units import round_up
 from ...quant import KV_TYPES
 from ..tensors import Number, Tensor, Types
 from ..weights import Weight
-from .base import KvAccess, Op, RowOp, Scratch, Sizes, layer_of, other_width
+from .attention import Attention
+from .base import Op, RowOp, layer_of, other_width
+from .costs import KvAccess, Scratch, Sizes
 from .matmul import MatMul
-from .rows import Attention
 
 
 @dataclass(frozen=True, kw_only=True)

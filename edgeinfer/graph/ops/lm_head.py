@@ -19,7 +19,8 @@ from ...quant import WeightType
 from ..graph import Graph
 from ..tensors import Tensor, Types
 from ..weights import Weight
-from .base import Op, Read, Scratch, Sizes, other_width
+from .base import Op, other_width
+from .costs import Read, Scratch, Sizes
 from .matmul import Linear, MatMul
 from .rows import GatherOutputs, Quantize, RmsNorm
 

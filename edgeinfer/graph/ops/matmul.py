@@ -12,7 +12,8 @@ from ...base.units import round_up
 from ...quant import WeightType
 from ..tensors import Number, RowType, Tensor, Types
 from ..weights import Weight
-from .base import OnDemand, Op, Read, Scratch, Sizes, other_width
+from .base import Op, other_width
+from .costs import OnDemand, Read, Scratch, Sizes
 from .rows import Quantize
 
 RELUS = ("relu", "relu2", "drelu", "fatrelu")

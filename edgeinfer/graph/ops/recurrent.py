@@ -9,7 +9,8 @@ from edgeinfer.kernels import abi
 from ...base.dataclass import dataclass
 from ..tensors import Tensor, Types
 from ..weights import Weight
-from .base import Op, RowOp, Scratch, Sizes, other_width
+from .base import Op, RowOp, other_width
+from .costs import Scratch, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)

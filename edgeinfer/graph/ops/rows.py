@@ -1,21 +1,18 @@
-"""Operations on rows of activations, and attention; matmul.py has those with matrices, base.py the contract."""
+"""Operations on rows of activations; matmul.py has those with matrices, attention.py those with K and V."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 
 from ...base.dataclass import dataclass
 from ...base.units import round_up
-from ..config import AlibiConfig
 from ..tensors import Tensor, Types
 from ..weight_types import ORDER
 from ..weights import Weight
-from .base import KvAccess, OnDemand, Read, RowOp, Scratch, Sizes, layer_of, other_width
-
-# -- rows --------------------------------------------------------------------------------------------------------------
+from .base import RowOp, other_width
+from .costs import OnDemand, Read, Scratch, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,117 +242,3 @@ class Sample(RowOp):
     def faults(self, types: Types) -> Iterator[str]:
         """A row of work is as long as the vocabulary needs."""
         yield from other_width("the work takes", abi.sample_row(self.logits.width)[0] // 4, self.out)
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeStore(RowOp):
-    """Norms of q and k heads if there are any, rotary embedding (arXiv 2104.09864), and K and V to their blocks."""
-
-    KERNELS = ("rope_store_{kv}",)
-    OVER = "qkv"
-    qkv: Tensor
-    q_norm: Weight | None = None
-    k_norm: Weight | None = None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    """Of the head norms."""
-    rotary: int
-    """Dimensions of a head that turn, the first ones; 0 = none."""
-    apart: int = 0
-    """Dimensions from one of a pair to the other, where that is not half of `rotary`."""
-    table: int = 0
-    """Index of its rotation in ModelConfig.rotations."""
-    value_norm: bool = False
-    """v heads are normed, without a weight."""
-    keys_as_values: bool = False
-    """v is what k is before norm and rotation; its columns are made here."""
-    beside: int = 0
-    """Columns after the values, which stay as they are."""
-
-    @property
-    def kv(self) -> KvAccess | None:
-        """The K and V of its tokens."""
-        return KvAccess(layer_of(self), self.kv_heads, self.head_dim, stores=True)
-
-    def faults(self, types: Types) -> Iterator[str]:
-        """Queries, keys and values side by side."""
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim + self.beside
-        yield from other_width("q, k and v have together", width, self.qkv)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotateQueries(RowOp):
-    """Do to queries what `RopeStore` does: in layers that read the K and V of another one, or to scale them as well."""
-
-    KERNELS = ("rope_store_{kv}",)
-    OVER = "q"
-    q: Tensor
-    q_norm: Weight | None = None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rotary: int
-    apart: int = 0
-    table: int = 0
-    beside: int = 0
-    """Columns after the queries, which stay as they are."""
-
-    def faults(self, types: Types) -> Iterator[str]:
-        """Queries, and what is beside them."""
-        yield from other_width("the query heads have", self.heads * self.head_dim + self.beside, self.q)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention(RowOp):
-    """Causal attention of the rotated queries over the stored blocks of their sequences."""
-
-    KERNELS: ClassVar[tuple[str, ...] | None] = ("attention_{kv}", "attention_merge")
-    qkv: Tensor
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    """Factor of the scores."""
-    window: int = 0
-    """Positions a query sees, itself included; 0 = all."""
-    cap: float = 0.0
-    """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
-    sinks: Weight | None = None
-    """A logit for each query head that takes part in its softmax and has no value."""
-    kv_layer: int | None = None
-    """Layer whose K and V are read, if it is another one; the input then has queries alone."""
-    alibi: AlibiConfig | None = None
-    """ALiBi slopes, if scores fall with the distance of the key."""
-    beside: int = 0
-    """Columns of its input after the values, which it does not read."""
-
-    def reads(self, types: Types) -> tuple[Read, ...]:
-        """The sinks."""
-        return (Read.whole(self.sinks, types),) if self.sinks else ()
-
-    @property
-    def kv(self) -> KvAccess | None:
-        """K and V of what its tokens see, and what a position costs."""
-        width = self.heads * self.head_dim
-        layer = layer_of(self) if self.kv_layer is None else self.kv_layer
-        return KvAccess(layer, self.kv_heads, self.head_dim, self.window, operations=4 * width)
-
-    def scratch(self, sizes: Sizes) -> Scratch:
-        """A tile of rows; partial results of all splits, shared."""
-        partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
-        own = abi.attention_scratch_bytes(self.head_dim, self.heads // self.kv_heads)
-        return Scratch(own, sizes.split_tokens * partial)
-
-    def faults(self, types: Types) -> Iterator[str]:
-        """Queries, keys and values come in, a row for each query head goes out."""
-        heads = self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
-        yield from other_width("q, k and v have together", heads * self.head_dim + self.beside, self.qkv)
-        yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
-        if self.sinks and self.sinks.shape != (self.heads,):
-            yield f"there are {self.heads} query heads, but sinks of shape {list(self.sinks.shape)}"

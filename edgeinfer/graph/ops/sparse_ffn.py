@@ -18,7 +18,8 @@ from ...quant import WeightType
 from ..graph import Graph
 from ..tensors import Tensor, Types
 from ..weights import Weight
-from .base import Op, Read, RowOp, Scratch, Sizes, other_width
+from .base import Op, RowOp, other_width
+from .costs import Read, Scratch, Sizes
 from .matmul import Linear, NeuronGated, mask_width
 from .rows import Quantize
 

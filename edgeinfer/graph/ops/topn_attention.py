@@ -18,8 +18,8 @@ from ...base.dataclass import dataclass
 from ...errors import UsageError
 from ..graph import Graph
 from ..topn_cost import TopNCost
-from .base import KvAccess, Scratch, Sizes
-from .rows import Attention
+from .attention import Attention
+from .costs import KvAccess, Scratch, Sizes
 
 INSTEAD = {"nothing": abi.INSTEAD_NOTHING, "scale": abi.INSTEAD_SCALE, "mean": abi.INSTEAD_MEAN}
 """Replacements for omitted rows: nothing, as published; weights of the others rescaled to add up to 1; a mean."""

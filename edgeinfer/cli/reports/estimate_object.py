@@ -1,0 +1,215 @@
+"""JSON object of `edgeinfer estimate`: one device with the curve over the context, or all devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...quant import WeightType
+from ...registry import in_use, prompt_share, reports
+from ...technique import Reported
+from ..output import REFUSED, not_ours, whose_object
+from .neurons import neurons_object
+from .users import users_object
+from .windows import windows_object
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile, Estimate, Traffic
+
+    from ...config import RuntimeConfig
+    from ...models.description import ModelDescription
+    from .on_gpu import Cards
+
+Drafting = tuple[float, float | None]
+"""Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+"""Shares of zero rows whose time is compared with the dense network's."""
+
+
+def estimate_object(
+    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, users: tuple[int | None, int] = (None, 1),
+) -> dict[str, Any]:
+    """Return the JSON object of one device, with the curve over the context; `users` are how many, and the tokens of
+    an answer."""
+    from edgeinfer.devices import estimate
+
+    run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
+    model, profile, kv = run.model, run.profile, run.kv
+    depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
+    shared = _model_object(run, ctx, prompt, asked)
+    computed = _computed(run, prompt, asked)
+    curve = [estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
+    contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
+                for item in curve]
+    return {
+        **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
+        "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
+        "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
+        "users": users_object(lambda depth, together: estimate(
+            profile, run.traffic, depth, prompt, *drafting, computed, together), users[0], prompt, users[1]),
+    }
+
+
+def all_devices_object(
+    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None,
+) -> dict[str, Any]:
+    """Return the JSON object of all devices."""
+    from edgeinfer.devices import estimate
+
+    found, shared = [], None
+    for profile in profiles:
+        run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
+        if shared is None and not run.refused and run.device_bytes is None:
+            shared = _model_object(run, ctx, prompt, asked)
+        computed = _computed(run, prompt, asked)
+        full, empty = (estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
+                       for depth in (ctx, 0))
+        row = _device_object(run, full, empty)
+        found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s})  # of all speeds of the row
+    return {**(shared or {}), "devices": found}
+
+
+def _computed(run: _Run, prompt: int, asked: RuntimeConfig) -> float:
+    """Return the share of the prompt that is computed."""
+    return prompt_share(in_use(asked), prompt, 0, run.model.layers)
+
+
+def _drafting_object(drafting: Drafting) -> dict[str, Any]:
+    from edgeinfer.devices import DRAFT_SHARE
+
+    accepted, cost = drafting
+    return {"accepted": accepted, "draft_cost": DRAFT_SHARE * (accepted - 1) if cost is None else cost,
+            "draft_cost_assumed": cost is None and accepted > 1}
+
+
+def _model_object(run: _Run, ctx: int, prompt: int, asked: RuntimeConfig) -> dict[str, Any]:
+    """Return what does not depend on the device's speed."""
+    model, kept, kv = run.model, run.windows, run.kv
+    share, quantisation = (kept["kv_bytes"] / kept["whole_bytes"] if kept else 1), model.quantisation
+    return {
+        "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
+        "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
+        "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
+        "weight_bytes_read": round(model.bytes_per_token), "windows": kept,
+        "kv_bytes": kept["kv_bytes"] if kept else ctx * model.kv_bytes_per_position[kv],
+        "total_bytes": run.total_bytes, "unstreamed_bytes": run.unstreamed_bytes,
+        **reports(Reported("estimate", asked, model=model, prompt=prompt)),
+        "pure": {"weight_bytes": round(model.pure_weight_bytes()),
+                 "kv_bytes": round(ctx * model.kv_values_per_position * share), "parameters": model.parameters},
+        "bits_per_weight": 8 * model.weight_bytes / model.parameters,
+        "file_types": model.file_types or None, "file_note": model.file_note,
+    }
+
+
+class _Run(NamedTuple):
+    """A run on a device, as `plan` has it."""
+
+    model: ModelDescription
+    profile: DeviceProfile
+    """As edgeinfer uses the device, where it does."""
+    kv: str
+    total_bytes: int
+    """Of the process."""
+    unstreamed_bytes: int
+    """The same with all weights in memory."""
+    device_bytes: int | None
+    """Of a card; None for other devices."""
+    mode: str
+    """Residency of the weights, or refused."""
+    windows: dict[str, Any] | None
+    traffic: Traffic
+    counted: bool = True
+    """Whether that has what is read from storage."""
+    refused: str = ""
+    """Why CUDA does not run the model on the card."""
+
+
+def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
+            cards: Cards | None) -> _Run:
+    """Return the run that `plan` plans for a device."""
+    from edgeinfer.memory_planner import RESIDENT, Planner, to_request
+
+    from ...llm.executors import placed, stored_traffic
+
+    exact, found = (cards.on(profile) if cards else None) or (None, None)
+    if exact and found and found.planner and found.profile:
+        from ...backends import device_fits
+
+        on_card = found.planner.plan(to_request(replace(found.config, ctx=ctx, threads=1)))
+        fits = device_fits(on_card, None, found.profile.memory_bytes)
+        return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
+                    on_card.device_bytes,
+                    RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
+    config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=profile.usable_bytes, max_sequences=sequences)
+    planner = Planner(model.graph, model.weight_bytes)
+    plan, within = planner.plan(to_request(config)), placed(model, planner, config, profile)
+    traffic = within and stored_traffic(model, within, profile, kv)
+    total = (within or plan).total_bytes
+    return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
+                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
+                found.refused if found else "")
+
+
+def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
+    """Return what a token at the end of the context reads of K and of V, and from where on choosing rows of V pays."""
+    from edgeinfer.devices import crossover
+
+    traffic, longest = model.traffic(kv), max(ctx, model.config.max_position_embeddings)
+    left_out = traffic.left_out_at(ctx)
+    each = (traffic.kv_bytes_at(ctx) + left_out) / 2
+    chosen = traffic.value_bytes > 0
+    return {"key_bytes": round(each), "value_bytes": round(each - left_out), "chosen": chosen,
+            "crossover_depth": crossover(profile, traffic, longest) if chosen else None, "longest_depth": longest,
+            "assumed": _assumption() if chosen else ""}
+
+
+def _assumption() -> str:
+    """Return the note on the blocks of V that are read."""
+    from ...graph.topn_cost import SHARED, SKEW
+
+    return (f"assumed: normal scores with a standard deviation of {SKEW:g}, {SHARED:.0%} of whose variance the rows of "
+            "a block have in common")
+
+
+def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]:
+    """Return what depends on the device: a token at the end of the context, a prompt in an empty one."""
+    profile = run.profile
+    prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
+    token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}
+    return {
+        "device": profile.name, "device_title": profile.title, "device_class": profile.device_class,
+        "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
+        "sequences": full.sequences, "memory_bytes": profile.memory_bytes, "fits": run.mode != REFUSED,
+        "mode": run.mode, "reading": None if run.mode in ("resident", REFUSED) else run.counted, "run_kv": run.kv,
+        "total_bytes": run.total_bytes, "device_bytes": run.device_bytes,
+        "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
+        "decode_empty_tok_per_s": empty.decode_tok_per_s,
+        "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
+        "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
+        "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
+        "basis": full.basis, "error": full.error, "error_source": full.error_source, **whose_object(full),
+        "remark": not_ours(whose_object(full), profile, run.refused),
+    }
+
+
+def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
+    """Return where skipping neurons of the feed-forward networks pays; None if scattered reads are not known."""
+    from edgeinfer.devices import break_even, smallest_row
+
+    if profile.memory_random is None:
+        return None
+    row = neuron_bytes(model)
+    point = break_even(profile, row)
+    return {
+        "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
+        "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
+        "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
+    }
+
+
+def neuron_bytes(model: ModelDescription) -> int:
+    """Return the bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
+    quantisation, width = model.quantisation, model.config.hidden_size
+    return WeightType.of(quantisation.weights, quantisation.group_size).bytes_of(width)
