@@ -18,7 +18,7 @@ from edgeinfer.kernels import abi, sampling
 
 from ..config import GenerationConfig
 from ..errors import KernelError, RequestError
-from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises
+from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises, stream_key
 
 Floats = NDArray[np.floating[Any]]
 Ids = NDArray[np.intp]
@@ -94,7 +94,7 @@ class Sampler:
         bias = checked_bias(config.logit_bias, vocab_size)
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
         self._penalises = penalises(config)
-        self._key = sampling.stream_key(seed, index)
+        self._key = stream_key(seed, index)
         self._position = 0
         most = (vocab_size if room is None else room) if self._penalises else 0
         edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)

@@ -112,6 +112,15 @@ class Steps:
             if request.task.cancellation.asked:
                 self._conclude(request)
 
+    def abandon(self, request: Request[Any]) -> None:
+        """End a request in whose step an exception came at any line."""
+        try:
+            request.task.end()
+            request.task.release()
+        finally:
+            self.scheduler.remove(request)
+            request.conclude()
+
     def close(self, error: Exception, failed: bool = False) -> None:
         """End all requests: those that run as cancelled, unless the engine has failed; those that wait with an error.
         """
