@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,6 @@ class Engine:
         self._bell.acquire()
         self._starting = threading.RLock()
         """Guards who runs the steps."""
-        self._alone = threading.Lock()
-        """Held by a client that runs the steps."""
         _open.add(self)
 
     # -- other threads -----------------------------------------------------------------------------------------------
@@ -137,11 +136,10 @@ class Engine:
                 if self._thread is None and not self._inbox:
                     self._thread = threading.current_thread()
             if self.inside:
-                with self._alone:
-                    request.task.arrive()
-                    self.scheduler.add(request)
-                    while not (request.ended or self.closed or self._inbox):
-                        self._steps.run()
+                request.task.arrive()
+                self.scheduler.add(request)
+                while not (request.ended or self.closed or self._inbox):
+                    self._steps.run()
                 return
         except BaseException:
             if self.inside:
@@ -174,8 +172,8 @@ class Engine:
         if self.inside:  # in a callback of a request: the thread closes the runner when it has left it
             self._closes = True
             return False
-        with self._alone:  # a client that runs the steps has left them
-            pass
+        while self._thread not in (None, self._own):  # a client runs the steps, and leaves them within 100 ms
+            time.sleep(0.001)
         with self._starting:
             thread = self._own
             if thread is not None and self._thread is None:
