@@ -185,6 +185,11 @@ class Sampler:
         """Whether it must see each row of logits."""
         return self._logprobs is not None
 
+    @property
+    def certain(self) -> bool:
+        """Whether it needs no logits to take the only token that a mask allows."""
+        return self._logprobs is None and not self._config.logit_bias
+
     def prompt(self, ids: Iterable[int]) -> None:
         """Record of the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
