@@ -119,12 +119,12 @@ class Sample:
 
         Log-probabilities need the logits, and a bias may forbid the token.
         """
+        certain = self.constraint and not self.finish_reason and self.sampler.certain
         text = ""
-        if self.constraint and not self.finish_reason and self.sampler.certain:
-            for token_id in self.constraint.forced(room - self.n_tokens):
-                text += self._accept(Sampled(token_id), room)
-                if self.finish_reason:
-                    break
+        for token_id in self.constraint.forced(room - self.n_tokens) if self.constraint and certain else ():
+            text += self._accept(Sampled(token_id), room)
+            if self.finish_reason:
+                break
         return text
 
     def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 SHARE = 0.25
 """Weight of the latest measurement."""
-FIRST_CHUNK, LEAST_CHUNK = 32, 16
-"""Prompt tokens of a mixed step before anything was measured, and of any at least: they fill kernels' tiles."""
+FIRST_CHUNK, LEAST_CHUNK = 16, 8
+"""Prompt tokens of a mixed step before anything was measured, and of any at least: half a tile of the kernels."""
 DEVIATIONS = 2
 """Mean deviations by which a prompt token is expected to take longer than on average, so that few steps do."""
 
