@@ -96,7 +96,7 @@ class Sample:
             text += self._accept(Sampled(token_id), room, noted=True)
             if self.finish_reason:
                 return text
-        return text + self._accept(self.sampler.sample(logits), room)
+        return text + self._accept(self.sampler.sample(logits), room) + self._force(room)
 
     def resume(self, token_ids: Items[int], room: int) -> None:
         """Take tokens that were sampled and reported elsewhere."""
@@ -112,7 +112,20 @@ class Sample:
             text += self._accept(sampled, room)
             if self.finish_reason or proposal[right : right + 1] != [sampled.token_id]:
                 break
-        return text, right
+        return text + self._force(room), right
+
+    def _force(self, room: int) -> str:
+        """Take the tokens that the form of the text forces: nothing is sampled where one token alone may come.
+
+        Log-probabilities need the logits, and a bias may forbid the token.
+        """
+        certain = self.constraint and not self.finish_reason and self.sampler.certain
+        text = ""
+        for token_id in self.constraint.forced(room - self.n_tokens) if self.constraint and certain else ():
+            text += self._accept(Sampled(token_id), room)
+            if self.finish_reason:
+                break
+        return text
 
     def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
         if sampled.token_id == EMPTY:

@@ -86,9 +86,9 @@ class Embedding(Task[NDArray[np.float32]]):
 
     def release(self) -> None:
         """Give the sequence back."""
-        sequence, self._sequence = self._sequence, None
-        if sequence is not None:
-            self._runner.release(sequence)
+        if self._sequence is not None:
+            self._runner.release(self._sequence)
+            self._sequence = None
 
     def end(self, reason: str = "cancelled") -> str:
         """Count an unfinished embedding as cancelled."""

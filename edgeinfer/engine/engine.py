@@ -1,16 +1,17 @@
-"""The engine: one thread that owns a runner and runs the requests of all other threads together."""
+"""The engine: one thread at a time owns a runner and runs the requests of all threads together."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
+import time
 import weakref
-from queue import Empty, SimpleQueue
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..base.process import check_process
-from ..errors import ClosedError, EdgeInferError, QueueFullError
+from ..errors import ClosedError, EdgeInferError, QueueFullError, RequestError
 from .scheduler import Scheduler
 from .step import Steps
 
@@ -34,7 +35,8 @@ class Engine:
     Parameters
     ----------
     runner : Runner
-        It belongs to the engine until `close`, and is used by the engine's thread alone while requests run.
+        It belongs to the engine until `close`, and is used by one thread at a time: by the client of a request that is
+        alone, else by the engine's own thread.
     max_itl : float
         Seconds that a step may last at most because prompts share it; a single sequence may take longer.
     max_queue : int
@@ -51,9 +53,15 @@ class Engine:
         self.scheduler = Scheduler(runner, max_itl)
         self._steps = Steps(self.scheduler, lambda: self.closed)
         self._most_waiting, self._closes = max_queue, False
-        self._inbox: SimpleQueue[Request[Any] | None] = SimpleQueue()
+        self._inbox: deque[Request[Any]] = deque()
         self._thread: threading.Thread | None = None
+        """Runs the steps; None while there is nothing to run."""
+        self._own: threading.Thread | None = None
+        """The engine's thread, which waits for `_bell` while it is not the one that runs the steps."""
+        self._bell = threading.Lock()
+        self._bell.acquire()
         self._starting = threading.RLock()
+        """Guards who runs the steps."""
         _open.add(self)
 
     # -- other threads -----------------------------------------------------------------------------------------------
@@ -66,8 +74,14 @@ class Engine:
 
     @property
     def inside(self) -> bool:
-        """Whether this is the engine's own thread."""
+        """Whether this is the thread that runs the steps."""
         return self._thread is threading.current_thread()
+
+    def check_outside(self) -> None:
+        """Raise `RequestError` in a callback, whose thread cannot wait for steps that it runs itself."""
+        if self.inside:
+            raise RequestError("A callback cannot wait for a request: it runs in the thread that runs all requests. "
+                               "Make the request in another thread.")
 
     @property
     def n_running(self) -> int:
@@ -77,7 +91,7 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         """Requests that wait."""
-        return len(self.scheduler.waiting) + self._inbox.qsize()
+        return len(self.scheduler.waiting) + len(self._inbox)
 
     @property
     def preemptions(self) -> int:
@@ -105,14 +119,38 @@ class Engine:
                                  "again later.")
         request.task.arrive()
         with self._starting:
-            self._inbox.put(request)
+            self._inbox.append(request)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="edgeinfer engine", daemon=True)
-                self._thread.start()
+                self._call_own()
 
-    def wake(self) -> None:
-        """Let the engine look at cancellations; from any thread, signal handlers and finalizers."""
-        self._inbox.put(None)
+    def run(self, request: Request[Any]) -> None:
+        """Run a request in this thread, its client's, as long as no other is there; otherwise `submit` it.
+
+        It then needs no wake-up of another thread, which takes longer than a forward pass of a small model. What signal
+        handlers raise, such as KeyboardInterrupt, may come at any line, and ends the request.
+        """
+        self.check_outside()
+        self.check_open()
+        try:
+            with self._starting:
+                if self._thread is None and not self._inbox:
+                    self._thread = threading.current_thread()
+            if self.inside:
+                request.task.arrive()
+                self.scheduler.add(request)
+                while not (request.ended or self.closed or self._inbox):
+                    self._steps.run()
+                return
+        except BaseException:
+            if self.inside:
+                self._steps.abandon(request)
+            raise
+        finally:
+            try:
+                self._leave()
+            finally:  # again if it was interrupted
+                self._leave()
+        self.submit(request)
 
     def cancel(self) -> None:
         """Cancel all requests that run, or would but for older ones; from any thread or a signal handler."""
@@ -131,71 +169,78 @@ class Engine:
         if self.process != os.getpid():  # forked: the thread does not exist here
             return True
         self.cancel()
-        self.wake()
-        thread = self._thread
         if self.inside:  # in a callback of a request: the thread closes the runner when it has left it
             self._closes = True
             return False
+        while self._thread not in (None, self._own):  # a client runs the steps, and leaves them within 100 ms
+            time.sleep(0.001)
+        with self._starting:
+            thread = self._own
+            if thread is not None and self._thread is None:
+                self._call_own()
         if thread is not None:
             thread.join()
         self._refuse(ClosedError(CLOSED))
         return True
 
-    # -- its own thread ----------------------------------------------------------------------------------------------
+    # -- the thread that runs the steps ------------------------------------------------------------------------------
+
+    def _call_own(self) -> None:
+        """Let the engine's own thread run the steps; it is started if there is none."""
+        if self._own is None:
+            thread = threading.Thread(target=self._serve, name="edgeinfer engine", daemon=True)
+            thread.start()
+            self._own = self._thread = thread
+            return
+        self._thread = self._own
+        if self._bell.locked():
+            self._bell.release()
+
+    def _leave(self) -> None:
+        """Run no further steps in this thread, if it does; the engine's own goes on with what there is."""
+        with self._starting:
+            if not self.inside:
+                return
+            if self.closed:
+                self._refuse(ClosedError(CLOSED))
+            elif self._inbox or self.scheduler.running or self.scheduler.waiting:
+                return self._call_own()
+            self._thread = None
+        if self._closes:
+            self.runner.close()
 
     def _serve(self) -> None:
+        """Run steps whenever there are requests, until there was none for a while."""
+        while True:
+            with self._starting:
+                if not self.inside:
+                    self._own = None
+                    return
+            self._work()
+            if not self.closed:
+                self._bell.acquire(timeout=LINGER_SECONDS)
+
+    def _work(self) -> None:
+        """Run steps as long as there are requests."""
         try:
-            while not self.closed and self._receive():
+            while not self.closed:
+                while self._inbox:
+                    self.scheduler.add(self._inbox.popleft())
+                if not (self.scheduler.running or self.scheduler.waiting):
+                    break
                 self._steps.run()
         except BaseException as error:  # of the engine itself: no request may wait for ever
             failure = EdgeInferError(f"The engine failed ({type(error).__name__}: {error}); this is a bug.")
             failure.__cause__ = error
             self._refuse(failure, failed=True)
         finally:
-            with self._starting:  # a request that comes before this is concluded here; a later one starts a thread
-                if self.closed:
-                    self._refuse(ClosedError(CLOSED))
-                if self._thread is threading.current_thread():
-                    self._thread = None
-            if self._closes:
-                self.runner.close()
-
-    def _receive(self) -> bool:
-        """Take in new requests, and wait for one if nothing is to be done; returns whether the thread continues."""
-        scheduler, inbox = self.scheduler, self._inbox
-        if not (scheduler.running or scheduler.waiting) and not self._wait():
-            return False
-        while not inbox.empty():
-            try:
-                request = inbox.get_nowait()
-            except Empty:  # only this thread takes
-                break
-            if request is not None:
-                scheduler.add(request)
-        return True
-
-    def _wait(self) -> bool:
-        """Wait for a request or a close; returns False, and is no longer the engine's thread, if none came."""
-        try:
-            request = self._inbox.get(timeout=LINGER_SECONDS)
-        except Empty:
-            with self._starting:
-                if self._inbox.empty():
-                    self._thread = None
-                    return False
-            return True
-        if request is not None:
-            self.scheduler.add(request)
-        return True
+            self._leave()
 
     def _refuse(self, error: Exception, failed: bool = False) -> None:
         """End all requests there are, and those that came too late."""
-        while True:
-            try:
-                request = self._inbox.get_nowait()
-            except Empty:
-                break
-            if request is not None and request.claim():
+        while self._inbox:
+            request = self._inbox.popleft()
+            if request.claim():
                 request.task.end()
                 request.conclude(error)
         self._steps.close(error, failed)

@@ -280,13 +280,13 @@ class Generation(Task[Completion]):
         """Give the sequences back."""
         if self.speculation:
             self.speculation.release(self._samples)
-        base, self._base = self._base, None
-        sequences = [base, *(sample.sequence for sample in self._samples)]
+        if self._base is not None:  # released before it is forgotten: an interruption may come between these lines
+            self._runner.release(self._base)
+            self._base = None
         for sample in self._samples:
-            sample.sequence = None
-        for sequence in sequences:
-            if sequence is not None:
-                self._runner.release(sequence)
+            if sample.sequence is not None:
+                self._runner.release(sample.sequence)
+                sample.sequence = None
 
     @property
     def samples(self) -> Items[Sample]:

@@ -73,20 +73,23 @@ class Request(Generic[Result]):
 
     def start(self) -> None:
         """Hand it to the engine, once; raises `ClosedError` if that is closed, `QueueFullError` if too many wait."""
-        if self._started or self.ended or self._engine is None:
+        if self._engine is not None:
+            self._hand_in(self._engine.submit)
+
+    def _hand_in(self, how: Callable[[Request[Result]], None]) -> None:
+        if self._started or self.ended:
             return
         self._started = True
         try:
-            self._engine.submit(self)
+            how(self)
         except BaseException:
             self._leave()
             raise
 
     def next_piece(self) -> str | None:
         """Return the next text, or None at the end; raises what the request ended with."""
-        if self._engine is not None and self._engine.inside and not self.ended:
-            raise RequestError("A callback cannot wait for a request: it runs in the thread that runs all requests. "
-                               "Make the request in another thread.")
+        if self._engine is not None and not self.ended:
+            self._engine.check_outside()
         self.start()
         try:
             piece = self._next()
@@ -109,7 +112,9 @@ class Request(Generic[Result]):
 
     def finish(self) -> Result:
         """Run to the end and return the outcome."""
-        self.start_whole()
+        self._whole = self._whole or not self._started
+        if self._engine is not None:
+            self._hand_in(self._engine.run)
         while self.next_piece() is not None:
             pass
         return self.task.result()
@@ -118,8 +123,6 @@ class Request(Generic[Result]):
         """Cancel this request within 100 ms, whether it runs or waits; from any thread and from signal handlers."""
         self.task.cancel()
         self._leave()
-        if self._engine is not None and self._started and not self.ended:
-            self._engine.wake()
 
     def close(self) -> None:
         """End the request and wait until it has ended; unfinished samples count as cancelled."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, sampling
 
 from ..config import GenerationConfig
 from ..errors import RequestError
@@ -47,6 +47,17 @@ def new_spec(config: GenerationConfig, key: int, ends: NDArray[np.int64], biases
     ):  # fmt: skip
         spec[offset >> 3] = value
     return spec
+
+
+def stream_key(seed: int, sample: int) -> int:
+    """Return `sampling.stream_key` in Python's integers: for two numbers NumPy takes 40 us, a tenth of a short pass."""
+    state, bits = 0, (1 << 64) - 1
+    for number in (seed, sample):
+        z = state + (number + 1) * sampling.GAMMA & bits
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & bits
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & bits
+        state = z ^ z >> 31
+    return state
 
 
 def penalises(config: GenerationConfig) -> bool:

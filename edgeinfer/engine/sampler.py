@@ -18,7 +18,7 @@ from edgeinfer.kernels import abi, sampling
 
 from ..config import GenerationConfig
 from ..errors import KernelError, RequestError
-from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises
+from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises, stream_key
 
 Floats = NDArray[np.floating[Any]]
 Ids = NDArray[np.intp]
@@ -94,7 +94,7 @@ class Sampler:
         bias = checked_bias(config.logit_bias, vocab_size)
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
         self._penalises = penalises(config)
-        self._key = sampling.stream_key(seed, index)
+        self._key = stream_key(seed, index)
         self._position = 0
         most = (vocab_size if room is None else room) if self._penalises else 0
         edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
@@ -184,6 +184,11 @@ class Sampler:
     def needs_each(self) -> bool:
         """Whether it must see each row of logits."""
         return self._logprobs is not None
+
+    @property
+    def certain(self) -> bool:
+        """Whether it needs no logits to take the only token that a mask allows."""
+        return self._logprobs is None and not self._config.logit_bias
 
     def prompt(self, ids: Iterable[int]) -> None:
         """Record of the prompt: its tokens count for the repetition penalty only."""

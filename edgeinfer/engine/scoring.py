@@ -157,9 +157,9 @@ class Scoring(Task[list[Score]]):
 
     def release(self) -> None:
         """Give the sequence back."""
-        sequence, self._sequence = self._sequence, None
-        if sequence is not None:
-            self._runner.release(sequence)
+        if self._sequence is not None:
+            self._runner.release(self._sequence)
+            self._sequence = None
 
     def result(self) -> list[Score]:
         """Return the score of each continuation; raises `CancelledError` if the request was cancelled."""

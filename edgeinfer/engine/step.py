@@ -112,6 +112,15 @@ class Steps:
             if request.task.cancellation.asked:
                 self._conclude(request)
 
+    def abandon(self, request: Request[Any]) -> None:
+        """End a request in whose step an exception came at any line."""
+        try:
+            request.task.end()
+            request.task.release()
+        finally:
+            self.scheduler.remove(request)
+            request.conclude()
+
     def close(self, error: Exception, failed: bool = False) -> None:
         """End all requests: those that run as cancelled, unless the engine has failed; those that wait with an error.
         """
@@ -128,8 +137,6 @@ class Steps:
         if self._runner.prefill_strategy and (whole := self._whole_prompt(works)):
             return whole
         samples = self._samples(works)
-        if forced := self._forced(works, samples):
-            return self._mixed(self._checking(works, forced), cancel)
         speculation = next((one for work in works if (one := work.request.task.speculation) and not one.idle), None)
         if not samples or speculation is None:
             return self._plain(works, cancel)
@@ -186,16 +193,6 @@ class Steps:
                 or any(run.owner is None or len(run.ids) > 1 for work in works for run in work.runs):
             return []
         return [run.owner for work in works for run in work.runs]
-
-    def _forced(self, works: list[Work], samples: list[Sample]) -> list[list[int]]:
-        """Return the tokens that the forms of texts force: drafts that cost nothing. Empty if nothing is forced."""
-        constrained = [sample for sample in samples if sample.constraint]
-        if not constrained:
-            return []
-        most = min((self._runner.config.outputs - len(samples)) // len(constrained),
-                   self._room(works, self._runner.config.outputs))
-        found = [sample.constraint.forced(most) if sample.constraint and most > 0 else [] for sample in samples]
-        return found if any(found) else []
 
     def _room(self, works: list[Work], most: int) -> int:
         """Return how many draft tokens each sequence can be given."""

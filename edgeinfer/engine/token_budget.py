@@ -4,8 +4,10 @@ from __future__ import annotations
 
 SHARE = 0.25
 """Weight of the latest measurement."""
-FIRST_CHUNK, LEAST_CHUNK = 32, 16
-"""Prompt tokens of a mixed step before anything was measured, and of any at least: they fill kernels' tiles."""
+FIRST_CHUNK, LEAST_CHUNK = 16, 8
+"""Prompt tokens of a mixed step before anything was measured, and of any at least: half a tile of the kernels."""
+DEVIATIONS = 2
+"""Mean deviations by which a prompt token is expected to take longer than on average, so that few steps do."""
 
 
 class TokenBudget:
@@ -23,6 +25,8 @@ class TokenBudget:
         """Seconds of a step by the number of sequences that decode."""
         self._prompt = 0.0
         """Seconds of a prompt token beside others; 0 before it was measured."""
+        self._deviation = 0.0
+        """Of its measurements, on average."""
 
     def prompt_tokens(self, decoding: int) -> int:
         """Return how many prompt tokens the next step may have beside this many decoding sequences."""
@@ -30,7 +34,7 @@ class TokenBudget:
             return self._most
         if not self._prompt:
             return min(FIRST_CHUNK, self._most)
-        fitting = int((self.max_itl - self._decode_seconds(decoding)) / self._prompt)
+        fitting = int((self.max_itl - self._decode_seconds(decoding)) / (self._prompt + DEVIATIONS * self._deviation))
         return min(max(fitting, LEAST_CHUNK), self._most)
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
@@ -39,6 +43,8 @@ class TokenBudget:
             self._decode[decoding] = _blend(self._decode.get(decoding, 0.0), seconds)
         elif prompt >= LEAST_CHUNK:
             each = max(seconds - self._decode_seconds(decoding), 0.5 * seconds if decoding else seconds) / prompt
+            if self._prompt:
+                self._deviation += SHARE * (abs(each - self._prompt) - self._deviation)
             self._prompt = _blend(self._prompt, each)
 
     def _decode_seconds(self, decoding: int) -> float:

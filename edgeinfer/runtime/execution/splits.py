@@ -34,8 +34,10 @@ def tokens_to_split(ordered: Items[Segment], offset: int, threads: int, heads: i
     threads : of the pass
     heads, kv_heads : of the model
     """
+    ends = [len(segment.sequence.tokens) + offset + len(segment.ids) for segment in ordered]
+    if max(ends) <= SPLIT_ROWS:  # most passes of small models, of whose time the rest would take a twentieth
+        return 0
     few = sum([len(segment.ids) for segment in ordered]) <= abi.ATTENTION_TOKENS
-    ends = [len(segment.sequence) + offset + len(segment.ids) for segment in ordered]
     costs = [end if len(segment.ids) == 1 else TILES * end for segment, end in zip(ordered, ends, strict=True)]
     waits = [(threads - 1) * longest for longest in accumulate(costs, max)]
     found = split = deepest = filled = 0

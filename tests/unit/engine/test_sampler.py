@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.engine.sample_spec import stream_key
 from edgeinfer.engine.sampler import Sampled, Sampler, log_softmax, softmax
 from edgeinfer.errors import KernelError, RequestError, UsageError
 from edgeinfer.kernels import sampling
@@ -161,7 +162,9 @@ def test_random_numbers_are_fixed_for_ever() -> None:
     """
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert sampling.absorb(1234567, np.arange(5)).tolist() == known
-    assert sampling.stream_key(42, 1) == STREAM_KEY
+    assert sampling.stream_key(42, 1) == stream_key(42, 1) == STREAM_KEY
+    for seed in (0, 1, 2**32 - 1, 2**63, 2**64 - 1):
+        assert stream_key(seed, 3) == sampling.stream_key(seed, 3)
     assert sampling.uniforms(STREAM_KEY, 7, np.arange(3)).tolist() == UNIFORMS
     logits = np.zeros(1000, np.float32)
     assert text_of(sampler(1000, seed=42), logits, 5) == TEXT
