@@ -56,6 +56,17 @@ the two names that transformers uses.
 | model_type | runs as | compared on |
 |---|---|---|
 """
+PULLS = Path(__file__).parent / "data" / "ollama_pulls.tsv"
+SHARES = """
+## Share of what people pull
+
+Of ollama's library the {} text models with local weights that were pulled most between April and July 2026 ({:.0f}
+million pulls), edgeinfer runs {:.0f} % of the pulls. Pulls include those of programs; the library has vision models and
+a long tail beside these.
+
+| architecture | models | share of the pulls |
+|---|---|---|
+"""
 FOLDS = """
 ## Folding
 
@@ -133,6 +144,24 @@ def described(name: str) -> str:
     return text.split("\n")[0].rstrip(".").replace("|", "/")
 
 
+def shares() -> str:
+    """The most pulled models of ollama's library that are text models with local weights, family by family."""
+    lines = PULLS.read_text(encoding="utf-8").splitlines()[1:]
+    runs, rows, missing = set(supported_architectures()), dict[str, list[tuple[str, float]]](), 0.0
+    for line in lines:
+        model, pulls, names = line.split("\t")
+        if runs.issuperset(names.split()):
+            rows.setdefault(names.split()[0], []).append((model, float(pulls)))
+        else:
+            missing += float(pulls)
+    sums = {name: sum(pulls for _, pulls in found) for name, found in rows.items()}
+    total = sum(sums.values()) + missing
+    page = SHARES.format(len(lines), total, 100 * sum(sums.values()) / total)
+    for name in sorted(rows, key=lambda name: -sums[name]):
+        page += f"| `{name}` | {', '.join(model for model, _ in rows[name])} | {100 * sums[name] / total:.1f} % |\n"
+    return page
+
+
 def models() -> str:
     """The page."""
     cases: dict[str, list[str]] = {}
@@ -152,7 +181,7 @@ def models() -> str:
     for name, inside in seeing_models().items():
         on = ", ".join(case for case, kind in wrapped.items() if kind == name)
         page += f"| `{name}` | `{inside}` | {on or 'its config alone'} |\n"
-    return page + FOLDS + LIMITS
+    return page + shares() + FOLDS + LIMITS
 
 
 if __name__ == "__main__":
