@@ -37,7 +37,7 @@ def main() -> None:
     rows = []
     with Worker("edgeinfer", [sys.executable, str(HERE / "edgeinfer_worker.py")]) as ours:
         ours.ask("load", path=str(bundle), threads=options.threads)
-        ours.ask("context", ctx=max(tokens for _, tokens in tests) + 64)
+        ours.ask("context", ctx=options.d + max(tokens for _, tokens in tests) + 64)
         for setting in options.setting or [""]:
             for kind, tokens in tests:
                 rows.append(pairs(ours, gguf, setting, kind, tokens, options))
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     add("--setting", action="append", help="further options of the peer, commas for spaces; may be repeated")
     add("-n", type=int, default=32, help="tokens to decode, 0 for none (default 32)")
     add("-p", type=int, default=0, help="prompt tokens (default: no prompts)")
+    add("-d", type=int, default=0, help="tokens of context before each test (default 0)")
     add("--rounds", type=int, default=5)
     add("--patience", type=float, default=120, help="seconds to wait for calm rounds (default 120)")
     add("--threads", type=int, default=2)
@@ -70,14 +71,15 @@ def parse() -> argparse.Namespace:
 
 def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, options: argparse.Namespace) -> str:
     """Both sides in turns; returns a row of the table."""
-    sides = {"ours": lambda: tokens / ours.ask("run", kind=kind, tokens=tokens, depth=0)["seconds"],
+    sides = {"ours": lambda: tokens / ours.ask("run", kind=kind, tokens=tokens, depth=options.d)["seconds"],
              "theirs": lambda: theirs(options, gguf, setting, kind, tokens)}
     turns = count()
     in_turns(sides, next(turns))  # warms up
     done = calm_rounds(lambda: in_turns(sides, next(turns)), options.rounds, options.patience)
     ratios = [pair["ours"] / pair["theirs"] for pair in done.results]
     speeds = [f"{statistics.median(pair[side] for pair in done.results):.2f}" for side in sides]
-    return row(options.shape, f"{kind}{tokens}", setting.replace(",", " ") or "as it comes", *speeds,
+    depth = f" @ d{options.d}" if options.d else ""
+    return row(options.shape, f"{kind}{tokens}{depth}", setting.replace(",", " ") or "as it comes", *speeds,
                f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", done)
 
 
@@ -85,7 +87,7 @@ def theirs(options: argparse.Namespace, gguf: Path, setting: str, kind: str, tok
     """Tokens a second of one run of the peer, which warms up by itself."""
     n, p = (tokens, 0) if kind == "tg" else (0, tokens)
     command = [options.program, "-m", str(gguf), "-t", str(options.threads), "-n", str(n), "-p", str(p), "-r", "1",
-               "-o", "json", *(setting.split(",") if setting else [])]
+               "-d", str(options.d), "-o", "json", *(setting.split(",") if setting else [])]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         (result,) = json.loads(ran.stdout)
