@@ -4,7 +4,6 @@ from .alternatives import (
     Alternative,
     Placer,
     alternatives,
-    budget_of,
     cold,
     fit,
     fits,
@@ -26,7 +25,17 @@ from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Pla
 from .pool import fill_budget, largest_pool, pool_error
 from .pool_sizes import largest
 from .reasons import held_words
-from .request import beside_draft, default_ctx, draft_config, fills, in_memory, own_pool, resolve, to_request
+from .request import (
+    beside_draft,
+    budget_of,
+    default_ctx,
+    draft_config,
+    fills,
+    in_memory,
+    own_pool,
+    resolve,
+    to_request,
+)
 from .shared_allocations import extents
 from .state import SLOT_UNIT, StatePlan
 from .stream_layers import stream

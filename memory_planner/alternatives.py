@@ -16,11 +16,10 @@ from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, WeightType, requestable
 
-from .budget import process_budget, serving_share
 from .plan import MemoryPlan, Request
 from .planner import Planner
 from .pool import fill_budget, largest_pool, pool_error
-from .request import DRAFT, fills, own_pool, to_request
+from .request import DRAFT, budget_of, own_pool, to_request
 from .stream_layers import stream
 
 Options = dict[str, str | int]
@@ -81,14 +80,6 @@ class Alternative:
 def fits(planner: Planner, config: RuntimeConfig) -> bool:
     """Whether a run has all weights in memory within its budget."""
     return planner.plan(to_request(config)).total_bytes <= budget_of(config)
-
-
-def budget_of(config: RuntimeConfig) -> int:
-    """Return the limit in bytes: the one requested, else what the system can give now, or most of it for a run that
-    takes all."""
-    if config.budget_bytes is not None:
-        return config.budget_bytes
-    return serving_share(process_budget()) if fills(config) else process_budget()
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,

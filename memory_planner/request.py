@@ -10,7 +10,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import abi
 from edgeinfer.registry import in_use, settled
 
-from .budget import default_threads
+from .budget import default_threads, process_budget, serving_share
 from .plan import MemoryPlan, Request
 from .planner import Beside, Planner
 
@@ -117,3 +117,11 @@ def _outputs(config: RuntimeConfig) -> int:
     checked = 1 + config.draft_tokens
     sequences = config.verified_sequences or config.max_sequences
     return max(config.outputs, config.max_sequences, min(sequences * checked, max(checked, MOST_VERIFIED)))
+
+
+def budget_of(config: RuntimeConfig) -> int:
+    """Return the limit in bytes: the one requested, else what the system can give now, or most of it for a run that
+    takes all."""
+    if config.budget_bytes is not None:
+        return config.budget_bytes
+    return serving_share(process_budget()) if fills(config) else process_budget()

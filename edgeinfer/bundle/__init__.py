@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 from .config_json import config_from_json
+from .files import is_bundle
 from .format import (
     APPROXIMATING,
     FORMAT_NAME,
@@ -23,7 +24,7 @@ from .format import (
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
 from .mapping import check_state, watch
-from .reader import Bundle, is_bundle
+from .reader import Bundle
 
 if TYPE_CHECKING:
     from .cold import COLD_FILE, Cold, cold_bytes, pack_cold, read_cold

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +47,19 @@ def header_to_json(header: Header) -> bytes:
         else:
             lines.append(f' "{key}": {json.dumps(value)}')
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def check_tensors(header: Header, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a table of tensors that has not exactly the expected names with the expected shapes."""
+    tensors, model_type = {entry.name: entry for entry in header.tensors}, header.config.model_type
+    if missing := [name for name in expected if name not in tensors]:
+        raise BundleError(f"the tensor {missing[0]!r} is missing.")
+    if extra := [name for name in tensors if name not in expected]:
+        raise BundleError(f"the tensor {extra[0]!r} is not part of a {model_type} model.")
+    for name, shape in expected.items():
+        if tensors[name].shape != tuple(shape):
+            have = list(tensors[name].shape)
+            raise BundleError(f"the tensor {name!r} has shape {have}; the model needs {list(shape)}.")
 
 
 def header_from_json(text: bytes) -> Header:

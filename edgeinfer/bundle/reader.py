@@ -10,16 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.base.files import open_plain, refuse_special
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.quant import WeightType
 
 from ..base.progress import OnStageProgress
 from .checksums import Passed, Piece, compare
-from .format import APPROXIMATING, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
-from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
-from .mapping import check_length, map_weights
+from .files import map_weights_file, read_header, state_of, weights_pieces
+from .format import APPROXIMATING, WEIGHTS_FILE, Header, Quantisation, TensorEntry
+from .header import check_tensors, header_from_json
 from .orders import check_orders
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 TELL_SECONDS = 1.0
 """Duration from which a check on opening is announced."""
-
-
-def is_bundle(path: str | Path) -> bool:
-    """Whether the directory looks like a bundle (it has a bundle.json); nothing is checked."""
-    return (Path(path) / HEADER_FILE).is_file()
 
 
 class Bundle:
@@ -88,15 +82,15 @@ class Bundle:
         """
         path = Path(path)
         try:
-            text = _read_header(path)
+            text = read_header(path)
             header = header_from_json(text)
-            states = {entry.name: _state(path, entry) for entry in header.files}
-            weights, states[WEIGHTS_FILE] = _map(path, header)
+            states = {entry.name: state_of(path, entry) for entry in header.files}
+            weights, states[WEIGHTS_FILE] = map_weights_file(path, header)
             bundle = cls(path, header, weights, hashlib.sha256(text).hexdigest(), states)
             if compare:
                 bundle._once(bundle._names(parts=False), lambda: list(bundle._files(parts=False)))
             if expected is not None:
-                bundle._check(expected)
+                check_tensors(header, expected)
         except BundleError as error:
             raise BundleError(f"Cannot open the bundle {path}: {error}") from None
         except OSError as error:
@@ -160,13 +154,13 @@ class Bundle:
         expected : mapping of str to tuple of int
         """
         with self._using():
-            self._check(expected)
+            check_tensors(self.header, expected)
 
     def check_graph(self, graph: Graph) -> None:
         """Refuse a bundle whose tensors are not exactly a graph's weights, or do not share allocations as these do."""
         strides = graph.strides
         with self._using():
-            self._check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
+            check_tensors(self.header, {one.name: one.shape for one in graph.weights if one.kind != "predictor"})
             shared = [(entry.name, entry.pieces, entry.stride) for entry in self.header.tensors if entry.pieces]
             if shared != [(weight.name, weight.pieces, strides[weight.name]) for weight in graph.weights
                           if weight.pieces]:
@@ -200,7 +194,7 @@ class Bundle:
         with self._using():
             check_orders(self.header.tensors, self.weights)
             self._once((WEIGHTS_FILE, *self._names(parts=True)),
-                       lambda: [*self._weights_pieces(), *self._files(parts=True)], threads, tell)
+                       lambda: [*weights_pieces(self.path, self.header), *self._files(parts=True)], threads, tell)
             if cold:
                 self._once(self._names(cold=True), lambda: list(self._files(cold=True)), threads, tell)
         self._check_parts()
@@ -218,7 +212,8 @@ class Bundle:
         BundleError
             Naming a tensor or file that was altered.
         """
-        pieces, cold = [*self._weights_pieces(), *self._files(), *self._files(parts=True)], list(self._files(cold=True))
+        pieces = [*weights_pieces(self.path, self.header), *self._files(), *self._files(parts=True)]
+        cold = list(self._files(cold=True))
         total = sum(piece.nbytes for piece in (*pieces, *cold))
 
         def behind(before: int) -> OnStageProgress | None:
@@ -265,16 +260,6 @@ class Bundle:
         except BundleError as error:
             raise BundleError(f"Cannot use the bundle {self.path}: {error}") from None
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        if missing := [name for name in expected if name not in self.tensors]:
-            raise BundleError(f"the tensor {missing[0]!r} is missing.")
-        if extra := [name for name in self.tensors if name not in expected]:
-            raise BundleError(f"the tensor {extra[0]!r} is not part of a {self.config.model_type} model.")
-        for name, shape in expected.items():
-            if self.tensors[name].shape != tuple(shape):
-                have = list(self.tensors[name].shape)
-                raise BundleError(f"the tensor {name!r} has shape {have}; the model needs {list(shape)}.")
-
     def _once(self, names: tuple[str, ...], pieces: Callable[[], list[Piece]], threads: int | None = None,
               progress: OnStageProgress | None = None) -> None:
         """Compare the pieces of these files unless they passed in this state."""
@@ -282,18 +267,6 @@ class Bundle:
         if names and not passed:
             compare(pieces(), threads, progress)
             passed.remember()
-
-    def _weights_pieces(self) -> Iterator[Piece]:
-        """Every byte of weights.bin: tensors, and the gaps between them and after the last."""
-        path, end = self.weights_path, 0
-        for entry in self.header.tensors:
-            if entry.offset > end:
-                yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", entry.offset - end, "", end)
-            yield Piece(path, f"tensor {entry.name!r}", entry.nbytes, entry.sha256, entry.offset,
-                        max(1, entry.pieces), entry.stride)
-            end = max(end, entry.piece_offsets[-1] + entry.piece_bytes)
-        if self.weights_bytes > end:
-            yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
 
     def _check_parts(self, clusters: bool = False) -> None:
         """Refuse parts that are not these weights'; read all `clusters` of cold neurons."""
@@ -322,35 +295,3 @@ class Bundle:
             yield Piece(self.path / name, f"file {name!r}", entry.nbytes, entry.sha256)
 
 
-def _read_header(path: Path) -> bytes:
-    if not path.is_dir():
-        raise BundleError("there is no such directory." if not path.exists() else "it is not a directory.")
-    try:
-        with open_plain(path / HEADER_FILE) as file:
-            return file.read(MAX_HEADER_BYTES + 1)
-    except FileNotFoundError:
-        raise BundleError(f"it has no {HEADER_FILE}.") from None
-    except OSError as error:
-        raise BundleError(f"{HEADER_FILE}: {error.strerror or error}.") from None
-
-
-def _state(path: Path, entry: FileEntry) -> os.stat_result:
-    """Return the status of a listed file, which must be a regular file of the right length."""
-    try:
-        status = os.stat(path / entry.name)
-        refuse_special(path / entry.name, status)
-    except FileNotFoundError:
-        raise BundleError(f"its file {entry.name} is missing.") from None
-    except OSError as error:
-        raise BundleError(f"its file {entry.name}: {error.strerror or error}.") from None
-    check_length(entry.name, status.st_size, entry.nbytes)
-    return status
-
-
-def _map(path: Path, header: Header) -> tuple[NDArray[np.uint8], os.stat_result]:
-    try:
-        return map_weights(path / WEIGHTS_FILE, header.weights_bytes)
-    except FileNotFoundError:
-        raise BundleError(f"its file {WEIGHTS_FILE} is missing.") from None
-    except OSError as error:
-        raise BundleError(f"its file {WEIGHTS_FILE}: {error.strerror or error}.") from None

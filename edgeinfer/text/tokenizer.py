@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TokenizerError
+from .backend import Backend, open_backend
 from .chat import template_files
 from .files import REMEDY, read_optional_object, token_content
 from .libraries import held_back_stderr
-from .pieces import PieceRules
 from .stream import StreamDecoder
 
 if TYPE_CHECKING:
     from ..graph import ModelConfig
-
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any of these makes a tokenizer."""
@@ -25,44 +24,8 @@ READ = (*FILES, "merges.txt", "added_tokens.json", "tokenizer_config.json", "spe
 """All that is read of a bundle's texts, beside its chat templates."""
 PROBES = ("Once upon a time", "3 crows,\n\tein \u00fcbler Fuchs", "\u4e2d\u6587", "\U0001f98a", " ", "\0\x01")
 """Texts that every tokenizer must take: words, digits, spaces, characters of one to four bytes, and control ones."""
-
-
 _SHRINKING = 4
 """Most bytes of text that a normaliser makes one of."""
-
-
-class Backend(Protocol):
-    """Interface that `Tokenizer` requires of a tokenizer library."""
-
-    vocab_size: int
-    special_ids: frozenset[int]
-    rules: PieceRules
-    bos_id: int | None
-    eos_id: int | None
-
-    def prefix_ids(self) -> list[int]:
-        """Return the ids that are before every text."""
-
-    def encode(
-        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None,
-        continues: bool = False,
-    ) -> list[int]:
-        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`.
-
-        Where the text `continues` another one, it gets none of the spaces that a tokenizer puts before a text.
-        """
-
-    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of a text that arrives in pieces; special tokens in it are ordinary text."""
-
-    def token_id(self, content: str) -> int | None:
-        """Return the id of the token with this text, or None."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; none for an id without a token."""
-
-    def content(self) -> dict[str, Any]:
-        """Return all that the ids of a text depend on, by the names of the parts; tables by id, as dictionaries."""
 
 
 class Tokenizer:
@@ -123,7 +86,7 @@ class Tokenizer:
         paths = [directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config")]
         settings: list[tuple[Path, Mapping[str, Any]]] = [(path, read_optional_object(path)) for path in paths]
         with held_back_stderr():
-            backend = _open_backend(directory, settings[0][1])
+            backend = open_backend(directory, settings[0][1])
             tokenizer = cls(backend, [*settings, (directory / "config.json", config or {})])
             for text in PROBES:  # what such a text meets is a fault of the file, not of a prompt
                 tokenizer.decode(tokenizer.encode(text, parse_special=True))
@@ -274,29 +237,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return one token as text, special tokens too; bytes that are not a whole character show as U+FFFD."""
         return self._plain_bytes(int(token_id)).decode("utf-8", "replace")
-
-
-def _open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
-    # tokenizer.json goes first where both exist: it is what the checkpoint's users run, and it alone holds the tokens
-    # and the post-processor that fine-tuning added. Both agree token by token where tokenizer.json was converted with
-    # its normaliser (Llama 2, the fables models); where it was made differently, the ids of other runtimes
-    # that read tokenizer.json are the ones to match.
-    if (directory / "tokenizer.json").exists():
-        from .fast import open_tokenizer_json
-
-        return open_tokenizer_json(directory / "tokenizer.json")
-    if (directory / "tokenizer.model").exists():
-        from .spm import open_tokenizer_model
-
-        return open_tokenizer_model(directory / "tokenizer.model", settings)
-    if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
-        from .fast import open_vocab_and_merges
-
-        return open_vocab_and_merges(directory, settings)
-    raise TokenizerError(
-        f"{directory} holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt); put the "
-        "checkpoint's tokenizer files there."
-    )
 
 
 def _first_difference(name: str, one: Any, other: Any) -> str:

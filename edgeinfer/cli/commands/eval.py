@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -107,72 +107,44 @@ def evaluate(
       edgeinfer eval ./my-bundle --text held_out.txt --reference ./my-f32-bundle --json
     """
     from ...graph import without_approximations
-    from ...models import AS_IT_IS, Storage
+    from ...models import Storage
     from ...quality.corpus import SEPARATOR, Text, read_stream
-    from ...quality.evaluate import OUTPUT_ROWS
     from ...quality.evaluate import evaluate as measure
     from ...quality.measurements import Setting, measured_identity, measurement, remember
     from ...runtime import everywhere
 
     window, tokens = window_of(given, window), tokens_of(tokens, max_tokens)
-    device, weights = given.device or CPU, given.stored(model)
-    asked = given.kv_on(device)
-    provider, other_provider = _provider(device, model, Storage(*weights), asked), None
-    if reference:
-        other_provider = _provider(reference_device, reference, AS_IT_IS, reference_kv)
-    elif reference_device != CPU:
-        raise UsageError(f"--reference-device {reference_device} requires --reference MODEL.")
-    kv = asked or (provider.kv[0] if provider else given.kv)
-    own = given.runtime(kv=kv, ctx=window, outputs=OUTPUT_ROWS)
-    config = partial(RuntimeConfig, ctx=window, threads=given.threads, outputs=OUTPUT_ROWS)
-    for one, settings in each(in_use(own)):
-        one.measurable(settings, decode)
-    values = given.techniques
-    searched = next((one for one in all_techniques() if one.target and values.get(one.target) is not None), None)
-    stored, of_reference = Storage(*weights, given.budget), AS_IT_IS
-    setting, kept = None if decode is None else Setting.of_run(own), None
-    exact: dict[str, Any] = {"kv": reference_kv or (other_provider.kv[0] if other_provider else "f32")}
-    if setting and (searched or not setting.exact) and not reference:
-        reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
-        of_reference = stored
-        kept = setting
+    weights, asked = given.stored(model), given.kv_on(given.device or CPU)
+    provider = _provider(given.device or CPU, model, Storage(*weights), asked)
+    compared = _compared(reference, reference_device, reference_kv)
+    own = _measurable(given, window, asked or (provider.kv[0] if provider else given.kv), decode)
+    searched = _searched(given.techniques)
+    stored, setting = Storage(*weights, given.budget), None if decode is None else Setting.of_run(own)
+    kept = setting is not None and compared is None and (searched is not None or not setting.exact)
+    if kept:
+        compared = Compared(model, None, stored, {"kv": own.kv, "recipe": without_approximations(own.recipe)})
     with ExitStack() as stack, ProgressLine() as progress:
         source = Text(stack, text)
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
         session, tokenizer = open_runner(stack, model, every, progress, provider, stored)
-        if setting:
-            setting = Setting.of_run(replace(own, techniques=session.config.techniques))  # settled for the model
-            kept = kept and setting
-        planned, other = session.plan.total_bytes, None
-        if reference:
-            more = planned - session.plan.region("python").bytes  # the interpreter is there only once
-            left = None if given.budget is None else max(given.budget - more, 1)
-            other = open_runner(stack, reference, config(budget_bytes=left, **exact), progress, other_provider,
-                                of_reference)[0]
-            planned = more + other.plan.total_bytes
+        other, planned = compared.open(stack, session, own, progress) if compared else (None, session.plan.total_bytes)
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
         stream = read_stream(stack, tokenizer, source, between, tokens)
-        measured = partial(measure, session, stream, reference=other, window=window, prompt=decode,
-                           progress=partial(progress, "evaluate"))
-        if searched is None:
-            result = measured()
-        else:
-            found, result = _search(searched, session, measured, values[searched.target])
-            setting = Setting.of_run(replace(own, techniques=found))
-            kept = kept and setting
+        techniques, result = _search(searched, session, given.techniques, partial(
+            measure, session, stream, reference=other, window=window, prompt=decode,
+            progress=partial(progress, "evaluate")))
+        if setting or searched:
+            setting = Setting.of_run(replace(own, techniques=techniques))  # settled for the model
         protocol = None if decode is None else f"windows of {window}, prompts of {decode}, the others one by one"
-        if kept and protocol:
-            made = measurement(kept, result, measured_identity(session.bundle), protocol=protocol,
-                               stream=stream, isa=session.isa)
-            remember(session.bundle, made)
+        if kept and setting and protocol:
+            remember(session.bundle, measurement(setting, result, measured_identity(session.bundle),
+                                                 protocol=protocol, stream=stream, isa=session.isa))
     report = {**report_object(result, planned), "setting": None if setting is None else dict(setting.values),
-              "protocol": protocol, "text_changed": source.changed or None,
-              **reports(Reported("eval", own))}
+              "protocol": protocol, "text_changed": source.changed or None, **reports(Reported("eval", own))}
     if source.changed:
         say(f"{text.name}: {source.changed}.")
     if given.json:
-        print_json(report)
-        return
+        return print_json(report)
     print_table(_rows(result) + ([("setting", str(setting)), ("protocol", str(protocol))] if setting else []))
 
 
@@ -182,6 +154,16 @@ def window_of(given: Given, window: int | None) -> int:
     if given.ctx is not None and window > given.ctx:
         raise UsageError(f"--window {window} does not fit --ctx {given.ctx}; lower it, or raise --ctx.")
     return window
+
+
+def _measurable(given: Given, window: int, kv: str, decode: int | None) -> RuntimeConfig:
+    """Return the settings of the run; refuses techniques that cannot be measured so."""
+    from ...quality.evaluate import OUTPUT_ROWS
+
+    own = given.runtime(kv=kv, ctx=window, outputs=OUTPUT_ROWS)
+    for one, settings in each(in_use(own)):
+        one.measurable(settings, decode)
+    return own
 
 
 def tokens_of(tokens: int | None, max_tokens: int | None) -> int | None:
@@ -194,9 +176,51 @@ def tokens_of(tokens: int | None, max_tokens: int | None) -> int | None:
     return max_tokens
 
 
-def _search(one: Technique, session: Runner, measured: Callable[[], Evaluation],
-            target: float) -> tuple[Settings, Evaluation]:
-    """Find the settings of a technique for a divergence; returns those of all techniques, with the evaluation."""
+class Compared(NamedTuple):
+    """A model that another one is compared with."""
+
+    model: str
+    provider: Provider | None
+    """Its executor; None for our own kernels."""
+    storage: Storage
+    settings: dict[str, Any]
+    """Fields of its run that are not those of the other one."""
+
+    def open(self, stack: ExitStack, beside: Runner, like: RuntimeConfig, progress: ProgressLine) -> tuple[Runner, int]:
+        """Open it in what the other one leaves of the budget; returns it with the bytes that both take."""
+        more = beside.plan.total_bytes - beside.plan.region("python").bytes  # the interpreter is there only once
+        left = None if like.budget_bytes is None else max(like.budget_bytes - more, 1)
+        config = RuntimeConfig(ctx=like.ctx, threads=like.threads, outputs=like.outputs, budget_bytes=left,
+                               **self.settings)
+        runner = open_runner(stack, self.model, config, progress, self.provider, self.storage)[0]
+        return runner, more + runner.plan.total_bytes
+
+
+def _compared(model: str | None, device: str, kv: str | None) -> Compared | None:
+    """Return the model that ``--reference`` names."""
+    from ...models import AS_IT_IS
+
+    if not model:
+        if device != CPU:
+            raise UsageError(f"--reference-device {device} requires --reference MODEL.")
+        return None
+    provider = _provider(device, model, AS_IT_IS, kv)
+    return Compared(model, provider, AS_IT_IS, {"kv": kv or (provider.kv[0] if provider else "f32")})
+
+
+def _searched(options: dict[str, Any]) -> Technique | None:
+    """Return the technique whose settings an option wants found."""
+    return next((one for one in all_techniques() if one.target and options.get(one.target) is not None), None)
+
+
+def _search(one: Technique | None, session: Runner, options: dict[str, Any],
+            measured: Callable[[], Evaluation]) -> tuple[Settings, Evaluation]:
+    """Evaluate, with the settings of a technique found for the divergence that its option asks for.
+
+    Returns the settings of all techniques, with the evaluation.
+    """
+    if one is None:
+        return session.config.techniques, measured()
     found: list[tuple[Any, Evaluation]] = []
     techniques = dict(session.config.techniques)
 
@@ -207,7 +231,7 @@ def _search(one: Technique, session: Runner, measured: Callable[[], Evaluation],
         found.append((settings, result))
         return result.divergence.kld_mean
 
-    best = one.search(techniques[one.name], divergence, target)
+    best = one.search(techniques[one.name], divergence, options[one.target])
     return tuple({**techniques, one.name: best}.items()), next(result for own, result in found if own == best)
 
 

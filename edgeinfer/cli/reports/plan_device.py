@@ -32,46 +32,36 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     """
     from edgeinfer.memory_planner import default_ctx, default_threads, pool_error
 
-    from ...backends import check_draft, device_fits, fill_device, memory_of, smaller
+    from ...backends import device_fits, fill_device, memory_of, smaller
 
     card, planner = found.profile, found.planner
     assert planner
     device = planner.provider.device
-    if drafting:
-        drafting.check_device(device)
-    if drafting and drafting.model:
-        check_draft(found.config, device)
-    own, config = model.config.max_position_embeddings, found.config
-    config = replace(config, ctx=config.ctx or default_ctx(model.config),
-                     threads=config.threads or (1 if card else default_threads()))
+    _check_drafting(drafting, found.config, device)
+    config = replace(found.config, ctx=found.config.ctx or default_ctx(model.config),
+                     threads=found.config.threads or (1 if card else default_threads()))
     host, memory = (config.budget_bytes, card.memory_bytes) if card else memory_of(planner.provider, config)
     beside = _drafted(drafting.model, model, planner, config) if drafting and drafting.model else None
 
-    def with_draft(plan: MemoryPlan) -> MemoryPlan:
-        return plan.beside(beside) if beside else plan
-
     def fits(other: MemoryPlan) -> bool:
-        return device_fits(with_draft(other), host, memory)
+        return device_fits(other.beside(beside) if beside else other, host, memory)
 
     alone, error = fill_device(planner, config, fits), pool_error(planner.plan, config, host)
-    plan, unknown, fitting = with_draft(alone), device == CUDA and memory is None, fits(alone) and not error
+    plan = alone.beside(beside) if beside else alone
+    unknown, fitting = device == CUDA and memory is None, fits(alone) and not error
     options = [] if fits(alone) else list(smaller(planner, config, fits))
-    gpu = card or (gpu_here() if device == CUDA else None)
-    speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
+    speed, remarks = _speed(card, device, model, config)
     held = alone.region("kv").nbytes // (alone.kv_blocks * planner.positions(alone.request))
     report = {
         **plan_fields(model, config, plan, card.name if card else device, None if unknown and fitting else fitting,
                       host, _source(config, card)),
         "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
-        "device_budget_source": f"{DEVICE_MEMORY} {card.title}" if card else None if unknown
-        else f"{share(config) or 'what is '}free of it",
+        "device_budget_source": _device_source(config, card, unknown),
         **_largest(planner, config, alone, fits, unknown), "max_ctx_from_storage": None, "filed_bytes": 0,
         "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
-        "estimate": speed, "notes": [*_notes(device, card, memory, config, own),
-                                     *([not_ours(speed, gpu)] if speed and gpu else [])],
-        "neurons": None,
-        **reports(Reported("plan", found.config, model=model)),
+        "estimate": speed, "notes": [*_notes(device, card, memory, config, model), *remarks],
+        "neurons": None, **reports(Reported("plan", found.config, model=model)),
         "windows": None, "state": None, "decision": None, "from_storage": None,
         "serving": serving_object(alone, planner.positions(alone.request)) if config.fill_budget else None,
     }
@@ -79,6 +69,33 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         said = str(error) if error else planner.refusal(plan, host, memory, options)
         report["error"], report["mode"] = {"code": BudgetError.code, "message": said}, "refused"
     return report
+
+
+def _check_drafting(drafting: Drafting | None, config: RuntimeConfig, device: str) -> None:
+    """Refuse speculative decoding that the device cannot do."""
+    from ...backends import check_draft
+
+    if drafting:
+        drafting.check_device(device)
+        if drafting.model:
+            check_draft(config, device)
+
+
+def _speed(card: DeviceProfile | None, device: str, model: ModelDescription,
+           config: RuntimeConfig) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the estimate for the card, or the GPU that is here, with a remark on it; None if there is none."""
+    gpu = card or (gpu_here() if device == CUDA else None)
+    if gpu is None:
+        return None, []
+    speed = speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
+    return speed, [not_ours(speed, gpu)]
+
+
+def _device_source(config: RuntimeConfig, card: DeviceProfile | None, unknown: bool) -> str | None:
+    """Return where the limit of the device's memory comes from."""
+    if card:
+        return f"{DEVICE_MEMORY} {card.title}"
+    return None if unknown else f"{share(config) or 'what is '}free of it"
 
 
 def _source(config: RuntimeConfig, card: DeviceProfile | None) -> str | None:
@@ -113,8 +130,9 @@ def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config
     return plan_draft(planner, config, model.graph)[0]
 
 
-def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig, own: int) -> list[str]:
-    notes = []
+def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig,
+           model: ModelDescription) -> list[str]:
+    notes, own = [], model.config.max_position_embeddings
     if device == CUDA:
         notes.append("What CUDA takes for itself is an estimate from documents; it was not measured yet.")
         if memory is None:

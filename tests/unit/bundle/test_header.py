@@ -169,7 +169,7 @@ def test_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("edgeinfer.bundle.reader._read_header", refuse)
+    monkeypatch.setattr("edgeinfer.bundle.reader.read_header", refuse)
     assert sentence(path) == "Permission denied."
 
 
