@@ -18,11 +18,18 @@ def with_head(case: GoldenCase) -> GoldenCase:
     layer = next(name for name in case.tensors if name.endswith("q_proj.weight")).rpartition("self_attn")[0]
     shapes = {name.replace(layer, "mtp.layers.0."): array.shape for name, array in case.tensors.items()
               if name.startswith(layer)}
-    (d,) = case.tensors["model.norm.weight"].shape
+    (d,) = next(array.shape for name, array in text(case).items() if name == "model.norm.weight")
     shapes |= {"mtp.fc.weight": (d, 2 * d), "mtp.norm.weight": (d,), "mtp.pre_fc_norm_embedding.weight": (d,),
                "mtp.pre_fc_norm_hidden.weight": (d,)}
     own = {name: golden_cases.weights(f"{case.name}/{name}", shape) for name, shape in shapes.items()}
-    return case._replace(tensors={**case.tensors, **own}, config={**case.config, "mtp_num_hidden_layers": 1})
+    inner = {**case.config.get("text_config", case.config), "mtp_num_hidden_layers": 1}
+    config = {**case.config, "text_config": inner} if "text_config" in case.config else inner
+    return case._replace(tensors={**case.tensors, **own}, config=config)
+
+
+def text(case: GoldenCase) -> Tensors:
+    """Return the tensors of the text model, by its own names."""
+    return {name.replace("model.language_model.", "model."): array for name, array in case.tensors.items()}
 
 
 def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -47,8 +54,8 @@ def head_rows(c: ModelConfig, tensors: Tensors, given: np.ndarray, ids: list[int
 def _attention(c: ModelConfig, t: Tensors, h: np.ndarray, name: str) -> np.ndarray:
     """Causal attention with normed heads, a partial rotation, and a sigmoid gate beside each query."""
     n, heads, kv_heads, eps = c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
-    q = (h @ t[name + "q_proj.weight"].T).reshape(len(h), heads, 2 * n)
-    k, v = ((h @ t[f"{name}{p}_proj.weight"].T).reshape(len(h), kv_heads, n) for p in "kv")
+    q, k, v = ((h @ t[f"{name}{p}_proj.weight"].T + t.get(f"{name}{p}_proj.bias", 0)).reshape(len(h), count, -1)
+               for p, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
     gate, q = q[..., n:], _turned(c, normed(q[..., :n], t[name + "q_norm.weight"], eps))
     k = _turned(c, normed(k, t[name + "k_norm.weight"], eps))
     k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
@@ -56,7 +63,8 @@ def _attention(c: ModelConfig, t: Tensors, h: np.ndarray, name: str) -> np.ndarr
     scores = np.where(np.tri(len(h), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     o = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-    return (o / (1 + np.exp(-gate))).reshape(len(h), -1) @ t[name + "o_proj.weight"].T
+    o = (o / (1 + np.exp(-gate))).reshape(len(h), -1)
+    return o @ t[name + "o_proj.weight"].T + t.get(name + "o_proj.bias", 0)
 
 
 def _turned(c: ModelConfig, x: np.ndarray) -> np.ndarray:

@@ -25,7 +25,8 @@ from edgeinfer.errors import BudgetError, BundleError, CancelledError, RequestEr
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from edgeinfer.runtime import DraftHeadPlan, DraftHeadSession, HiddenRows, Session
 from tests.helpers import golden_cases
-from tests.helpers.draft_heads import head_rows, with_head
+from tests.helpers.command_line import edgeinfer
+from tests.helpers.draft_heads import head_rows, text, with_head
 from tests.helpers.drafts import SETTINGS, Written
 from tests.helpers.sessions import HYBRID, TINY, free_blocks, session, tokens, write_model
 
@@ -63,26 +64,25 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- logits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 32])
-def test_logits_are_those_of_the_equations(tmp_path: Path, tied: bool, chunk: int) -> None:
-    """From a checkpoint, after a prompt in chunks, of the next token and of those that are drafted after it."""
-    case = with_head(golden_cases.load("qwen3-5"))
-    if tied:
-        case = case._replace(config={**case.config, "tie_word_embeddings": True})
-        case.tensors.pop("lm_head.weight")
+@pytest.mark.parametrize(("name", "chunk"), [("qwen3-5", 1), ("qwen3-5", 5), ("qwen3-5", 32), ("qwen3-5-wrapped", 5),
+                                             ("qwen3-5-equal-heads", 5)])
+def test_logits_are_those_of_the_equations(tmp_path: Path, name: str, chunk: int) -> None:
+    """From a checkpoint, after a prompt in chunks, of the next token and of those that are drafted after it; of a text
+    model inside one that sees, whose embedding is the head, too."""
+    case = with_head(golden_cases.load(name))
     source = golden_cases.write_checkpoint(case, tmp_path / "model")
-    assert not convert(source, tmp_path / "bundle", weights="f32").remarks[1:]
+    report = convert(source, tmp_path / "bundle", weights="f32")
+    assert not any("predict further tokens" in remark for remark in report.remarks)
     ids = tokens(23)
     with opened(tmp_path / "bundle", ctx=64, kv="f32", prefill_chunk=chunk) as (own, head):
         c, sequence, given = own.model, own.new_sequence(), [np.zeros((1, own.model.hidden_size), np.float32)]
         with patch.object(head, "take", lambda segments, take=head.take: (
                 given.append(HiddenRows(own).rows(0, len(segments[0].ids))), take(segments))):
             own.prefill(sequence, ids[:-1])
-        words = ids
-        table = case.tensors.get("lm_head.weight", case.tensors["model.embed_tokens.weight"]).astype(np.float64)
+        words, tensors = ids, text(case)
+        table = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).astype(np.float64)
         for offset in range(4):
-            expected = head_rows(c, case.tensors, np.concatenate(given), words)
+            expected = head_rows(c, tensors, np.concatenate(given), words)
             logits = expected[-1] @ table.T
             found, _ = head.ahead([sequence], words[-1:], [0], offset, 3 - offset)
             assert np.abs(found[0] - logits).max() < 1e-5 * np.abs(logits).max()
@@ -135,6 +135,7 @@ def outcome(llm: LLM, drafter: str = "", **options: Any) -> list[tuple]:
 REQUESTS: list[dict[str, Any]] = [{"temperature": 0}, FEW, {**FEW, "n": 3}, {"repetition_penalty": 1.3, "n": 2}]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("words", [99, 41])
 def test_texts_and_probabilities_are_those_without_draft_tokens(path: Path, always: None, words: int,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +281,18 @@ def test_models_without_a_head_are_refused_by_name(tmp_path: Path, path: Path) -
     with LLM(path, ctx=64) as llm, pytest.raises(RequestError, match="speculate is 'mtp', and the model was not opened "
                                                                      "for that; open it with speculate='mtp'"):
         llm.complete([1, 2], speculate="mtp", max_tokens=2)
+
+
+def test_a_plan_has_the_same_regions_and_refusals(path: Path, tmp_path: Path) -> None:
+    options = ("--speculate", "mtp", "--ctx", "256", "--threads", "1", "--json")
+    planned = edgeinfer("plan", str(path), *options).json
+    with LLM(path, speculate="mtp", ctx=256, threads=1, max_sequences=1) as llm:
+        assert planned["total_bytes"] == llm.plan.total_bytes
+        assert "draft_weights" in {region["name"] for region in planned["regions"]}
+    for model, words in ((str(write_model(tmp_path, TINY)), "has no head for further tokens"),
+                         ("qwen2.5-0.5b", "is known once it is converted")):
+        refused = edgeinfer("plan", model, *options)
+        assert refused.code == 1 and words in refused.json["error"]["message"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
