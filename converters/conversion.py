@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.process import say
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
-from edgeinfer.bundle import BundleWriter, weights_file_bytes
+from edgeinfer.bundle import DRAFT_HEAD_FILE, BundleWriter, pack_draft_head, weights_file_bytes, weights_identity
 from edgeinfer.errors import CheckpointError, TokenizerError
 from edgeinfer.graph import Graph, Weight, is_quantised, requested_types
 from edgeinfer.quant import WeightType, layouts, quantise
@@ -100,7 +100,7 @@ def convert(
     requested_types(types[0] or "q4", types[1] or 32, *types[2:])  # or it is refused
     with open_checkpoint(source) as checkpoint:
         type_of, asked = checkpoint.storage(*types)
-        graph = checkpoint.graph(type_of)
+        graph, drafts = checkpoint.graph(type_of), checkpoint.draft_head(type_of)
         remarks = [*checkpoint.check(graph), *checkpoint.remarks]
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
@@ -109,6 +109,7 @@ def convert(
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
             nbytes = bundle_bytes(graph, list(files.values())) + sum(map(len, made.values()))
+            nbytes += graph_bytes(drafts) if drafts else 0
             writer.reserve(nbytes)
             if announce:
                 announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, graph)))
@@ -118,20 +119,41 @@ def convert(
                 writer.add_file(name, content)
             if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
-            strides = graph.strides
+            strides, entries = graph.strides, []
             for weight in graph.weights:
-                stored = graph.types[weight.name]
-                sums: list[quantise.ErrorSums] = []
-                moved = checkpoint.moved(weight, stored, reading.count, sums)
-                entry = writer.add(weight.name, stored, weight.shape, moved or packed(reading, weight, stored, sums),
-                                   weight.pieces, strides.get(weight.name, 0))
-                errors = sum(sums, quantise.ErrorSums())
-                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors,
-                                            checkpoint.file_types(weight), not errors.squared_error, moved is not None))
+                data, report = _stored(reading, weight, graph.types[weight.name])
+                entries.append(writer.add(weight.name, graph.types[weight.name], weight.shape, data, weight.pieces,
+                                          strides.get(weight.name, 0)))
+                tensors.append(report())
+            if drafts:
+                tensors += _write_draft_head(writer, checkpoint, drafts, weights_identity(entries))
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
+
+
+def _stored(reading: _Reading, weight: Weight, stored: WeightType
+            ) -> tuple[Iterator[NDArray[np.uint8]], Callable[[], TensorReport]]:
+    """Return the stored bytes of a weight, block by block, and the report of it once they were read."""
+    checkpoint, sums = reading.checkpoint, list[quantise.ErrorSums]()
+    moved = checkpoint.moved(weight, stored, reading.count, sums)
+
+    def report() -> TensorReport:
+        errors = sum(sums, quantise.ErrorSums())
+        return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
+                            checkpoint.file_types(weight), not errors.squared_error, moved is not None)
+
+    return moved or packed(reading, weight, stored, sums), report
+
+
+def _write_draft_head(writer: BundleWriter, checkpoint: Checkpoint, head: Graph, identity: str) -> list[TensorReport]:
+    """Write the head that drafts further tokens, a part of its own."""
+    reading = _Reading(checkpoint, head, None)
+    each = {weight.name: _stored(reading, weight, head.types[weight.name]) for weight in head.weights}
+    data = {name: data for name, (data, _) in each.items()}
+    writer.add_file(DRAFT_HEAD_FILE, pack_draft_head(head, data, identity), "draft_head")
+    return [report() for _, report in each.values()]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

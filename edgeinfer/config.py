@@ -30,7 +30,7 @@ from .quant import GROUP_SIZES as GROUP_SIZES
 
 KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = quant.requestable()
-SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
+SPECULATIONS = ("auto", "off", "lookup", "draft", "self", "mtp")
 """Sources of draft tokens that one pass verifies: automatic (the draft model if given, otherwise prompt lookup), none,
 prompt lookup, the draft model, or a part of the model itself.
 """

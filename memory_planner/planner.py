@@ -38,6 +38,8 @@ class Beside(NamedTuple):
     """Options to change in order to do without, as in `Alternative.options`."""
     check: Callable[[MemoryPlan], object] = lambda plan: None
     """Raises `RequestError` if the second one cannot run beside a plan that fits."""
+    stores: tuple[KvAccess, ...] = ()
+    """K and V that the second one stores in the blocks of the model's sequences."""
 
 
 class Planner:
@@ -61,7 +63,7 @@ class Planner:
         self.beside = beside
         self._offsets = offsets
         self._kinds = one_of_each(graph)
-        self._accesses = [access for op in graph.ops if (access := op.kv)]
+        self._accesses = [*(access for op in graph.ops if (access := op.kv)), *(beside.stores if beside else ())]
         self._stores = [access for access in self._accesses if access.stores]
         self._stateful = [op for op in graph.ops if op.state_bytes]
         self._instructions: dict[str, int] = {}
@@ -72,7 +74,9 @@ class Planner:
     def alone(self) -> Planner:
         """Return a planner of the model without what runs beside it."""
         other = copy.copy(self)
-        other.beside = None
+        other.beside, beside = None, self.beside.stores if self.beside else ()
+        other._accesses = [access for access in self._accesses if access not in beside]
+        other._stores = [access for access in self._stores if access not in beside]
         return other
 
     def plan(self, request: Request) -> MemoryPlan:

@@ -109,6 +109,7 @@ def test_it_stands_behind_the_gate(planted: None, monkeypatch: pytest.MonkeyPatc
                                    enabled: int, why: tuple[str, ...]) -> None:
     monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path)
     monkeypatch.setattr(Bundle, "parts", frozenset({"draft_head"}))
+    monkeypatch.setattr("edgeinfer.bundle.reader.APPROXIMATING", ("draft_head",))
     with Bundle.open(demo_path()) as bundle:
         config = RuntimeConfig()
         assert bundle.approximates
@@ -147,7 +148,8 @@ OWN_FILES = {
     "head": ("sparse/",),
     "attention": ("edgeinfer/techniques/topn_attention.py",),
     "lazy": ("edgeinfer/techniques/prompt_pruning.py",),
-    "speculate": ("edgeinfer/techniques/speculation.py", "edgeinfer/runtime/self_draft.py"),
+    "speculate": ("edgeinfer/techniques/speculation.py", "edgeinfer/runtime/self_draft.py",
+                  "edgeinfer/runtime/draft_head.py"),
     "experts from flash": ("offload/kept_experts.py",),
     "sparse from flash": ("offload/cold_neurons.py",),
 }

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.bundle import Quantisation
+from edgeinfer.bundle import Quantisation, own_weights
 from edgeinfer.config import GROUP_SIZES
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import (
@@ -21,6 +21,7 @@ from edgeinfer.graph import (
     ModelConfig,
     TypeOf,
     Weight,
+    build_draft_head,
     build_graph,
     read_config,
     requested_types,
@@ -35,7 +36,7 @@ from .json_file import CONFIG_FILE, read_json
 from .safe_path import checkpoint_file
 from .safetensors_file import SourceTensor
 from .shards import TensorFile, open_shards
-from .tensor_check import HEAD, check_tensors
+from .tensor_check import HEAD, check_tensors, has_all
 from .text_tensors import Names, is_buffer, names_of_text, predicts_ahead, unread_keys
 
 GENERATION_FILE = "generation_config.json"
@@ -174,8 +175,9 @@ class Checkpoint:
         found = []
         kind = f"is the text model, a {self.config.model_type}"
         hears = "hears and " if any("audio" in name for name in self.pictures) else ""
+        drafts = frozenset() if self.draft_head(requested_types("f32")) else self.predicted
         for names, what, why in ((self.pictures, f"what {hears}sees pictures", kind),
-                                 (self.predicted, "layers that predict further tokens", "has those of the next one")):
+                                 (drafts, "layers that predict further tokens", "has those of the next one")):
             if names:
                 nbytes = self._megabytes(names)
                 found.append(f"{len(names)} tensors of {what} ({nbytes}) are left out: the bundle {why}.")
@@ -225,7 +227,19 @@ class Checkpoint:
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the checkpoint's names."""
-        found = with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised,
+        return self.named(build_graph(self.config, type_of))
+
+    def draft_head(self, type_of: TypeOf) -> Graph | None:
+        """The graph of the head for further tokens with its own weights alone; None unless the checkpoint has all of
+        their tensors."""
+        if not self.predicted or (head := build_draft_head(self.config, type_of)) is None:
+            return None
+        head = self.named(replace(head, weights=own_weights(head)))
+        return head if has_all(self, head) else None
+
+    def named(self, graph: Graph) -> Graph:
+        """Return a graph whose weights' sources have the checkpoint's names."""
+        found = with_experts(graph, {*self.files, *self.aliases}, self.quantised,
                              lambda name: tuple(self.tensor(name).shape))
         return with_channels_last(found, lambda name: tuple(self.tensor(name).shape)
                                   if self.stored(name) in self.files else None)

@@ -29,7 +29,7 @@ class SourceReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: OnStageProgress | None):
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._progress = progress
         parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)
         names = {checkpoint.stored(part.name) for part in parts}
@@ -70,16 +70,16 @@ class SourceReader:
         starts = item * prod(whole) + rows * width
         low, span = int(columns.min()), int(np.ptp(columns)) + 1
         if span == width and _is_range(columns) and _is_range(rows):
-            values = self._checkpoint.read(name, [int(starts[0])], len(rows) * width).reshape(len(rows), width)
+            values = self.checkpoint.read(name, [int(starts[0])], len(rows) * width).reshape(len(rows), width)
         elif width == 1 and int(np.ptp(rows)) < 4 * len(rows):  # of a vector, single elements are many reads
             first, last = int(rows.min()), int(rows.max()) + 1
-            values = self._checkpoint.read(name, [int(starts[0]) + first - int(rows[0])], last - first)
+            values = self.checkpoint.read(name, [int(starts[0]) + first - int(rows[0])], last - first)
             values = values.reshape(-1, 1)[rows - first]
         else:
             values = np.empty((len(rows), len(columns)), np.float32)
             step = max(1, BLOCK_WEIGHTS // span)
             for i in range(0, len(rows), step):
-                pieces = self._checkpoint.read(name, (starts[i : i + step] + low).tolist(), span)
+                pieces = self.checkpoint.read(name, (starts[i : i + step] + low).tolist(), span)
                 values[i : i + step] = pieces if _is_range(columns) else pieces[:, columns - low]
 
         def index_of(row: int, column: int) -> list[int]:
@@ -92,8 +92,8 @@ class SourceReader:
 
     def count(self, name: str, elements: int) -> None:
         """Elements of a tensor were read, perhaps not for the first time."""
-        name = self._checkpoint.stored(name)
-        tensor = self._checkpoint.tensor(name)
+        name = self.checkpoint.stored(name)
+        tensor = self.checkpoint.tensor(name)
         new = min(elements * tensor.nbytes // prod(tensor.shape), self._left[name])
         self._left[name] -= new
         self._done += new

@@ -66,6 +66,13 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
     return remarks
 
 
+def has_all(checkpoint: Checkpoint, graph: Graph) -> bool:
+    """Return whether a checkpoint has all tensors of a graph's weights, in their shapes."""
+    parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)
+    return all(checkpoint.stored(part.name) in checkpoint.files and checkpoint.tensor(part.name).shape == part.stored
+               for part in parts)
+
+
 def _follow_tie(checkpoint: Checkpoint, graph: Graph) -> None:
     """If head and embedding are one matrix, accept a checkpoint that stores it under the head's name alone."""
     embedding = next((weight.sources[0].name for weight in graph.weights if weight.kind == "embedding"), HEAD)

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.bundle import Quantisation
+from edgeinfer.bundle import Quantisation, own_weights
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
     ORDER,
     ROUTER,
+    Columns,
     Graph,
     HeadOrder,
     ModelConfig,
@@ -25,6 +26,7 @@ from edgeinfer.graph import (
     Transposed,
     TypeOf,
     Weight,
+    build_draft_head,
     build_graph,
     expected_types,
     requested_types,
@@ -153,9 +155,9 @@ class GgufCheckpoint(Checkpoint):
         """The stored bytes of a weight whose codes can be moved as they are."""
         return moved(self.parts, weight, stored, count)
 
-    def graph(self, type_of: TypeOf) -> Graph:
-        """The forward pass, its weights' sources by the file's names."""
-        return with_gguf_names(build_graph(self.config, type_of), self.config, self.files)
+    def named(self, graph: Graph) -> Graph:
+        """Return a graph whose weights' sources have the file's names."""
+        return with_gguf_names(graph, self.config, self.files)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
@@ -220,7 +222,7 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
     graph = with_gguf_names(build_graph(config, requested_types("f32")), config, kinds)
     table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
-    for weight in graph.weights:
+    for weight in (*graph.weights, *_of_drafts(config, kinds)):
         if weight.kind == "vector":
             continue
         if weight.kind == "router":
@@ -241,14 +243,21 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
     return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
 
 
+def _of_drafts(config: ModelConfig, kinds: Kinds) -> tuple[Weight, ...]:
+    """The weights of the head for further tokens, of models that may have one."""
+    head = build_draft_head(config, requested_types("f32"))
+    return with_gguf_names(replace(head, weights=own_weights(head)), config, kinds).weights if head else ()
+
+
 def _has_column_order(sources: list[Source]) -> bool:
     """Whether columns of a file's matrices are in another order; codes stay where they are, and inputs are moved."""
     return any(isinstance(step, HeadOrder) and step.axis == "columns" for source in sources for step in source.steps)
 
 
 def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
-    """Return the common type of tensors; a missing one is reported later, by name. A transposed one has no blocks."""
+    """Return the common type of tensors; a missing one is reported later, by name. Some columns, or a transposed one,
+    have no blocks."""
     found = {kinds[source.name] for source in sources if source.name in kinds}
     stored = (smallest(found) if found else None) or WeightType("f32")
-    turned = any(isinstance(step, Transposed) for source in sources for step in source.steps)
+    turned = any(isinstance(step, Columns | Transposed) for source in sources for step in source.steps)
     return WeightType("f32") if turned and stored.quantised else stored

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.bundle import Quantisation
+from edgeinfer.bundle import Quantisation, own_weights
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
     ORDER,
@@ -22,6 +22,7 @@ from edgeinfer.graph import (
     Source,
     TypeOf,
     Weight,
+    build_draft_head,
     build_graph,
     expected_types,
     read_config,
@@ -141,7 +142,9 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     graph = with_experts(build_graph(config, requested_types("f32")), kinds, packed)
     table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
-    for weight in graph.weights:
+    drafts = build_draft_head(config, requested_types("f32"))
+    further = with_experts(replace(drafts, weights=own_weights(drafts)), kinds, packed).weights if drafts else ()
+    for weight in (*graph.weights, *further):
         if weight.kind == "vector":
             continue
         if weight.kind == "router" or weight.kind in asked:  # routers are floats whatever they were

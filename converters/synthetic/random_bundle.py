@@ -18,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.progress import OnStageProgress
-from edgeinfer.bundle import COLD_FILE, PREDICTOR_FILE, STATISTICS_FILE, BundleWriter, pack_cold, weights_identity
+from edgeinfer.bundle import (
+    COLD_FILE,
+    DRAFT_HEAD_FILE,
+    PREDICTOR_FILE,
+    STATISTICS_FILE,
+    BundleWriter,
+    own_weights,
+    pack_cold,
+    pack_draft_head,
+    weights_identity,
+)
 from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import (
@@ -26,6 +36,7 @@ from edgeinfer.graph import (
     ModelConfig,
     Tap,
     Weight,
+    build_draft_head,
     build_graph,
     builtin_shapes,
     read_config,
@@ -112,6 +123,10 @@ def write_random_bundle(
             done += entries[-1].nbytes
             if progress:
                 progress(done, total, weight.name)
+        if head := build_draft_head(config, type_of):
+            drafts = {weight.name: random_bytes(rng, weight, head.types[weight.name], neurons)
+                      for weight in own_weights(head)}
+            writer.add_file(DRAFT_HEAD_FILE, pack_draft_head(head, drafts, weights_identity(entries)), "draft_head")
         if config.vocab_size >= 256 + len(SPECIAL_TOKENS):
             for name, content in byte_tokenizer(config.vocab_size).items():
                 writer.add_file(name, json.dumps(content).encode())

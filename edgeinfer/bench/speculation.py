@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..config import GenerationConfig
-from ..engine import Drafter, DraftModel, Generation, Sampled, Sampler, Speculation, Times, run_alone
+from ..engine import Drafter, DraftHead, DraftModel, Generation, Sampled, Sampler, Speculation, Times, run_alone
 from ..runner import DECODE, Segment
 from .repetitions import token_ids
 
@@ -130,6 +130,8 @@ class SpeculationBench(NamedTuple):
     """Of a draft token, of the draft model; None without one."""
     self_seconds: float | None
     """The same of a part of the model itself."""
+    mtp_seconds: float | None
+    """The same of the model's head for further tokens."""
     pays_from: dict[str, float | None]
     """Per drafter the least acceptance with which some number of draft tokens is faster than none; None: no
     acceptance.
@@ -150,24 +152,28 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
     depth : tokens of context
     repetitions : of each; those of different numbers of tokens take turns
     accept : share of right draft tokens that a text is replayed with
-    ahead : a part of the model itself that drafts
+    ahead : a part of the model itself that drafts, or its head for further tokens, which drafts the replayed text
     """
+    from ..runtime import DraftHeadSession
+
+    head = ahead if isinstance(ahead, DraftHeadSession) else None
     ids = token_ids(runner.model.vocab_size)
     prompt = [next(ids) for _ in range(max(depth, 1))]
     seconds = pass_times(runner, prompt, repetitions)
     drafted = None if draft is None else pass_times(draft, [
         token % draft.model.vocab_size for token in prompt], repetitions, (1,))[1]
     own = None if ahead is None else ahead_seconds(runner, ahead, prompt, repetitions)
-    pays = {name: pays_from(seconds, cost) for name, cost in (("lookup", 0.0), ("draft", drafted), ("self", own))
-            if cost is not None}
+    part, further = (None, own) if head else (own, None)
+    pays = {name: pays_from(seconds, cost) for name, cost in (("lookup", 0.0), ("draft", drafted), ("self", part),
+                                                              ("mtp", further)) if cost is not None}
     found = None
     if accept is not None:
         text = [next(ids) for _ in range(REPLAYED_TOKENS)]
-        if draft:
-            text = [token % min(draft.model.vocab_size, runner.model.vocab_size) for token in text]
-        found = _at_acceptance(runner, draft, prompt, text, accept, repetitions)
-        found["predicted"] = max(gain(seconds, drafted or 0.0, accept, n) for n in PROPOSALS)
-    return SpeculationBench(seconds, drafted, own, pays, found)
+        if known := draft.model.vocab_size if draft else head.vocab_size if head else 0:
+            text = [token % min(known, runner.model.vocab_size) for token in text]
+        found = _at_acceptance(runner, draft, head, prompt, text, accept, repetitions)
+        found["predicted"] = max(gain(seconds, drafted or further or 0.0, accept, n) for n in PROPOSALS)
+    return SpeculationBench(seconds, drafted, part, further, pays, found)
 
 
 def pass_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Items[int] = COUNTS) -> dict[int, float]:
@@ -210,15 +216,17 @@ def pays_from(seconds: Mapping[int, float], draft: float) -> float | None:
     return next((a / 100 for a in range(101) if max(gain(seconds, draft, a / 100, n) for n in PROPOSALS) > 1), None)
 
 
-def _at_acceptance(runner: Runner, draft: Runner | None, prompt: Items[int], text: Items[int], accept: float,
-                   repetitions: int) -> dict[str, float]:
+def _at_acceptance(runner: Runner, draft: Runner | None, head: DraftRunner | None, prompt: Items[int],
+                   text: Items[int], accept: float, repetitions: int) -> dict[str, float]:
     """Replay a text with draft tokens and without, alternately."""
     times, plain, proposed = Times(), [], []
     most, rows = PROPOSALS[-1], int(runner.config.outputs)
     for repetition in range(repetitions + 1):
         plain.append(Replayed(runner, prompt, text).run())
         drafter: Drafter
-        if draft is None:
+        if draft is None and head:
+            drafter = DraftHead(runner, head)
+        elif draft is None:
             drafter = StatedProposals((*prompt, *text), accept, runner.model.vocab_size)
         else:
             drafter = DraftModel(cast("Runner", OneByOne(draft)), runner.model.vocab_size)

@@ -28,6 +28,7 @@ from .reader import Bundle
 
 if TYPE_CHECKING:
     from .cold import COLD_FILE, Cold, cold_bytes, pack_cold, read_cold
+    from .draft_heads import DRAFT_HEAD_FILE, own_weights, pack_draft_head, read_draft_head
     from .naming import named
     from .parts import (
         PREDICTOR_FILE,
@@ -46,17 +47,18 @@ if TYPE_CHECKING:
     from .screens import SCREEN_FILE, HeadScreen, read_screen, screen_settings
     from .writer import BundleWriter
 
-__all__ = ["APPROXIMATING", "COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS",
-           "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold",
-           "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry",
-           "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json",
-           "header_to_json", "is_bundle", "named", "neuron_layers", "pack_cold", "part_extents",
-           "predictor_settings", "read_cold", "read_predictor", "read_screen", "read_statistics", "screen_settings",
-           "watch", "weights_file_bytes", "weights_identity"]
+__all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS",
+           "PREDICTORS", "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle",
+           "BundleWriter", "Cold", "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics",
+           "TensorEntry", "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets",
+           "header_from_json", "header_to_json", "is_bundle", "named", "neuron_layers", "own_weights", "pack_cold",
+           "pack_draft_head", "part_extents", "predictor_settings", "read_cold", "read_draft_head", "read_predictor",
+           "read_screen", "read_statistics", "screen_settings", "watch", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
     "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics neuron_layers "
              "part_extents predictor_settings read_predictor read_statistics weights_identity",
+    "draft_heads": "DRAFT_HEAD_FILE own_weights pack_draft_head read_draft_head",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen screen_settings",
 })

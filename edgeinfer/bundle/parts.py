@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .reader import Bundle
 
 PREDICTOR_FILE, STATISTICS_FILE = "predictor.bin", "statistics.bin"
-FIELDS = {"predictor": ("kind", "rank"), "statistics": ("tokens",), "screen": ("rank", "share")}
+FIELDS = {"predictor": ("kind", "rank"), "statistics": ("tokens",), "screen": ("rank", "share"),
+          "draft_head": ("types",)}
 """Fields that describe a part, beside its name and its weights."""
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of each array, by name."""

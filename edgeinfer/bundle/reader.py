@@ -279,6 +279,10 @@ class Bundle:
             read_statistics(self)
             if (cold := read_cold(self)) and clusters:
                 cold.verify()
+        if "draft_head" in parts:
+            from .draft_heads import read_draft_head
+
+            read_draft_head(self)
         if "screen" in parts:
             from .screens import read_screen
 

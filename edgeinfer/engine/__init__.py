@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .speculation.draft_model import DraftModel
     from .speculation.drafter import Drafter
     from .speculation.prompt_lookup import PromptLookup
-    from .speculation.self_draft import SelfDraft
+    from .speculation.self_draft import DraftHead, SelfDraft
     from .step import run_alone
     from .task import Task, too_long
 
-__all__ = ["MAX_ITL", "MAX_QUEUE", "BeamSearch", "Choice", "Completion", "Delta", "DraftModel", "Drafter", "Embedding",
-           "Engine", "Generation", "Progress", "PromptLookup", "Request", "Sampled", "Sampler", "Score", "Scoring",
-           "SelfDraft", "Speculation", "SpeculationReport", "Stream", "Task", "Times", "TokenLogprob", "TopLogprob",
-           "run_alone", "too_long"]
+__all__ = ["MAX_ITL", "MAX_QUEUE", "BeamSearch", "Choice", "Completion", "Delta", "DraftHead", "DraftModel", "Drafter",
+           "Embedding", "Engine", "Generation", "Progress", "PromptLookup", "Request", "Sampled", "Sampler", "Score",
+           "Scoring", "SelfDraft", "Speculation", "SpeculationReport", "Stream", "Task", "Times", "TokenLogprob",
+           "TopLogprob", "run_alone", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "candidate": "Delta", "progress": "Progress",
     "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
@@ -35,5 +35,5 @@ __getattr__ = lazily(__name__, {
     "speculation.prompt_lookup": "PromptLookup", "generation": "Generation",
     "engine": "MAX_ITL MAX_QUEUE Engine", "embedding": "Embedding",
     "request": "Request Stream", "step": "run_alone", "task": "Task too_long", "sampler": "Sampled Sampler",
-    "scoring": "Scoring", "speculation.self_draft": "SelfDraft", "speculation.controller": "Speculation",
+    "scoring": "Scoring", "speculation.self_draft": "DraftHead SelfDraft", "speculation.controller": "Speculation",
 })

@@ -4,11 +4,14 @@ from typing import TYPE_CHECKING
 
 from ..base.lazy_import import lazily
 from ..quant import WeightType
-from .build import build_graph, read_config
+from .build import build_draft_head, build_graph, read_config
 from .builder.builder import GraphBuilder
 from .builder.moe import MOST_OF_A_LAYER
 from .check import check, check_runnable
 from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from .draft_head import WORDS as DRAFT_WORDS
+from .draft_head import prefix as draft_head_prefix
+from .draft_head import words_of
 from .families.registry import (
     family_of,
     gguf_architectures,
@@ -35,6 +38,7 @@ from .ops.rows import (
     AddPositions,
     Embed,
     GatherOutputs,
+    GivenRows,
     LayerNorm,
     NormedSum,
     NormPart,
@@ -48,7 +52,7 @@ from .ops.topn_attention import INSTEAD, SelectedAttention, least_score, with_se
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .quantize_activations import quantize_activations
 from .recurrent import RecurrentConfig
-from .steps import Affine, Decay, HeadOrder, RopeHalves, Rows, Step, Tap, Transposed
+from .steps import Affine, Columns, Decay, HeadOrder, RopeHalves, Rows, Step, Tap, Transposed
 from .tensors import Tensor, Types
 from .weight_types import ORDER, ROUTER, TypeOf, expected_types, requested_types
 from .weights import Source, Weight
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIGITS",
+    "DRAFT_WORDS",
     "GPT2",
     "INSTEAD",
     "MOST_OF_A_LAYER",
@@ -79,6 +84,7 @@ __all__ = [
     "AlibiConfig",
     "Attention",
     "CausalConv",
+    "Columns",
     "ConfigReader",
     "Decay",
     "DeltaRule",
@@ -95,6 +101,7 @@ __all__ = [
     "Gguf",
     "GgufExperts",
     "GgufMetadata",
+    "GivenRows",
     "Graph",
     "GraphBuilder",
     "HeadLinear",
@@ -157,10 +164,12 @@ __all__ = [
     "apply",
     "approximate",
     "approximates",
+    "build_draft_head",
     "build_graph",
     "builtin_shapes",
     "check",
     "check_runnable",
+    "draft_head_prefix",
     "expected_types",
     "family_of",
     "fill_rope_tables",
@@ -187,6 +196,7 @@ __all__ = [
     "with_screen",
     "with_selection",
     "without_approximations",
+    "words_of",
 ]
 __getattr__ = lazily(__name__, {"families.family": "ExpertModules Family Gguf GgufExperts Ollama",
                                 "families.gguf_metadata": "GgufMetadata plain_value with_head",

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .builder.builder import GraphBuilder
 from .check import check_runnable
 from .config import ModelConfig, RopeConfig
+from .draft_head import DRAFT_WORDS, with_first_words
 from .families.registry import architecture_module, seeing_models, supported_architectures
 from .graph import Graph
 from .hf_config.reader import ConfigReader
@@ -78,6 +79,19 @@ def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = No
     architecture = _architecture(config.model_type, "The model")
     _check(config)
     graph: Graph = architecture.forward(GraphBuilder(config, type_of), config)
+    return check_runnable(apply(quantize_activations(graph), recipe or Recipe()))
+
+
+def build_draft_head(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = None) -> Graph | None:
+    """Build the graph of a model's head for further tokens (draft_head.py); None if its family has none.
+
+    Parameters and exceptions are those of `build_graph`. The family's function is called ``draft_head``.
+    """
+    make = getattr(_architecture(config.model_type, "The model"), "draft_head", None)
+    if make is None:
+        return None
+    _check(config)
+    graph = with_first_words(make(GraphBuilder(config, type_of), config), DRAFT_WORDS)
     return check_runnable(apply(quantize_activations(graph), recipe or Recipe()))
 
 

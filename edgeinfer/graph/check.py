@@ -86,7 +86,7 @@ def check_runnable(graph: Graph) -> Graph:
         if names in seen:
             continue
         seen.add(names)
-        if not names:
+        if not names and not op.given:
             raise UnsupportedModelError(f"The operation {op.label} has no kernel yet, so edgeinfer cannot run it.")
         for name in names:
             if not catalogue.is_known(name):

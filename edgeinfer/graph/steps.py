@@ -86,6 +86,22 @@ class Transposed(Step):
 
 
 @dataclass(frozen=True)
+class Columns(Step):
+    """Keep `count` columns of a matrix, from column `start` on."""
+
+    start: int
+    count: int
+
+    def shape(self, shape: Sizes) -> Sizes:
+        """Return the shape of the columns that are kept."""
+        return (shape[0], self.count)
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Skip the columns before."""
+        return rows, columns + self.start
+
+
+@dataclass(frozen=True)
 class Affine(Step):
     """Multiply by a number, then add one."""
 

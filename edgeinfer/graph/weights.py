@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..base.dataclass import dataclass
 from ..errors import UnsupportedModelError
-from .steps import Affine, Decay, Factors, RopeHalves, Rows, Sizes, Step, Tap, Transposed
+from .steps import Affine, Columns, Decay, Factors, RopeHalves, Rows, Sizes, Step, Tap, Transposed
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Source:
         fits = 0 <= first < first + run <= step and self.part[0] % step == 0
         self._check(fits, f"has no rows {first} to {first + run - 1} in each {step}")
         return self._then(Rows(first, self.part[0] // step * run, run, step))
+
+    def columns(self, start: int, stop: int) -> Source:
+        """Columns start to stop of a matrix."""
+        self._check(len(self.part) == 2 and 0 <= start < stop <= self.part[1], f"has no columns {start} to {stop - 1}")
+        return self._then(Columns(start, stop - start))
 
     def transposed(self) -> Source:
         """Rows for columns, where a checkpoint has (in_features, out_features) as GPT-2's Conv1D."""

@@ -99,7 +99,7 @@ class LLM(Embeddings):
     max_kld : float, optional
         Use an approximation automatically only if its measured KL divergence is at most this, in nats; by default 0.02.
         0 uses none, and neither does a given `recipe`.
-    speculate : {"auto", "off", "lookup", "draft", "self"}, optional
+    speculate : {"auto", "off", "lookup", "draft", "self", "mtp"}, optional
         Speculative decoding: draft model, prompt lookup, self-draft or off. By default the draft model if given,
         otherwise prompt lookup. The output never changes.
     draft_tokens : int, optional

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..engine.speculation.load import Draft
     from ..graph import Graph, ModelConfig
     from ..runner import Runner
-    from ..runtime import SelfDraftPlan, Session
+    from ..runtime import DraftHeadPlan, SelfDraftPlan, Session
     from .strategy import Choice
 
 
@@ -73,8 +73,9 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, 
                    loading=progress and partial(progress, "load"), place=placer(bundle.config, bundle), beside=beside)
 
 
-def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, companion: Draft | SelfDraftPlan | None,
-              progress: OnProgress | None, opened: ExitStack) -> tuple[Runner, Runner | None]:
+def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
+              companion: Draft | SelfDraftPlan | DraftHeadPlan | None, progress: OnProgress | None,
+              opened: ExitStack) -> tuple[Runner, Runner | None]:
     """Open a model on a device, and after it its draft model, which is in the same plan."""
     from ..backends import OnnxRunner, check_draft, device_planner, plan_draft
 

@@ -25,7 +25,7 @@ WeightType = Literal["q4", "int8", "f16", "f32"]
 GroupSize = Literal[32, 64, 128]
 SparseMode = Literal["off", "exact", "predict"]
 HeadMode = Literal["exact", "screened"]
-Speculation = Literal["auto", "off", "lookup", "draft", "self"]
+Speculation = Literal["auto", "off", "lookup", "draft", "self", "mtp"]
 Device = Literal["cpu", "cuda", "auto", "onnx-cpu"]
 KvLayout = Literal["slots", "pages"]
 

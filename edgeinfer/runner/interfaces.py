@@ -74,6 +74,10 @@ class SparseNeurons(Protocol):
 class DraftRunner(Protocol):
     """A cheaper part of a runner that continues the runner's own sequences, to draft its next tokens."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it may draft, the first ones of the vocabulary."""
+
     def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
               cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
         """Run over one token of each sequence, and on with those that it samples; the sequences stay as they are.

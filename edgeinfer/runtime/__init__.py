@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
+    from .draft_head import DraftHeadPlan, DraftHeadSession
     from .execution.executor import Executor
     from .hidden import HiddenRows
     from .memory import allocate
@@ -19,15 +20,40 @@ if TYPE_CHECKING:
     from .weights.slots import EXPERTS_KERNEL, RESOLVE_KERNEL, Slots
     from .weights.stream import Stream
 
-__all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "Executor", "HiddenRows", "Instruction", "Lowering", "Program",
-           "PruningStages", "SelfDraftPlan", "SelfDraftSession", "Session", "Slots", "SparseFfn", "Stream",
-           "allocate", "decide", "dense_layers", "everywhere", "lower", "or_exact", "plan_run", "planner_of",
-           "predicted_time", "read_on_demand", "rows"]
+__all__ = [
+    "EXPERTS_KERNEL",
+    "RESOLVE_KERNEL",
+    "DraftHeadPlan",
+    "DraftHeadSession",
+    "Executor",
+    "HiddenRows",
+    "Instruction",
+    "Lowering",
+    "Program",
+    "PruningStages",
+    "SelfDraftPlan",
+    "SelfDraftSession",
+    "Session",
+    "Slots",
+    "SparseFfn",
+    "Stream",
+    "allocate",
+    "decide",
+    "dense_layers",
+    "everywhere",
+    "lower",
+    "or_exact",
+    "plan_run",
+    "planner_of",
+    "predicted_time",
+    "read_on_demand",
+    "rows",
+]
 __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
     "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
     "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
     "prompt_pruning": "PruningStages", "weights.stream": "Stream",
-    "memory": "allocate", "hidden": "HiddenRows",
+    "memory": "allocate", "draft_head": "DraftHeadPlan DraftHeadSession", "hidden": "HiddenRows",
 })

@@ -36,7 +36,7 @@ class HiddenRows:
             raise UnsupportedModelError(f"The model {session.model.model_type} has no norm in front of its head, so it "
                                         "gives no embeddings.")
         self._residual: Tensor = gather.x
-        self._stop = next(i for i, one in enumerate(session.program.instructions) if one.op is gather)
+        self.stop = next(i for i, one in enumerate(session.program.instructions) if one.op is gather)
         self._norm, self._weight = norm, self._vector(norm.weight)
         bias = norm.bias if isinstance(norm, LayerNorm) else None
         self._bias = self._vector(bias) if bias else 0.0
@@ -53,18 +53,19 @@ class HiddenRows:
         session.reserve(sequence, len(ids))
         try:
             with session.executor.pool.turn:  # closing the session must leave its memory alone until the rows are read
-                session.forward_range(Segment(sequence, ids), 0, self._stop, 0, cancel)
-                rows = self._rows(len(ids))
+                session.forward_range(Segment(sequence, ids), 0, self.stop, 0, cancel)
+                rows = self.rows(0, len(ids))
         except BaseException:
             session.truncate(sequence, len(sequence))
             raise
         session.append(sequence, ids, PROMPT)
         return rows
 
-    def _rows(self, n: int) -> Floats:
+    def rows(self, start: int, stop: int) -> Floats:
+        """Return the rows of some tokens of a forward pass that ended before instruction `stop`."""
         allocation = self._session.plan.allocations[self._residual.name]
-        memory = self._session.executor.regions[allocation.region][allocation.offset :][: n * allocation.stride]
-        x = memory.view(np.float32).reshape(n, -1)[:, : self._residual.width].astype(np.float64)
+        memory = self._session.executor.regions[allocation.region][allocation.offset :][: stop * allocation.stride]
+        x = memory.view(np.float32).reshape(stop, -1)[start:][:, : self._residual.width].astype(np.float64)
         if isinstance(self._norm, LayerNorm):
             x = x - x.mean(axis=1, keepdims=True)
         x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self._norm.eps)

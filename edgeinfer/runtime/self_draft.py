@@ -14,10 +14,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
 from edgeinfer.registry import recipe_with, techniques
 from edgeinfer.runner import Cancellation, Sequence, decoding
@@ -123,13 +127,22 @@ class SelfDraftSession(Session):
             host.bundle, host.model, host.isa, host.kv, graph, plan
         self.config = replace(host.config, outputs=plan.request.outputs, draft_tokens=0)
         regions = {name: memory for name, memory in host.executor.regions.items() if name not in OWN}
-        regions |= {region.name: allocate(region.nbytes) for region in plan.regions if region.name != "tables"}
-        own = [weight for weight in graph.weights if weight.name not in host.plan.allocations]
-        load_parts(self.bundle, own, plan, regions)
+        regions |= {region.name: allocate(region.nbytes) for region in plan.regions if region.name in abi.REGIONS}
+        self.load_own(host, regions)
         kernels, tuner = host.executor.kernels, host.executor.tuner
         program = Lowering(graph, plan, kernels.isa.token_tiles).program()
         self._link(program, kernels, regions, host.executor.pool,
                    ThreadTuner(tuner.threads, tuner.choose, self.bundle.weights_bytes <= SMALL_BYTES))
+
+    def load_own(self, host: Session, regions: dict[str, NDArray[np.uint8]]) -> None:
+        """Bring those weights into memory that the session does not have."""
+        own = [weight for weight in self.graph.weights if weight.name not in host.plan.allocations]
+        load_parts(self.bundle, own, self.plan, regions)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it may draft, the first ones of the vocabulary."""
+        return self.graph.logits.width
 
     def ahead(self, sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int], offset: int, further: int,
               cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
@@ -168,13 +181,17 @@ def _layers(graph: Graph) -> int:
 
 def _plan(planner: Planner, host: MemoryPlan, resident: bool) -> MemoryPlan:
     """Plan the program's own regions, for forward passes over one token of each sequence."""
-    request = replace(host.request, tokens=host.request.sequences, outputs=host.request.sequences, residency=(), hot=(),
-                      slots=0)
+    layers, masks = planner.graph.config.num_hidden_layers, " with masks" if resident else ""
+    return plan_program(planner, host, host.request.sequences,
+                        f"draft tokens of {_layers(planner.graph)} of {layers} layers{masks}", resident)
+
+
+def plan_program(planner: Planner, host: MemoryPlan, tokens: int, how: str, resident: bool = False) -> MemoryPlan:
+    """Plan a program beside a session's, with weights and KV where that has them, for passes over so many tokens."""
+    request = replace(host.request, tokens=tokens, outputs=host.request.sequences, residency=(), hot=(), slots=0)
     plan, names = planner.plan(request), (*OWN, "resident") if resident else OWN
     shared = {weight.name: host.allocations[weight.name] for weight in planner.graph.weights
               if weight.name in host.allocations}
-    layers, masks = planner.graph.config.num_hidden_layers, " with masks" if resident else ""
-    how = f"draft tokens of {_layers(planner.graph)} of {layers} layers{masks}"
     regions = tuple(replace(region, reason=f"{how}: {region.reason}") for region in plan.regions
                     if region.name in names)
     return replace(plan, regions=regions, allocations={**plan.allocations, **shared}, kv_blocks=host.kv_blocks,

@@ -28,7 +28,10 @@ class SequenceOwner(ModelRunner):
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a copy that shares the KV blocks until one of the two writes."""
-        return self.kv.fork(sequence)
+        copy = self.kv.fork(sequence)
+        if self.row_reader:
+            self.row_reader.forked(sequence, copy)
+        return copy
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""

@@ -92,7 +92,8 @@ class Session(SequenceOwner):
             fill_constants(self.model, self.plan, regions["constants"])
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
-            self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores],
+            stores = [op.kv for op in self.graph.ops if op.kv and op.kv.stores]
+            self.kv = KVCache(self.plan, regions["kv"], [*stores, *(beside.stores if beside else ())],
                               regions.get("state"))
             tuner = ThreadTuner(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
             self._link(program, kernels, regions, host.executor.pool if host else None, tuner)

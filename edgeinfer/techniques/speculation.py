@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ..engine.speculation.load import Draft
     from ..models.description import ModelDescription
     from ..runner import Runner
-    from ..runtime import SelfDraftPlan
+    from ..runtime import DraftHeadPlan, SelfDraftPlan
     from ..text import Tokenizer
 
-AUTO, OFF, _, DRAFT, SELF = SPECULATIONS
+AUTO, OFF, _, DRAFT, SELF, MTP = SPECULATIONS
 _COMMANDS = ("run", "plan")
 
 
@@ -52,13 +52,17 @@ class Drafting(NamedTuple):
 
     def check_device(self, device: str) -> None:
         """Raise `UsageError` where a device of onnxruntime cannot run the drafter."""
-        if self.kind == SELF:
-            raise UsageError(f"speculate is 'self', and device {device} runs no part of a model by itself; give a "
-                             "draft model, or run with device cpu.")
+        if self.kind in (SELF, MTP):
+            raise UsageError(f"speculate is {self.kind!r}, and device {device} runs no part of a model by itself; give "
+                             "a draft model, or run with device cpu.")
 
     def companion(self, bundle: Bundle, tokenizer: Tokenizer | None, config: RuntimeConfig,
-                  progress: OnProgress | None, opened: ExitStack) -> Draft | SelfDraftPlan | None:
+                  progress: OnProgress | None, opened: ExitStack) -> Draft | SelfDraftPlan | DraftHeadPlan | None:
         """Find the draft model, or the part of the model that drafts; most runs have neither."""
+        if self.kind == MTP:
+            from ..runtime import DraftHeadPlan
+
+            return DraftHeadPlan.of_bundle(bundle)
         if self.kind == SELF:
             from ..runtime import SelfDraftPlan
 
@@ -83,6 +87,8 @@ class Drafting(NamedTuple):
             found = describe(name, *stored, recipe)
             return Planner(found.graph, found.weight_bytes)
 
+        if self.kind == MTP:
+            return _head_beside(model)
         if self.kind == SELF:
             from ..runtime import SelfDraftPlan
 
@@ -117,20 +123,35 @@ def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -
     """Make the drafter of a request."""
     from ..engine import PromptLookup
 
-    if draft is None and kind not in (DRAFT, SELF):
+    if draft is None and kind not in (DRAFT, SELF, MTP):
         return PromptLookup()
-    from ..engine import DraftModel, SelfDraft
-    from ..runtime import SelfDraftSession
+    from ..engine import DraftHead, DraftModel, SelfDraft
+    from ..runtime import DraftHeadSession, SelfDraftSession
 
-    if isinstance(draft, SelfDraftSession):
+    if isinstance(draft, DraftHeadSession):
+        if kind == MTP:
+            return DraftHead(runner, draft)
+    elif isinstance(draft, SelfDraftSession):
         if kind == SELF:
             return SelfDraft(runner, draft)
     elif draft and kind in (AUTO, DRAFT):
         return DraftModel(draft, runner.model.vocab_size, kept)
-    if kind in (DRAFT, SELF):
-        how = "with draft=MODEL" if kind == DRAFT else "with speculate='self'"
+    if kind in (DRAFT, SELF, MTP):
+        how = "with draft=MODEL" if kind == DRAFT else f"with speculate={kind!r}"
         raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
     return PromptLookup()
+
+
+def _head_beside(model: ModelDescription) -> Beside:
+    """Return what a plan has room for beside a model whose head drafts; only its bundle says whether it has one."""
+    from ..bundle import Bundle
+    from ..runtime import DraftHeadPlan
+
+    if model.bundle is None:
+        raise RequestError(f"Whether {model.name} has a head for further tokens (MTP) is known once it is converted; "
+                           "convert it, or leave --speculate mtp out.")
+    with Bundle.open(model.bundle) as bundle:
+        return DraftHeadPlan.of_bundle(bundle).beside
 
 
 def _parts(model: ModelDescription) -> frozenset[str]:
@@ -183,8 +204,9 @@ def _model_or_recipe(value: Any) -> Any:
 
 OPTIONS = (
     Option("speculate", choice(SPECULATIONS), "|".join(SPECULATIONS),
-           "Speculative decoding: draft model, prompt lookup, self-draft or off; auto uses the draft model if given, "
-           "otherwise prompt lookup. The output never changes.", AUTO, commands=_COMMANDS, common=("run",)),
+           "Speculative decoding: draft model, prompt lookup, self-draft, the model's head for further tokens (mtp) "
+           "or off; auto uses the draft model if given, otherwise prompt lookup. The output never changes.", AUTO,
+           commands=_COMMANDS, common=("run",)),
     Option("draft", Rule(RULES["draft"].want, _model_or_recipe), "MODEL",
            "Draft model: a smaller model with the same tokenizer.", commands=_COMMANDS, common=("run",)),
     Option("draft_tokens", integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"), "N",

@@ -41,6 +41,10 @@ OUTER = {"model.embed_tokens": "token_embd", "model.embeddings": "token_embd", "
          "model.embedding_norm": "token_embd_norm"}
 
 
+DRAFTS = {"fc.weight": "eh_proj", "pre_fc_norm_embedding.weight": "enorm", "pre_fc_norm_hidden.weight": "hnorm",
+          "norm.weight": "shared_head_norm"}
+
+
 def architecture(case: GoldenCase, c: ModelConfig) -> str:
     """GGUF's name of a case's architecture."""
     return ARCHITECTURES[case.config["model_type"]] + ("_moe" if c.model_type == "nemotron_h" and c.experts else "")
@@ -117,7 +121,11 @@ def tensors_of(case: GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndar
     for stored, values in case.tensors.items():
         if ".visual." in stored:
             continue
-        name = stored.replace("model.language_model.", "model.").replace("backbone.", "model.")
+        name = stored.replace("model.language_model.", "model.").replace("backbone.", "model.").replace(
+            "mtp.layers.0.", f"model.layers.{c.num_hidden_layers}.")
+        if own := DRAFTS.get(name.removeprefix("mtp.")):
+            out[f"blk.{c.num_hidden_layers}.nextn.{own}.weight"] = values.astype(np.float32) + ("norm" in name)
+            continue
         for part, array in _converted(name, values.astype(np.float32), case, c, arch):
             out[part] = np.ascontiguousarray(array)
     return out

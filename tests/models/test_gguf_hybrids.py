@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle
+from edgeinfer.bundle.arrays import open_arrays
 from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.graph import ORDER, build_graph, read_config, requested_types
@@ -18,6 +19,7 @@ from edgeinfer.quant import layouts, packed
 from tests.golden_hybrids import CASES
 from tests.helpers import golden_cases
 from tests.helpers.bundles import tensor_bytes, weights_of
+from tests.helpers.draft_heads import with_head
 from tests.helpers.gguf_hybrids import ARCHITECTURES, architecture, metadata, tensors_of
 from tests.helpers.sessions import logits_of, session
 from tests.models.test_gguf_families import write
@@ -38,9 +40,10 @@ FOLDED = ("falcon-h1", "falcon-h1-norm")
 """Cases with multipliers, which the converter folds into the weights in an order of its own."""
 
 
-def written(name: str, path: Path, drafts: int = 0, **more: Any) -> golden_cases.GoldenCase:
-    """Write a case, without what files cannot say, as a checkpoint and as a GGUF file."""
-    case = golden_cases.load(name)
+def written(name: str, path: Path, drafts: int = 0, head: bool = False, **more: Any) -> golden_cases.GoldenCase:
+    """Write a case, without what files cannot say, as a checkpoint and as a GGUF file; perhaps with a head that drafts,
+    or a part of one."""
+    case = with_head(golden_cases.load(name)) if head else golden_cases.load(name)
     config = {**case.config, **UNSAID.get(name, {})}
     biases = ("self_attn.", "feed_forward.", "in_proj.", "out_proj.", "up_proj.", "down_proj.")
     dropped = {tensor for tensor in case.tensors if name in UNSAID and tensor.endswith(".bias")
@@ -56,7 +59,7 @@ def written(name: str, path: Path, drafts: int = 0, **more: Any) -> golden_cases
     arch = architecture(case, c)
     fields = metadata(case, c, arch, drafts) | {f"{arch}.{key}": value for key, value in more.items()}
     tensors = tensors_of(case, c, arch)
-    for i in range(c.num_hidden_layers, c.num_hidden_layers + drafts):
+    for i in range(c.num_hidden_layers, c.num_hidden_layers + drafts * (not head)):
         tensors |= {f"blk.{i}.nextn.enorm.weight": np.ones(4, np.float32), f"blk.{i}.attn_q.weight": np.ones((4, 4))}
     if name in FOLDED:
         tensors = folded(tensors, config)
@@ -112,6 +115,17 @@ def test_blocks_that_draft_are_left_out(tmp_path: Path) -> None:
     expected, values = weights_of(tmp_path / "checkpoint"), weights_of(tmp_path / "file")
     assert {name: array.tobytes() for name, array in expected.items()} == {
         name: array.tobytes() for name, array in values.items()}
+
+
+def test_a_head_that_drafts_is_the_checkpoints(tmp_path: Path) -> None:
+    written("qwen3-5", tmp_path, drafts=1, head=True)
+    convert(tmp_path / "hf", tmp_path / "checkpoint", weights="f32")
+    report = convert(tmp_path / "m.gguf", tmp_path / "file")
+    assert not any("predict further tokens" in remark for remark in report.remarks)
+    expected, found = (open_arrays(tmp_path / name / DRAFT_HEAD_FILE) for name in ("checkpoint", "file"))
+    assert found[0]["types"] == expected[0]["types"] and len(found[1]) == 13
+    assert {name: array.tobytes() for name, array in found[1].items()} == {
+        name: array.tobytes() for name, array in expected[1].items()}
 
 
 @pytest.mark.slow(keep=1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from edgeinfer.bench import Replayed, measure_speculation
 from edgeinfer.bench.speculation import StatedProposals, gain, pays_from
-from edgeinfer.engine import DraftModel, Speculation, Times
-from edgeinfer.runtime import Session
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.engine import DraftHead, DraftModel, Speculation, Times
+from edgeinfer.runtime import DraftHeadPlan, Session
 from tests.helpers.command_line import edgeinfer
-from tests.helpers.sessions import TINY, session, tokens, write_model
+from tests.helpers.sessions import HYBRID, TINY, session, tokens, write_model
 
 PROMPT, TEXT = tokens(9), tokens(60, seed=1)
 
@@ -50,6 +53,18 @@ def test_what_is_measured(runner: Session) -> None:
     found = measure_speculation(runner, None, 5, 1, 0.8)
     assert set(found.seconds) >= {1, 2, 4, 8, 16} and found.draft_seconds is None and found.stated
     assert found.stated["accept"] == 0.8 and found.stated["gain"] > 0 and set(found.pays_from) == {"lookup"}
+
+
+def test_a_head_drafts_the_text(tmp_path: Path) -> None:
+    bundle = Bundle.open(write_model(tmp_path, HYBRID))
+    plan = DraftHeadPlan.of_bundle(bundle)
+    with closing(Session(bundle, RuntimeConfig(ctx=256, threads=1, draft_tokens=7, outputs=16),
+                         beside=plan.beside)) as own, closing(plan.open(own)) as head:
+        found = measure_speculation(own, None, 5, 1, 0.8, head)
+        assert found.mtp_seconds and not found.self_seconds and set(found.pays_from) == {"lookup", "mtp"}
+        replayed = Replayed(own, PROMPT, TEXT, Speculation(DraftHead(own, head), Times(), 2, 16, fixed=True), 0.7).run()
+        assert replayed.speculation and 0.4 < replayed.speculation.accepted / replayed.speculation.drafted < 0.9
+        assert list(replayed.token_ids) == list(TEXT)
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ JSON_FIELDS = {
         "`error_source`; else null",
         "speculation": "with --speculate: `walks`, milliseconds of a forward pass over 1, 2, ... tokens, and `ratios` "
                        "to one; "
-        "`draft_ms` and `self_ms` of a draft token; `pays_from`, per drafter the least acceptance with which draft "
-        "tokens "
+        "`draft_ms`, `self_ms` and `mtp_ms` of a draft token; `pays_from`, per drafter the least acceptance with which "
+        "draft tokens "
         "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
         "`tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",

@@ -61,12 +61,13 @@ def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int
 
 
 def _with_self(bundle: Bundle, config: RuntimeConfig, opened: ExitStack) -> tuple[Session, DraftRunner | None]:
-    """Open a model, and the part of it that can draft for it, if there is one and the budget holds both."""
+    """Open a model, and its head or the part of it that can draft for it, if there is one and the budget holds both."""
     from ...registry import placer
-    from ...runtime import SelfDraftPlan, Session
+    from ...runtime import DraftHeadPlan, SelfDraftPlan, Session
 
     try:
-        self_draft = SelfDraftPlan.of_bundle(bundle, config.recipe)
+        self_draft: DraftHeadPlan | SelfDraftPlan = DraftHeadPlan.of_bundle(bundle) if "draft_head" in bundle.parts \
+            else SelfDraftPlan.of_bundle(bundle, config.recipe)
         session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle.config, bundle),
                                                        beside=self_draft.beside)))
         if self_draft.planned(session.plan):

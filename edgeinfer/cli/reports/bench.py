@@ -68,7 +68,8 @@ def speculation_object(found: SpeculationBench) -> dict[str, Any]:
     passes = {str(n): 1000 * seconds for n, seconds in found.seconds.items()}
     return {"walks": passes, "ratios": {n: ms / passes["1"] for n, ms in passes.items()},
             "draft_ms": found.draft_seconds and 1000 * found.draft_seconds,
-            "self_ms": found.self_seconds and 1000 * found.self_seconds, "pays_from": found.pays_from,
+            "self_ms": found.self_seconds and 1000 * found.self_seconds,
+            "mtp_ms": found.mtp_seconds and 1000 * found.mtp_seconds, "pays_from": found.pays_from,
             "stated": found.stated}
 
 

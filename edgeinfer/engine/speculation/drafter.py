@@ -1,7 +1,7 @@
 """Interface of drafters (speculative decoding, arXiv 2211.17192, section 2).
 
 A drafter proposes how texts continue, the model verifies all proposed tokens in one pass and keeps those that it would
-have sampled itself: a text never depends on its drafter. Trained heads in a bundle would be one more drafter.
+have sampled itself: a text never depends on its drafter.
 """
 
 from __future__ import annotations

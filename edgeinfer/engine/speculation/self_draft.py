@@ -32,7 +32,7 @@ class SelfDraft(Drafter):
         n = min([n, *(int(self._runner.config.ctx or 0) - len(sequence) for sequence in sequences)])
         if len(sequences) < len(texts) or n < 1:
             return [[] for _ in texts]
-        vocab_size, gone = self._runner.model.vocab_size, [0] * len(texts)
+        vocab_size, gone = self._ahead.vocab_size, [0] * len(texts)
 
         def forward(indices: list[int], ids: list[list[int]], sample_specs: list[int],
                  further: int) -> tuple[Any, list[list[int]]]:
@@ -52,3 +52,9 @@ class SelfDraft(Drafter):
 
     def release(self, texts: Items[Text]) -> None:
         """Nothing is kept."""
+
+
+class DraftHead(SelfDraft):
+    """Drafts with a head of the model that was trained to (multi-token prediction)."""
+
+    name = "mtp"

@@ -19,6 +19,7 @@ from ..ops.rows import (
     AddPositions,
     Embed,
     GatherOutputs,
+    GivenRows,
     LayerNorm,
     NormedSum,
     NormPart,
@@ -52,6 +53,10 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
         table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.head_width),))
         x = self._op(Embed(out=self._tensor("x", c.head_width), table=table))
         return x if c.embedding_scale == 1 else self.activate(x, "scale", c.embedding_scale)
+
+    def given_rows(self) -> Tensor:
+        """Take rows that the caller writes: f32 (tokens, hidden_size)."""
+        return self._op(GivenRows(out=self._tensor("given", self.config.hidden_size)))
 
     def token_rows(self, name: str, source: str, rows: int, width: int) -> Tensor:
         """Look up a further row of each token, in a table that stays in the file: (tokens,) -> f32 (tokens, width)."""
@@ -164,7 +169,8 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
                                    layer=self.layer))
 
     def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
-               norm_bias: str | Source = "", head_bias: str | Source = "", project: str | Source = "") -> Tensor:
+               norm_bias: str | Source = "", head_bias: str | Source = "", project: str | Source = "",
+               norm_name: str = "norm") -> Tensor:
         """Final norm, output head, and the sample of a token, for the rows whose logits are wanted.
 
         If a model has no final norm `norm` is empty; `project` makes rows of `embedding_dim` elements for the head.
@@ -180,9 +186,9 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
         if not norm:
             h = xo
         elif layer_norm:
-            h = self.layer_norm(xo, "norm", norm, norm_bias)
+            h = self.layer_norm(xo, norm_name, norm, norm_bias)
         else:
-            h = self.rms_norm(xo, "norm", norm)
+            h = self.rms_norm(xo, norm_name, norm)
         if project:
             h = self.linear(h, "project_out", (project,), (c.head_width,))
         weight = self._weights["embed" if tied else "head"]

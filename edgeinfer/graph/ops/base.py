@@ -34,6 +34,8 @@ class Op:
     OVER: ClassVar[str] = ""
     """The input whose memory the output takes (residual sums, rotary embedding); empty for an output of its own."""
 
+    given: ClassVar[bool] = False
+    """Whether what it stands for is made outside of the program, so that there is nothing to run."""
     quantises: ClassVar[bool] = False
     """Whether its kernels can write quantised rows."""
 

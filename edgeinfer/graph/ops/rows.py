@@ -54,6 +54,14 @@ class TokenRows(RowOp):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenRows(RowOp):
+    """Rows that the caller writes before each forward pass, such as those of another program."""
+
+    KERNELS = ()
+    given = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class RmsNorm(RowOp):
     """Root-mean-square norm (arXiv 1910.07467), quantised on the way out where its readers want that."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.memory_planner import MemoryPlan
-from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, prepare_samples
+from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, Sequence, prepare_samples
 
 from ..kv.sequence import KVCache
 from ..program.program import Program
@@ -26,6 +27,23 @@ from .threads import Pool
 Logits = NDArray[np.float32]
 
 
+class RowReader(Protocol):
+    """Reads the rows in front of the output head in each forward pass over new tokens, such as a head that drafts."""
+
+    @property
+    def stop(self) -> int:
+        """Return the instruction before which they are read."""
+
+    def take(self, segments: Items[Segment]) -> None:
+        """Read the rows of all tokens of a forward pass that has come to that instruction."""
+
+    def follow(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
+        """Use them, before the sequences take in the tokens."""
+
+    def forked(self, sequence: Sequence, copy: Sequence) -> None:
+        """Let a fork have what is kept of a sequence."""
+
+
 class ModelRunner(Runner):
     """A program over planned memory, and its forward passes; whose sequences they are is known to `kv`."""
 
@@ -35,6 +53,7 @@ class ModelRunner(Runner):
     """Without open fields."""
     kv: KVCache
     executor: Executor
+    row_reader: RowReader | None = None
 
     def _link(self, program: Program, kernels: Kernels, regions: dict[str, NDArray[np.uint8]], pool: Pool | None,
               tuner: ThreadTuner) -> None:
@@ -42,7 +61,7 @@ class ModelRunner(Runner):
         n, self.program = self.config.outputs, program
         self.selects = self.graph.chooses_values
         self._logits: Logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
-        self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
+        self._logits = self._logits.reshape(n, -1)[:, : self.graph.logits.width]
         self._counts: tuple[tuple[int, int], ...] = ()
         self._first_sample = program.first_sample
         slot = self.plan.state.slot_bytes if self.plan.state else 0
@@ -74,7 +93,9 @@ class ModelRunner(Runner):
         Limited by their time, by the blocks of the sequences, and by lengths at which attention is split differently.
         """
         executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + offset + 1
-        if executor.check or executor.stream or not all(all(segment.sample_specs) for segment in segments):
+        if executor.check or executor.stream or self.row_reader:
+            return 0
+        if not all(all(segment.sample_specs) for segment in segments):
             return 0
         most = executor.tuner.further(len(segments), len(self.program.instructions))
         further = min(further, most, self.plan.request.ctx - longest)
@@ -100,10 +121,16 @@ class ModelRunner(Runner):
                 for index, value in counts:
                     self.executor.set_count(index, value)
                 self._counts = counts
-            logits = self._logits[:outputs]
+            logits, reader = self._logits[:outputs], self.row_reader if stop is None else None
+            if reader:
+                self.executor.run(first, reader.stop, cancel)
+                reader.take(segments)
+                first = reader.stop
             if any(segment.prepare for segment in segments):
                 first = self._prepare(segments, first, cancel)
             self.executor.run(first, stop, cancel, further)
+            if reader:
+                reader.follow(segments, cancel)
         return logits
 
     def _prepare(self, segments: Items[Segment], first: int, cancel: Cancellation | None) -> int:

@@ -7,6 +7,7 @@ from edgeinfer.graph import (
     AddPositions,
     Embed,
     GatherOutputs,
+    GivenRows,
     LayerNorm,
     NormedSum,
     NormPart,
@@ -38,6 +39,11 @@ def _rows(op: Op, at: Lowering, x: Tensor, operands: list[Operand], flags: int =
 def _(op: Embed, at: Lowering) -> list[Instruction]:
     return _rows(op, at, op.out, [at.at(op.table), at.at(op.out)],
                  tile_bytes=at.types[op.table.name].tile_bytes(op.out.width))
+
+
+@lower.register
+def _(op: GivenRows, at: Lowering) -> list[Instruction]:
+    return []
 
 
 @lower.register

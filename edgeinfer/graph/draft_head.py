@@ -1,0 +1,65 @@
+"""Multi-token prediction: a layer behind the model drafts the token after the next (arXiv 2412.19437, section 2.2).
+
+It reads, of each token, the row of the last norm before it and its embedding. Its layer has the number after the
+model's last one, by which its K and V are told apart; embedding and output head are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgeinfer.kernels import abi
+
+from .builder.builder import GraphBuilder
+from .config import ModelConfig
+from .graph import Graph
+from .ops.matmul import Linear
+from .ops.rows import Sample
+from .tensors import Tensor
+from .weights import Source, Weight
+
+DRAFT_WORDS = 65536
+"""Words that are drafted at most, the first ones of a vocabulary: byte-level BPE numbers frequent ones first, and of
+small models with large vocabularies the head is half of a token's bytes (FR-Spec, arXiv 2502.14856)."""
+WORDS = "draft_words"
+"""Weight that stands for the first rows of the output head."""
+Norm = Callable[[str, int], Source]
+
+
+def prefix(config: ModelConfig) -> str:
+    """Return what the names of the head's own weights begin with."""
+    return f"layers.{config.num_hidden_layers}."
+
+
+def words_of(config: ModelConfig) -> str:
+    """Return the name of the weight whose first rows `WORDS` has: the output head, or the embedding that it is."""
+    return "embed" if config.tie_word_embeddings else "head"
+
+
+def combined(g: GraphBuilder, c: ModelConfig, embedding: str, norm: Norm, hf: str = "mtp.") -> Tensor:
+    """W [norm(embedding); norm(given row)]: the two halves of the matrix are stored one by one."""
+    hidden, d, name = g.given_rows(), c.hidden_size, prefix(c)
+    x, g.layer = g.embed(embedding), c.num_hidden_layers
+    both = Source(hf + "fc.weight", (d, 2 * d))
+    x = g.rms_norm(x, name + "embedding_norm", norm(hf + "pre_fc_norm_embedding", d))
+    x = g.linear(x, name + "of_embedding", (both.columns(0, d),), (d,))
+    h = g.rms_norm(hidden, name + "hidden_norm", norm(hf + "pre_fc_norm_hidden", d))
+    return g.linear(h, name + "of_hidden", (both.columns(d, 2 * d),), (d,), residual=x)
+
+
+def with_first_words(graph: Graph, most: int) -> Graph:
+    """Leave logits of the first words alone."""
+    vocab = graph.logits.width
+    if vocab <= most:
+        return graph
+    head = next(op for op in graph.ops if op.out == graph.logits)
+    sample = next(op for op in graph.ops if isinstance(op, Sample))
+    assert isinstance(head, Linear)
+    logits = replace(graph.logits, width=most)
+    words = Weight(WORDS, (most, head.weight.shape[1]), "head", head.weight.sources)
+    work = replace(sample.out, width=abi.sample_row(most)[0] // 4)
+    changed = {id(head): head.replaced(out=logits, weight=words), id(sample): sample.replaced(out=work, logits=logits)}
+    kept = tuple(weight for weight in graph.weights if weight.name != "head")
+    return replace(graph, ops=tuple(changed.get(id(op), op) for op in graph.ops), weights=(*kept, words),
+                   types={**graph.types, WORDS: graph.types[head.weight.name]}, logits=logits)
