@@ -15,6 +15,9 @@ from ...vector.scalars import div_f32, div_i64, f32_of, sqrt_f32
 from ...vector.targets import fma
 from ...vector.vecmath import sigmoid
 
+UNIT = 1024
+"""Elements of a unit of work, about as many: to claim one costs as much as 60 of them."""
+
 
 @inline
 def _gate(address, only_sigmoid):
@@ -53,22 +56,25 @@ def _one_group(x, gate, out, weight, n, normed, gated_first, only_sigmoid, eps):
 
 @kernel("gated_norm")
 def gated_norm(inst, ctx, tid, n_threads):
-    """Norm and gate groups of f32 rows; a unit of work is a group."""
+    """Norm and gate groups of f32 rows; a unit of work is some groups of a row."""
     group, normed = parameter(inst, GATED_NORM.group), parameter(inst, GATED_NORM.normed)
     groups = div_i64(parameter(inst, GATED_NORM.width), group)
-    units = count(ctx, parameter(inst, GATED_NORM.rows)) * groups
+    span = max(1, div_i64(UNIT, group))
+    blocks = div_i64(groups + span - 1, span)
+    units = count(ctx, parameter(inst, GATED_NORM.rows)) * blocks
     unit = claim(ctx)
     while unit < units:
-        t = div_i64(unit, groups)
-        first = (unit - t * groups) * group
-        x = operand(inst, ctx, 0) + t * parameter(inst, GATED_NORM.x_stride) + 4 * first
+        t = div_i64(unit, blocks)
+        first = (unit - t * blocks) * span
+        x = operand(inst, ctx, 0) + t * parameter(inst, GATED_NORM.x_stride)
         gate = operand(inst, ctx, 1) + t * parameter(inst, GATED_NORM.gate_stride)
-        gate += 4 * (parameter(inst, GATED_NORM.start) + first)
-        weight = operand(inst, ctx, 3)
-        if normed == 1:
-            weight += 4 * first
-        out = operand(inst, ctx, 2) + t * parameter(inst, GATED_NORM.out_stride) + 4 * first
-        _one_group(x, gate, out, weight, group, normed, parameter(inst, GATED_NORM.gated_first),
-                   parameter(inst, GATED_NORM.sigmoid), float_parameter(inst, GATED_NORM.eps))
+        gate += 4 * parameter(inst, GATED_NORM.start)
+        out = operand(inst, ctx, 2) + t * parameter(inst, GATED_NORM.out_stride)
+        for i in range(first, min(groups, first + span)):
+            at, weight = 4 * group * i, operand(inst, ctx, 3)
+            if normed == 1:
+                weight += at
+            _one_group(x + at, gate + at, out + at, weight, group, normed, parameter(inst, GATED_NORM.gated_first),
+                       parameter(inst, GATED_NORM.sigmoid), float_parameter(inst, GATED_NORM.eps))
         unit = claim(ctx)
     return 0
