@@ -71,6 +71,8 @@ class StateSlots:
         Raises `RequestError` if no slot is left.
         """
         table = _of(sequence)
+        if table.before:  # of a pass whose end was interrupted
+            self.settle(sequence)
         table.after = 0
         if not table.blocks:
             table.blocks.append(self._take())
@@ -81,14 +83,14 @@ class StateSlots:
             self.pool.drop(shared)
         if (steps or n_tokens > abi.JOURNAL_TOKENS) and len(sequence):
             copy = self._take()
-            table.before.append((copy, table.base))
             self._copy(table.blocks[0], copy)
+            table.before.append((copy, table.base))
 
-    def end(self, sequence: Sequence, n_tokens: int, steps: int = 0) -> None:
-        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next.
-        """
-        table, length = _of(sequence), len(sequence) + n_tokens
-        table.base = len(sequence) + steps
+    def end(self, sequence: Sequence, n_tokens: int, steps: int = 0, offset: int = 0) -> None:
+        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next,
+        after those `offset` tokens that are reserved and have gone through the same layers."""
+        table, length = _of(sequence), len(sequence) + offset + n_tokens
+        table.base = len(sequence) + offset + steps
         if n_tokens > abi.JOURNAL_TOKENS:
             table.base = length // abi.JOURNAL_TOKENS * abi.JOURNAL_TOKENS
         table.after = length + steps

@@ -124,6 +124,8 @@ class KVCache(BlockTables):
         self.check_own(sequence)
         if self.recent:
             self.recent.check(sequence, n_tokens)
+        if self.states and sequence.reserved:  # what ran through a part of the layers is called off
+            self.states.settle(sequence)
         if self.states and 0 <= n_tokens <= len(sequence):
             self.states.check(sequence, n_tokens)
             self.states.truncate(sequence, n_tokens)
