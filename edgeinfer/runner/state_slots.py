@@ -60,8 +60,9 @@ class StateSlots:
         self._copy, self._living = copy, living
         self._bases: dict[int, int] = {}
         """Of cached slots, as `StateTable.base`."""
-        self._tails: dict[bytes, set[int]] = {}
-        """Lengths of the tails with checkpoints, which fill no block, by the key of the blocks before."""
+        self._tails: dict[int, tuple[bytes, int]] = {}
+        """Of slots that were cached in the middle of a block: the key of the blocks before, and the tokens after them.
+        """
 
     # As in block_tables.py a slot can be lost where Ctrl-C comes, but never be free while a table names it.
 
@@ -179,23 +180,28 @@ class StateSlots:
 
     # -- checkpoints of the prefix cache -----------------------------------------------------------------------------
 
-    def longest(self, root: bytes, keys: Items[bytes], ids: Items[int]) -> tuple[int, int]:
-        """Return from how many cached blocks of a text, and tokens after them, a sequence can continue.
+    def longest(self, root: bytes, keys: Items[bytes], ids: Items[int], blocks: PrefixCache) -> tuple[int, bytes]:
+        """Return from how many tokens of a text a sequence can continue, and under which key they are cached.
 
         Parameters
         ----------
         root : key of the empty text
         keys : of the text's first blocks, whose K and V are cached
         ids : the text
+        blocks : those of K and V
         """
+        tails: dict[bytes, list[int]] = {}
+        for parent, tail in self._tails.values():
+            tails.setdefault(parent, []).append(tail)
         for n in range(len(keys), -1, -1):
             parent, first = keys[n - 1] if n else root, n * abi.BLOCK_TOKENS
-            for tail in sorted(self._tails.get(parent, ()), reverse=True):
-                if first + tail < len(ids) and self.pool.find(tail_key(parent, ids[first : first + tail])) is not None:
-                    return n, tail
+            for tail in sorted(tails.get(parent, ()), reverse=True):
+                key = tail_key(parent, ids[first : first + tail])
+                if first + tail < len(ids) and self.pool.find(key) is not None and blocks.find(key) is not None:
+                    return first + tail, key
             if n and self.pool.find(parent) is not None:
-                return n, 0
-        return 0, 0
+                return first, parent
+        return 0, root
 
     def share_cached(self, sequence: Sequence, key: bytes) -> None:
         """Give an empty sequence the checkpoint that is cached under a key."""
@@ -216,8 +222,9 @@ class StateSlots:
             return False
         self._bases[table.blocks[0]] = table.base
         self.pool.enter(key, table, 0)
+        self._tails.pop(table.blocks[0], None)
         if tail := n_tokens % abi.BLOCK_TOKENS:
-            self._tails.setdefault(parent, set()).add(tail)
+            self._tails[table.blocks[0]] = parent, tail
         return True
 
     def clear(self) -> None:
