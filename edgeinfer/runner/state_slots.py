@@ -60,8 +60,9 @@ class StateSlots:
         self._copy, self._living = copy, living
         self._bases: dict[int, int] = {}
         """Of cached slots, as `StateTable.base`."""
-        self._tails: dict[bytes, set[int]] = {}
-        """Lengths of the tails with checkpoints, which fill no block, by the key of the blocks before."""
+        self._tails: dict[int, tuple[bytes, int]] = {}
+        """Of slots that were cached in the middle of a block: the key of the blocks before, and the tokens after them.
+        """
 
     # As in block_tables.py a slot can be lost where Ctrl-C comes, but never be free while a table names it.
 
@@ -71,6 +72,8 @@ class StateSlots:
         Raises `RequestError` if no slot is left.
         """
         table = _of(sequence)
+        if table.before:  # of a pass whose end was interrupted
+            self.settle(sequence)
         table.after = 0
         if not table.blocks:
             table.blocks.append(self._take())
@@ -81,14 +84,14 @@ class StateSlots:
             self.pool.drop(shared)
         if (steps or n_tokens > abi.JOURNAL_TOKENS) and len(sequence):
             copy = self._take()
-            table.before.append((copy, table.base))
             self._copy(table.blocks[0], copy)
+            table.before.append((copy, table.base))
 
-    def end(self, sequence: Sequence, n_tokens: int, steps: int = 0) -> None:
-        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next.
-        """
-        table, length = _of(sequence), len(sequence) + n_tokens
-        table.base = len(sequence) + steps
+    def end(self, sequence: Sequence, n_tokens: int, steps: int = 0, offset: int = 0) -> None:
+        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next,
+        after those `offset` tokens that are reserved and have gone through the same layers."""
+        table, length = _of(sequence), len(sequence) + offset + n_tokens
+        table.base = len(sequence) + offset + steps
         if n_tokens > abi.JOURNAL_TOKENS:
             table.base = length // abi.JOURNAL_TOKENS * abi.JOURNAL_TOKENS
         table.after = length + steps
@@ -177,23 +180,28 @@ class StateSlots:
 
     # -- checkpoints of the prefix cache -----------------------------------------------------------------------------
 
-    def longest(self, root: bytes, keys: Items[bytes], ids: Items[int]) -> tuple[int, int]:
-        """Return from how many cached blocks of a text, and tokens after them, a sequence can continue.
+    def longest(self, root: bytes, keys: Items[bytes], ids: Items[int], blocks: PrefixCache) -> tuple[int, bytes]:
+        """Return from how many tokens of a text a sequence can continue, and under which key they are cached.
 
         Parameters
         ----------
         root : key of the empty text
         keys : of the text's first blocks, whose K and V are cached
         ids : the text
+        blocks : those of K and V
         """
+        tails: dict[bytes, list[int]] = {}
+        for parent, tail in self._tails.values():
+            tails.setdefault(parent, []).append(tail)
         for n in range(len(keys), -1, -1):
             parent, first = keys[n - 1] if n else root, n * abi.BLOCK_TOKENS
-            for tail in sorted(self._tails.get(parent, ()), reverse=True):
-                if first + tail < len(ids) and self.pool.find(tail_key(parent, ids[first : first + tail])) is not None:
-                    return n, tail
+            for tail in sorted(tails.get(parent, ()), reverse=True):
+                key = tail_key(parent, ids[first : first + tail])
+                if first + tail < len(ids) and self.pool.find(key) is not None and blocks.find(key) is not None:
+                    return first + tail, key
             if n and self.pool.find(parent) is not None:
-                return n, 0
-        return 0, 0
+                return first, parent
+        return 0, root
 
     def share_cached(self, sequence: Sequence, key: bytes) -> None:
         """Give an empty sequence the checkpoint that is cached under a key."""
@@ -214,8 +222,9 @@ class StateSlots:
             return False
         self._bases[table.blocks[0]] = table.base
         self.pool.enter(key, table, 0)
+        self._tails.pop(table.blocks[0], None)
         if tail := n_tokens % abi.BLOCK_TOKENS:
-            self._tails.setdefault(parent, set()).add(tail)
+            self._tails[table.blocks[0]] = parent, tail
         return True
 
     def clear(self) -> None:

@@ -140,6 +140,8 @@ class Session(SequenceOwner):
             raise RequestError(f"{n_tokens} tokens cannot be reserved; the context has room for 1 to {room} more.")
         try:
             self.kv.extend(sequence, n_tokens)
+            if self.kv.states:
+                self.kv.states.begin(sequence, n_tokens)
         except BaseException:  # what it took before the pool was empty is not to keep others from continuing
             self.kv.trim(sequence)
             raise
@@ -168,18 +170,26 @@ class Session(SequenceOwner):
         n = len(self.program.instructions)
         if not 0 <= first <= stop <= n:
             raise RequestError(f"The program has no instructions {first} to {stop - 1}; it has 0 to {n - 1}.")
-        return self._run((segment,), first, stop, offset, cancel, 0, rows)
+        logits = self._run((segment,), first, stop, offset, cancel, 0, rows)
+        if self.kv.states:
+            self.kv.states.end(segment.sequence, len(segment.ids), 0, offset)
+        return logits
 
     def append(self, sequence: Sequence, ids: Items[int], role: int = DECODE) -> None:
         """Take in reserved tokens that have gone through all instructions; PROMPT where all ranges had that role."""
         ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
+        if self.kv.states and len(ids) < sequence.reserved:
+            raise RequestError(f"Recurrent layers have gone through {sequence.reserved} reserved tokens; append all of "
+                               f"them, not {len(ids)}.")
         if role == DECODE:
             _decoding(sequence)
         sequence.tokens.extend(ids)
         sequence.cut, sequence.reserved = len(ids) < sequence.reserved, 0
         self.kv.trim(sequence)
+        if self.kv.states:
+            self.kv.states.settle(sequence)
 
     @property
     def reader(self) -> Readers | None:

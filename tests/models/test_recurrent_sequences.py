@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from edgeinfer.calibration.hooks import HookedRunner
+from edgeinfer.config import Recipe
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.graph import RecurrentConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence
-from edgeinfer.runtime import Session
+from edgeinfer.runtime import HiddenRows, Session
 from tests.helpers.sessions import HYBRID, session, tokens, write_model
 
 OPTIONS = {"ctx": 256, "threads": 2, "max_sequences": 4, "outputs": 64, "draft_tokens": 7, "prefill_chunk": 64}
@@ -115,6 +119,56 @@ def test_a_cancelled_pass_leaves_a_sequence_as_it_was(bundle: Path) -> None:
             cancel.cancel()
             with pytest.raises(CancelledError):
                 opened.forward([Segment(sequence, more[:n], (n - 1,))], cancel)
+        assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*ids, *more])
+
+
+def test_rows_behind_all_layers_and_hooks_take_a_state_along(bundle: Path) -> None:
+    """Embeddings and hooks run ranges of instructions, after which a sequence goes on as after a pass."""
+    ids, more = tokens(90), tokens(9, 1)
+    with session(bundle, recipe=Recipe(()), **OPTIONS) as opened:
+        embed = opened.graph.ops[0]
+        hidden, hooked, whole = HiddenRows(opened), HookedRunner(opened, {embed: [lambda view: None]}), []
+        for chunk in (7, 16, 17, 40, 64):
+            sequence, parts = opened.new_sequence(), opened.new_sequence()
+            chunks = [ids[start : start + chunk] for start in range(0, len(ids), chunk)]
+            whole.append(np.concatenate([hidden.run(sequence, some, None) for some in chunks]))
+            for some in chunks:
+                logits = hooked.forward([Segment(parts, some, (len(some) - 1,))])
+            assert np.array_equal(whole[-1], whole[0]) and logits.tobytes() == fresh(opened, ids)
+            opened.release(parts)
+            opened.rollback(sequence, opened.can_truncate(sequence, len(ids) - 3))
+            assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*sequence.tokens[:-9], *more])
+            opened.release(sequence)
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_reserved_tokens_that_are_called_off_leave_a_state_as_it_was(bundle: Path, n: int) -> None:
+    ids, more = tokens(40), tokens(9, 1)
+    with session(bundle, **OPTIONS) as opened:
+        for before in (0, 40):
+            sequence = opened.new_sequence()
+            if before:
+                opened.prefill(sequence, ids)
+            opened.reserve(sequence, n)
+            opened.forward_range(Segment(sequence, tokens(n, 2)), 0, len(opened.program.instructions))
+            with pytest.raises(RequestError, match=f"append all of them, not {n - 1}"):
+                opened.append(sequence, tokens(n - 1, 2))
+            opened.truncate(sequence, before)
+            assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*ids[:before], *more])
+
+
+@pytest.mark.parametrize("names", [("_copy",), ("end",), ("end", "settle")])
+def test_an_interrupted_pass_leaves_the_state_before_it(bundle: Path, names: tuple[str, ...]) -> None:
+    """Ctrl-C before the slot is copied, and after the pass, once or twice."""
+    ids, more = tokens(40), tokens(50, 1)
+    with session(bundle, **OPTIONS) as opened, ExitStack() as patched:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, ids)
+        for name in names:
+            patched.enter_context(mock.patch.object(opened.kv.states, name, side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            opened.forward([Segment(sequence, more)])
+        patched.close()
         assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*ids, *more])
 
 

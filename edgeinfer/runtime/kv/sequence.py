@@ -124,6 +124,8 @@ class KVCache(BlockTables):
         self.check_own(sequence)
         if self.recent:
             self.recent.check(sequence, n_tokens)
+        if self.states and sequence.reserved:  # what ran through a part of the layers is called off
+            self.states.settle(sequence)
         if self.states and 0 <= n_tokens <= len(sequence):
             self.states.check(sequence, n_tokens)
             self.states.truncate(sequence, n_tokens)
@@ -198,17 +200,13 @@ class KVCache(BlockTables):
         keys = list(takewhile(lambda key: self.pool.find(key) is not None, prefix_keys(
             origin, ids, (len(ids) - 1) // self.block_tokens, self.block_tokens)))
         sequence, root = self.new(), root_key(origin)
-        n, tail = self.states.longest(root, keys, ids)
-        last, first = keys[n - 1] if n else root, n * self.block_tokens
-        if tail:
-            last = tail_key(last, ids[first : first + tail])
-            if self.pool.find(last) is None:  # evicted
-                return sequence
-        if not n + tail:
+        n_tokens, last = self.states.longest(root, keys, ids, self.pool)
+        if not n_tokens:
             return sequence
+        n, tail = divmod(n_tokens, self.block_tokens)
         self.share_cached(sequence, [*keys[:n], last] if tail else keys[:n])
         self.states.share_cached(sequence, last)
-        sequence.tokens, sequence.cut = list(ids[: first + tail]), True
+        sequence.tokens, sequence.cut = list(ids[:n_tokens]), True
         return sequence
 
     def cache_prefix(self, sequence: Sequence, n_tokens: int, origin: bytes) -> None:
@@ -220,6 +218,7 @@ class KVCache(BlockTables):
             key = tail_key(parent, sequence.tokens[n * self.block_tokens :])
             if self.states.enter(sequence, n_tokens, key, parent):
                 self.pool.enter(key, sequence, n)
+                sequence.cut = True  # a block that was cached before may have rows of rejected drafts after its tokens
 
     def drop_prefixes(self) -> None:
         """Empty the cache."""
