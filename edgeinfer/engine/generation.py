@@ -126,7 +126,7 @@ class Generation(Task[Completion]):
     @property
     def finished(self) -> bool:
         """Whether every sample has its finish reason."""
-        return all(sample.finish_reason for sample in self._samples)
+        return all([sample.finish_reason for sample in self._samples])
 
     @property
     def sequence(self) -> Sequence | None:
@@ -146,7 +146,7 @@ class Generation(Task[Completion]):
     @property
     def needs_each(self) -> bool:
         """Whether something is looked at after each token: rows of logits, or the form of the text."""
-        return self._begin_form is not None or any(sample.sampler.needs_each for sample in self._samples)
+        return self._begin_form is not None or any([one.sampler.needs_each for one in self._samples])
 
     @property
     def further(self) -> int:

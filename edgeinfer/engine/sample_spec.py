@@ -32,13 +32,14 @@ def new_spec(config: GenerationConfig, key: int, ends: NDArray[np.int64], biases
     biases : how many tokens have one, which are first among the edits
     """
     spec = np.zeros(abi.SAMPLE_BYTES >> 3, np.int64)
+    numbers = spec.view(np.float64)
     spec.view(np.uint64)[abi.SAMPLE_KEY >> 3] = key
     for offset, number in (
         (abi.SAMPLE_TEMPERATURE, config.temperature), (abi.SAMPLE_TOP_P, config.top_p),
         (abi.SAMPLE_MIN_P, config.min_p), (abi.SAMPLE_REPETITION, config.repetition_penalty),
         (abi.SAMPLE_PRESENCE, config.presence_penalty), (abi.SAMPLE_FREQUENCY, config.frequency_penalty),
     ):  # fmt: skip
-        spec.view(np.float64)[offset >> 3] = number
+        numbers[offset >> 3] = number
     alone = config.logprobs is None and not biases and not penalises(config)
     for offset, value in (
         (abi.SAMPLE_TOKEN, NONE), (abi.SAMPLE_TOP_K, config.top_k), (abi.SAMPLE_N_EDITS, biases),

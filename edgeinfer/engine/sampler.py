@@ -94,14 +94,14 @@ class Sampler:
         bias = checked_bias(config.logit_bias, vocab_size)
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
         self._penalises = penalises(config)
-        self._key = stream_key(seed, index)
-        self._position = 0
+        self._key, self._position = stream_key(seed, index), 0
         most = (vocab_size if room is None else room) if self._penalises else 0
         edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
         self._places = {token_id: place for place, token_id in enumerate(bias)}
         """Index of each token in the edits."""
-        with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
-            edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
+        if bias:
+            with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
+                edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
         edits["count"] = NONE
         self.ends = frozenset(ends)
         self._ends = np.array(sorted(self.ends), np.int64)

@@ -33,7 +33,10 @@ class PassCancellation:
     @property
     def asked(self) -> bool:
         """Whether the pass is to end."""
-        return all(wish.asked for wish in self._wishes) or self._closed()
+        for wish in self._wishes:  # looked at several times in each pass, so without a generator
+            if not wish.asked:
+                return self._closed()
+        return True
 
 
 class Passed(NamedTuple):
@@ -62,10 +65,11 @@ class Steps:
     def run(self) -> None:
         """Admit requests, run one forward pass, and end the requests that are done."""
         self.drop_cancelled()
-        for request, error in self.scheduler.admit():
-            self._conclude(request, error)
-        for request in [one for one in self.scheduler.running if one.task.finished]:  # nothing was left of it to do
-            self._conclude(request)
+        if self.scheduler.waiting:
+            for request, error in self.scheduler.admit():
+                self._conclude(request, error)
+            for request in [one for one in self.scheduler.running if one.task.finished]:  # nothing was left to do
+                self._conclude(request)
         self._run_together()
         self._run_alone()
 
