@@ -47,7 +47,8 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
          "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
-         "tests/kernels/test_latent.py", "tests/kernels/test_attention.py", "tests/kernels/test_sample.py")
+         "tests/kernels/test_latent.py", "tests/kernels/test_attention.py", "tests/kernels/test_sample.py",
+         "tests/kernels/test_recurrent.py", "tests/kernels/test_causal_conv.py", "tests/kernels/test_gated_norm.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
 SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
@@ -57,7 +58,9 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(slots_give and not f32))) or "
              "(test_latent.py and int8 and not size1 and not size2) or "
              "(test_attention.py and distance and not f32) or "
-             "(test_sample.py and (33 or 1023 or damage or share))")
+             "(test_sample.py and (33 or 1023 or damage or share)) or "
+             "(test_recurrent.py and (33-1 or 48-16 or (drafts and 9x40) or (blocks and 7x5) or positions)) or "
+             "(test_causal_conv.py and (19 or rejected or zeros)) or (test_gated_norm.py and (33 or zeros))")
 MATMULS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py")
 """Tests that run on cores other than `WHOLE`, by the same selection."""
 MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
@@ -67,7 +70,8 @@ OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
           "norm_f32", "norm_q8", "activate", "add_positions", "route", "sort_routes", "sigmoid_gate",
           "experts_input_q8", "experts_input_f32", "experts_resolve", "experts_gated_q4_g32",
-          "experts_down_q4_g32", "experts_gated_int8_g32", "experts_down_int8_g32", "store_latent_int8")
+          "experts_down_q4_g32", "experts_gated_int8_g32", "experts_down_int8_g32", "store_latent_int8",
+          "causal_conv", "delta_rule", "selective_scan", "state_journal", "gated_norm")
 """Kernels of `TESTS` that no model of `MODELS` needs."""
 
 

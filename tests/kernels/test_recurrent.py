@@ -132,6 +132,16 @@ def test_passes_do_not_change_bits(shape: tuple[int, int, int, int], kind: str, 
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
+@both
+def test_instruction_sets_with_fused_operations_agree(name: str) -> None:
+    """So that they share prompt caches, however many vectors of a row they have in work."""
+    fused = [isa for isa in ISAS if isa.startswith("avx")] or ISAS[:1]
+    found = [Rule(8, name, SHAPES[4], [(0, 40)]).feed(isa, whole(3, 37)) for isa in fused]
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
 @both
 def test_several_sequences_are_at_different_positions(name: str) -> None:
     """One begins, one decodes from its journal, one goes on with a long prompt."""
