@@ -1,4 +1,5 @@
-"""Alternatives that fit: the largest context, a smaller KV type, fewer bits a weight; each checked against the budget.
+"""Alternatives that fit: fewer checkpoints, the largest context, a smaller KV type, fewer bits a weight; each checked
+against the budget.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from edgeinfer.quant import KV_TYPES, WeightType, requestable
 
 from .plan import MemoryPlan, Request
 from .planner import Planner
-from .pool import fill_budget, largest_pool, pool_error
+from .pool import fewer_checkpoints, fill_budget, largest_pool, pool_error
 from .request import DRAFT, budget_of, own_pool, to_request
 from .stream_layers import stream
 
@@ -27,7 +28,7 @@ Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 Placer = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget if the weights do not all fit in memory; None if there is none."""
-BLOCK, POOL = abi.BLOCK_TOKENS, "kv_memory"
+BLOCK, POOL, STATE = abi.BLOCK_TOKENS, "kv_memory", "state_memory"
 STREAMED, COLD, EXPERTS = "streamed_layers", "cold_neurons", "kept_experts"
 _BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
@@ -40,10 +41,10 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """Options to change, by name: ctx, kv, kv_memory, weights, group_size, samples; ``draft`` is ``none`` for the run
-    without its draft model, ``speculate`` is ``off`` for the one that does not draft with a part of the model.
-    ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from storage by
-    itself, or keeps this many experts in memory.
+    """Options to change, by name: ctx, kv, kv_memory, state_memory, weights, group_size, samples; ``draft`` is
+    ``none`` for the run without its draft model, ``speculate`` is ``off`` for the one that does not draft with a part
+    of the model. ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are not options: run reads as many from
+    storage by itself, or keeps this many experts in memory.
     """
     total_bytes: int
     """Of the plan with these options."""
@@ -62,7 +63,7 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}{'B' if name == POOL else ''}"
+        flags = " ".join(f"--{name.replace('_', '-')} {value}{'B' if name in (POOL, STATE) and value else ''}"
                          for name, value in self.options.items() if name not in (STREAMED, COLD, EXPERTS, DRAFT))
         changes = [flags] if flags else []
         if DRAFT in self.options:
@@ -189,11 +190,13 @@ def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
 
 
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
-    """Smaller requests that fit, in the order in which they are to be tried: context (or the KV pool if its size was
-    given), KV type, weight type.
+    """Smaller requests that fit, in the order in which they are to be tried: checkpoints of recurrent state, context
+    (or the KV pool if its size was given), KV type, weight type.
 
     If a smaller KV or weight type does not help alone, it is offered with what helps together with it.
     """
+    if fewer := fewer_checkpoints(planner.plan, config, budget):
+        yield Alternative({STATE: int(fewer.request.state_memory or 0)}, fewer.total_bytes)
     kv, smaller = config.kv, _smaller_kv(config.kv)
     least = [kv] if own_pool(config) else smaller[-1:] or [kv]  # whose pool has as many bytes with every type
     lighter, same = list(storages(planner, budget, rebuild)), Options()

@@ -1,4 +1,4 @@
-"""A KV pool of its own size: what the budget leaves for it, and a smaller one that fits."""
+"""A KV pool of its own size, and checkpoints of recurrent state: what the budget leaves, and fewer that fit."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ def largest_pool(place: Callable[[Request], MemoryPlan | None], request: Request
         return plan is not None and plan.region("kv").nbytes <= pages * PAGE_BYTES
 
     return PAGE_BYTES * largest(fits, (most - 1) // PAGE_BYTES)
+
+
+def fewer_checkpoints(plan_of: PlanOf, config: RuntimeConfig, budget: int) -> MemoryPlan | None:
+    """Plan a run that does not fit with as many checkpoints of recurrent state as do; None if none would be too many.
+    """
+    if not (state := (plan := plan_of(to_request(config))).state):
+        return None
+    fewer = state.checkpoints - -(-(plan.total_bytes - budget) // state.slot_bytes)
+    if not 0 <= fewer < state.checkpoints:
+        return None
+    found = plan_of(to_request(replace(config, state_memory=fewer * state.slot_bytes)))
+    return found if found.total_bytes <= budget else None
 
 
 def pool_error(plan_of: PlanOf, config: RuntimeConfig, budget: int | None) -> BudgetError | None:

@@ -28,7 +28,7 @@ from edgeinfer.memory_planner import (
     process_budget,
     to_request,
 )
-from tests.helpers.sessions import TINY, session, tokens, write_model
+from tests.helpers.sessions import HYBRID, TINY, session, tokens, write_model
 
 MODEL = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
                 max_position_embeddings=1 << 20)
@@ -297,3 +297,20 @@ def test_what_is_read_here_is_what_psutil_says() -> None:
     said = psutil.virtual_memory().available
     assert budget._system_available() == pytest.approx(said, abs=max(256 << 20, said // 10))
     assert budget._physical_cores() == psutil.cpu_count(logical=False)
+
+
+def test_fewer_checkpoints_of_recurrent_state_are_offered_first(tmp_path: Path) -> None:
+    path = write_model(tmp_path, HYBRID)
+    with session(path) as opened:
+        plan = opened.plan
+    assert plan.state and plan.state.checkpoints == 4
+    slot, python = plan.state.slot_bytes, plan.region("python").nbytes
+    for limit, fewer in ((plan.total_bytes - 1, 3), (plan.total_bytes - 4 * slot, 0)):
+        with pytest.raises(BudgetError, match=f"It fits with --state-memory {fewer * slot or '0'}") as caught, \
+                session(path, budget_bytes=limit, state_memory=4 * slot):
+            pass
+        first = caught.value.alternatives[0]
+        assert isinstance(first, Alternative) and first.total_bytes <= limit and python < limit
+        with session(path, budget_bytes=limit, **first.options) as opened:
+            assert opened.plan.total_bytes == first.total_bytes
+            assert opened.plan.state and opened.plan.state.checkpoints == fewer

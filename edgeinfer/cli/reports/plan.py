@@ -51,8 +51,8 @@ JSON_FIELDS = {
         "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
-        "alternatives": "where not all weights fit into memory: `change` (ctx, kv, weights or several joined by +; on "
-        "a device ctx or "
+        "alternatives": "where not all weights fit into memory: `change` (state_memory, ctx, kv, weights or "
+        "several joined by +; on a device ctx or "
         "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
         "order in which to try them, each checked to fit. The last may be "
         "`cold_neurons` and `streamed_layers`, which `run` does automatically, with `streamed_bytes` read from storage "
