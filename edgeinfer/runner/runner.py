@@ -271,8 +271,8 @@ class Runner(Caching, abc.ABC):
 
     def check_pass(self, segments: Items[Segment], most_tokens: int) -> None:
         """Raise `RequestError` for a forward pass over too many tokens, sequences or rows, or over a sequence twice."""
-        n = sum(len(segment.ids) for segment in segments)
-        outputs = sum(len(segment.outputs) for segment in segments)
+        n = sum([len(segment.ids) for segment in segments])
+        outputs = sum([len(segment.outputs) for segment in segments])
         if not 1 <= len(segments) <= self.config.max_sequences or n > most_tokens or outputs > self.config.outputs:
             raise RequestError(
                 f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one forward pass, "

@@ -76,8 +76,8 @@ class ModelRunner(Runner):
         """Refuse a forward pass that does not fit the plan or makes no sense."""
         most = self.plan.request
         self.check_pass(segments, most.tokens)
-        decoded = sum(len(segment.ids) for segment in segments if segment.role == DECODE)
-        if decoded > most.decoded_tokens and self.selects:
+        decoded = sum([len(segment.ids) for segment in segments if segment.role == DECODE]) if self.selects else 0
+        if decoded > most.decoded_tokens:
             raise RequestError(f"{decoded} tokens in decode role are more than the {most.decoded_tokens} for whose "
                                "scores the plan has room; raise outputs.")
         for segment in segments:
@@ -126,7 +126,7 @@ class ModelRunner(Runner):
                 self.executor.run(first, reader.stop, cancel)
                 reader.take(segments)
                 first = reader.stop
-            if any(segment.prepare for segment in segments):
+            if any([segment.prepare for segment in segments]):
                 first = self._prepare(segments, first, cancel)
             self.executor.run(first, stop, cancel, further)
             if reader:
