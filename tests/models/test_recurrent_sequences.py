@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -170,6 +171,30 @@ def test_an_interrupted_pass_leaves_the_state_before_it(bundle: Path, names: tup
             opened.forward([Segment(sequence, more)])
         patched.close()
         assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*ids, *more])
+
+
+@pytest.mark.parametrize("n", [0, 35])
+def test_an_interrupted_cut_leaves_state_and_tokens_together(bundle: Path, n: int) -> None:
+    ids, more = tokens(40), tokens(50, 1)
+    with session(bundle, **OPTIONS) as opened:
+        states, sequence = opened.kv.states, opened.new_sequence()
+        assert states
+        opened.prefill(sequence, ids)
+        opened.checkpoint(sequence)
+        opened.prefill(sequence, more)
+        cut = states.truncate
+
+        def interrupted(*given: Any) -> None:
+            patched.stop()
+            cut(*given)
+            raise KeyboardInterrupt
+
+        patched = mock.patch.object(states, "truncate", interrupted)
+        patched.start()
+        with pytest.raises(KeyboardInterrupt):
+            opened.truncate(sequence, n)
+        text = [*sequence.tokens, *more]
+        assert opened.prefill(sequence, more).tobytes() == fresh(opened, text)
 
 
 def test_slots_of_forgotten_sequences_come_back(bundle: Path) -> None:

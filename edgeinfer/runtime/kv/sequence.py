@@ -126,10 +126,16 @@ class KVCache(BlockTables):
             self.recent.check(sequence, n_tokens)
         if self.states and sequence.reserved:  # what ran through a part of the layers is called off
             self.states.settle(sequence)
-        if self.states and 0 <= n_tokens <= len(sequence):
-            self.states.check(sequence, n_tokens)
+        if not self.states or not 0 <= n_tokens <= len(sequence):
+            return super().truncate(sequence, n_tokens)
+        self.states.check(sequence, n_tokens)
+        try:
             self.states.truncate(sequence, n_tokens)
-        super().truncate(sequence, n_tokens)
+            super().truncate(sequence, n_tokens)
+        except BaseException:  # Ctrl-C: a state is never that of other tokens
+            self.states.truncate(sequence, n_tokens)
+            super().truncate(sequence, n_tokens)
+            raise
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
         """Return how many of the first n tokens can be kept; see `Runner.can_truncate`."""
