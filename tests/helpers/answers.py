@@ -175,7 +175,7 @@ def machine(case: Case) -> Iterator[None]:
         for name in ("Slabs", "Sessions", "model_folder"):
             patched.enter_context(mock.patch(f"{ONNX}.runner.{name}"))
         patched.enter_context(
-            mock.patch("edgeinfer.memory_planner.alternatives.process_budget", lambda: case.memory))
+            mock.patch("edgeinfer.memory_planner.request.process_budget", lambda: case.memory))
         yield
 
 

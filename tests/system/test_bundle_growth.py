@@ -121,7 +121,7 @@ def test_all_fields_are_written(tmp_path: Path) -> None:
     assert config["rope"].keys() == type(CONFIG.rope).__dataclass_fields__.keys()
 
 
-OTHERS = [part for part in PARTS if part not in ("predictor", "statistics", "cold", "screen")]
+OTHERS = [part for part in PARTS if part not in ("predictor", "statistics", "cold", "screen", "draft_head")]
 """Parts whose content the bundle itself does not read (test_bundle_parts.py and test_screened_head.py have others)."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...errors import CheckpointError
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_kinds, read_scan, scan_layer
 from ..builder.moe import count_experts
@@ -81,6 +82,9 @@ def _kinds(c: ConfigReader) -> tuple[str, ...]:
         listed = c.get(name)
         return read_kinds(c.instead(num_hidden_layers=len(listed) or 1) if isinstance(listed, list) else c, KINDS, [],
                           name)
+    if not isinstance(pattern, str):
+        raise CheckpointError(f"{c.where}: hybrid_override_pattern is {pattern!r:.60}; it must be a text with a letter "
+                              "for each block.")
     return tuple(KINDS[LETTERS[c.choice("hybrid_override_pattern", letter, LETTERS)]] for letter in pattern)
 
 

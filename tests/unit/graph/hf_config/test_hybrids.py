@@ -48,6 +48,7 @@ def read(name: str, **fields: Any) -> ModelConfig:
     ("bamba", {"attn_layer_indices": [3]}, r"attn_layer_indices is \[3\], .* layers from 0 to 2"),
     ("nemotron-h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type is 'conv', .* supported"),
     ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern is 'X'"),
+    ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": 7}, "hybrid_override_pattern is 7; it must"),
     ("nemotron-h", {"layers_block_type": []}, "layers_block_type is .*; it must list 1 types"),
     ("nemotron-h", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ("nemotron-h", {"attention_bias": True}, "attention_bias is True"),
