@@ -303,7 +303,7 @@ def test_closing_ends_the_threads_and_gives_memory_back(tmp_path: Path) -> None:
     for _ in range(5):
         with LLM(bundle, ctx=CTX) as llm:
             llm.complete([7, 8, 9], max_tokens=2, ignore_eos=True)
-    assert within(LIMIT_S, lambda: threading.active_count() == before)
+    assert within(LIMIT_S, lambda: threading.active_count() <= before)  # others, of tests before, may end meanwhile
     peak = peak_rss_bytes()
     for _ in range(20):
         with LLM(bundle, ctx=CTX) as llm:
