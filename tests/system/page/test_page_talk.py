@@ -24,6 +24,12 @@ def test_a_text_streams_with_its_speed_and_the_memory(chat: Chat) -> None:
     question, answer = chat.texts
     assert question == "Once upon a time" and len(answer) > 20 and field.input_value() == ""
     lengths = chat.page.evaluate("window.lengths")
+    for _ in range(3):  # on a busy machine a page may be drawn so seldom that an answer is complete the first time
+        if len({one for one in lengths if one}) >= 3:
+            break
+        chat.page.evaluate("window.lengths = []")
+        chat.send("And then")
+        lengths = chat.page.evaluate("window.lengths")
     assert len({one for one in lengths if one}) >= 3 and lengths == sorted(lengths), "the text did not come in pieces"
     assert re.search(r"^\d+ tokens · [\d.]+ tokens/s · first after \d+\.\d\d s", chat.page.locator(
         ".assistant .tools span").text_content())
