@@ -4,10 +4,13 @@ from __future__ import annotations
 
 SHARE = 0.25
 """Weight of the latest measurement."""
-FIRST_CHUNK, LEAST_CHUNK = 16, 8
-"""Prompt tokens of a mixed step before anything was measured, and of any at least: half a tile of the kernels."""
-DEVIATIONS = 2
-"""Mean deviations by which a prompt token is expected to take longer than on average, so that few steps do."""
+FIRST_CHUNK = 16
+"""Prompt tokens of a mixed step before anything was measured."""
+LEAST_CHUNK, MOST_LEAST = 8, 16
+"""Prompt tokens of any mixed step at least, and where eight sequences or more decode: half a tile of the kernels, and
+a tile, because a crowd that waits for its prompts costs more time than longer steps do."""
+DEVIATIONS = 1
+"""Mean deviations by which a prompt token is expected to take longer than on average."""
 
 
 class TokenBudget:
@@ -35,7 +38,8 @@ class TokenBudget:
         if not self._prompt:
             return min(FIRST_CHUNK, self._most)
         fitting = int((self.max_itl - self._decode_seconds(decoding)) / (self._prompt + DEVIATIONS * self._deviation))
-        return min(max(fitting, LEAST_CHUNK), self._most)
+        least = min(max(2 * decoding, LEAST_CHUNK), MOST_LEAST)
+        return min(max(fitting, least), self._most)
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
         """Record the time of a step over this many decoding sequences and prompt tokens."""
