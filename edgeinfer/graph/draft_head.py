@@ -1,7 +1,8 @@
 """Multi-token prediction: a layer behind the model drafts the token after the next (arXiv 2412.19437, section 2.2).
 
-It reads, of each token, the row of the last norm before it and its embedding. Its layer has the number after the
-model's last one, by which its K and V are told apart; embedding and output head are the model's own.
+For each token the head reads the token's embedding and the final norm's output of the token before. Its layer follows
+the model's last one in number, so its K and V are one more layer of the cache. It shares the model's embedding and
+output head.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before its request was complete; nobody reads an answer."""
+    """The client closed its connection before it had sent a whole request."""
 
 
 class Call:
