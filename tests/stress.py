@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -334,13 +335,15 @@ def ctrl_c(bundle: Path) -> None:
         raise AssertionError("a cancellation got lost")
 
 
+FLOW = {"VmSize": 1024, "VmHWM": 64, "VmRSS": 64, "faults": 16}  # KiB, and page faults; one of Python's arenas is 1 MiB
+
+
 def flow(bundle: Path) -> None:
-    """Check the cost of 64 decoded tokens: 16 page faults, 64 KiB, one of Python's arenas; the numbers are in a list.
+    """Check the cost of 64 decoded tokens: the numbers of FLOW at most; the tokens themselves are in a list.
 
     One token may take 3 KiB of Python's objects at a time, without a copy of the logits.
     """
     import gc
-    import resource
     import tracemalloc
 
     def decode(opened: Session, sequence: Sequence, n: int) -> None:
@@ -354,17 +357,17 @@ def flow(bundle: Path) -> None:
             opened.prefill(sequence, tokens(230))
             decode(opened, sequence, 40)  # warm: past the first attention split, several blocks
             gc.collect()
-            mapped, peak, resident = _status("VmSize"), _status("VmHWM"), _status("VmRSS")
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            decode(opened, sequence, 64)
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-            assert _status("VmSize") - mapped <= 1024  # KiB: Python maps its small objects 1 MiB at a time
-            assert faults <= 16, f"{faults} page faults"
-            assert _status("VmHWM") - peak <= 64 and _status("VmRSS") - resident <= 64
-            assert 1024 * peak <= opened.plan.total_bytes, f"{peak} KiB, planned {opened.plan.total_bytes} bytes"
+            for attempt in range(3):  # a leak shows each time; now and then the system moves pages of its own accord
+                more = _more(functools.partial(decode, opened, sequence, 64))
+                if all(more[name] <= most for name, most in FLOW.items()):
+                    break
+                assert attempt < 2, f"64 tokens took {more}, and {FLOW} is allowed"
+            peak = 1024 * _status("VmHWM")
+            assert peak <= opened.plan.total_bytes, f"{peak} bytes, planned {opened.plan.total_bytes}"
             tracemalloc.start()
             decode(opened, sequence, 64)  # fills the free lists of Python and NumPy with memory that is counted
             gc.collect()
+            decode(opened, sequence, 1)  # collecting emptied the free lists
             before, _ = tracemalloc.get_traced_memory()
             most = 0
             for _ in range(64):
@@ -377,6 +380,20 @@ def flow(bundle: Path) -> None:
             tracemalloc.stop()
             assert after - before < 8192, f"{after - before} bytes"  # 64 numbers in the sequence's list of tokens
             assert most < 3072, f"{most} bytes at most"
+
+
+def _more(work: Callable[[], object]) -> dict[str, int]:
+    """Return by how much the numbers of FLOW grow during some work."""
+    import resource
+
+    def now() -> dict[str, int]:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        return {"faults": faults} | {name: _status(name) for name in FLOW if name != "faults"}
+
+    before = now()
+    work()
+    after = now()
+    return {name: after[name] - before[name] for name in FLOW}
 
 
 def _status(name: str) -> int:

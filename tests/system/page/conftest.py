@@ -21,7 +21,7 @@ CTX = 16384
 WIDE = {"width": 1280, "height": 800}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a chat template that takes milliseconds for a token, and whose greedy text has no end."""
     directory = tmp_path_factory.mktemp("chat")
@@ -35,14 +35,15 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bundle"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Iterator[str]:
     with process_serving(tmp_path_factory.mktemp("server") / "log", "--model", f"chat={chat_model}") as url:
         yield url
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Start a browser for one file: no other event loop runs in a thread while playwright drives a browser from it."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra 'reference')")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
