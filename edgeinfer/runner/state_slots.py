@@ -6,6 +6,7 @@ checkpoints, under the keys of the KV blocks before them.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import field
@@ -17,6 +18,9 @@ from ..errors import RequestError
 from .prefix_cache import PrefixCache, tail_key
 from .sequences import Sequence
 
+NOTE = struct.Struct("<qq32s")
+"""Of a checkpoint in a file: the tokens that it can be cut to, those after its last full block, and their blocks' key.
+"""
 MOST_COPIED = 1 << 20
 """Bytes of a slot up to which a copy takes less time than Python does between two steps."""
 
@@ -226,6 +230,20 @@ class StateSlots:
         if tail := n_tokens % abi.BLOCK_TOKENS:
             self._tails[table.blocks[0]] = parent, tail
         return True
+
+    def note(self, slot: int) -> bytes:
+        """Return what is known of a cached slot."""
+        parent, tail = self._tails.get(slot, (b"", 0))
+        return NOTE.pack(self._bases[slot], tail, parent)
+
+    def noted(self, slot: int, note: bytes) -> bool:
+        """Take in what another process knew of a slot that is about to be cached; return whether it can be true."""
+        base, tail, parent = NOTE.unpack(note)
+        self._bases[slot] = base
+        self._tails.pop(slot, None)
+        if 0 < tail < abi.BLOCK_TOKENS:
+            self._tails[slot] = parent, tail
+        return base >= 0 and 0 <= tail < abi.BLOCK_TOKENS
 
     def clear(self) -> None:
         """Let go of all checkpoints of the cache."""

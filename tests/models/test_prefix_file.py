@@ -16,7 +16,7 @@ from edgeinfer.errors import BundleError, ClosedError, DestinationError, Request
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.kv.cache_file import start_digest
 from edgeinfer.runtime.kv.prefix_file import PrefixFile
-from tests.helpers.sessions import TINY, running, session, tokens, write_model
+from tests.helpers.sessions import HYBRID, TINY, running, session, tokens, write_model
 from tests.models.test_kv_prompt_cache import failing, rewrite_header
 from tests.models.test_windows import MODEL as WINDOWED
 from tests.models.test_windows import keeping_all
@@ -66,7 +66,7 @@ def refused(opened: Session, path: Path, match: str, kind: type[Exception] = Bun
 
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
-@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["tiny", "windows"])
+@pytest.mark.parametrize("model", [TINY, WINDOWED, HYBRID], ids=["tiny", "windows", "hybrid"])
 def test_another_process_has_the_same_hits(models: Path, tmp_path: Path, kv: str, model: object) -> None:
     """In a session whose blocks lie elsewhere, and held other things before."""
     path, options = write_model(models, model), {"kv": kv, "ctx": 240, "prefill_chunk": 32}  # type: ignore[arg-type]
@@ -121,6 +121,19 @@ def test_the_cache_is_saved_while_it_is_used(opened: Session, tmp_path: Path) ->
 def test_an_empty_cache_can_be_saved(opened: Session, tmp_path: Path) -> None:
     assert opened.save_prefixes(tmp_path / "prefixes") == 0
     assert opened.load_prefixes(tmp_path / "prefixes") == 0
+
+
+def rewrite_body(path: Path, change: Callable[[bytearray], object]) -> None:
+    """Change what follows the header of a file, with the checksum."""
+    data = path.read_bytes()
+    end = 16 + struct.unpack("<Q", data[8:16])[0]
+    header, body = json.loads(data[16:end]), bytearray(data[end:])
+    change(body)
+    del header["sha256"]
+    digest = start_digest(header)
+    digest.update(body)
+    text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
+    path.write_bytes(data[:8] + struct.pack("<Q", len(text)) + text + body)
 
 
 # -- files that lie ----------------------------------------------------------------------------------------------------
@@ -180,18 +193,23 @@ def test_a_header_that_states_more_than_its_file_takes_no_memory(opened: Session
 
 def test_a_key_that_stands_twice_is_taken_once(opened: Session, saved: Path) -> None:
     """The first of the two counts, and no block is lost, though nothing writes such a file."""
-    data = saved.read_bytes()
-    end = 16 + struct.unpack("<Q", data[8:16])[0]
-    header, body = json.loads(data[16:end]), bytearray(data[end:])
-    body[32:64] = body[:32]
-    del header["sha256"]
-    digest = start_digest(header)
-    digest.update(body)
-    text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
-    saved.write_bytes(data[:8] + struct.pack("<Q", len(text)) + text + body)
+    rewrite_body(saved, lambda body: body.__setitem__(slice(32, 64), body[:32]))
     assert opened.load_prefixes(saved) == 7
     opened.drop_prefixes()
     assert opened.free_blocks == opened.n_blocks
+
+
+@pytest.mark.parametrize(("at", "number"), [(0, -1), (8, 16), (8, -1)])
+def test_a_checkpoint_that_cannot_be_is_refused(models: Path, tmp_path: Path, at: int, number: int) -> None:
+    with session(write_model(models, HYBRID), ctx=128) as hybrid:
+        run(hybrid, LONG, 0)
+        hybrid.save_prefixes(tmp_path / "file")
+        hybrid.drop_prefixes()
+        note = 32 * 6 + 32 + at  # behind the keys of six blocks and its own
+        rewrite_body(tmp_path / "file", lambda body: struct.pack_into("<q", body, note, number))
+        refused(hybrid, tmp_path / "file", DAMAGED)
+        states = hybrid.kv.states
+        assert states and states.pool.n_free == states.pool.n_blocks
 
 
 def test_what_other_runs_have_saved_is_refused(opened: Session, saved: Path, models: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.files import replacement
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import BundleError, ClosedError, DestinationError
+from edgeinfer.memory_planner import SLOT_UNIT
 from edgeinfer.runner import GONE
 
 if TYPE_CHECKING:
@@ -118,6 +119,13 @@ def head_pieces(kv: KVCache, whole: list[int], recent: list[int]) -> Iterator[Pi
              for layer, of_layer in zip(planes.layers, plane, strict=True) for head in of_layer]
     for layer, head in sorted(heads, key=lambda each: each[0]):
         yield from in_pieces(head, recent if layer in kv.window_layers else whole)
+
+
+def state_pieces(kv: KVCache, slot: int) -> Iterator[Piece]:
+    """Yield a slot of recurrent state, which is GONE if it is only read."""
+    rows = kv.state_memory.reshape(-1, SLOT_UNIT)
+    n = len(rows) // len(kv.state_memory)
+    yield from in_pieces(rows, [GONE] * n if slot == GONE else list(range(slot * n, slot * n + n)))
 
 
 def in_pieces(plane: NDArray[np.uint8], blocks: list[int]) -> Iterator[Piece]:

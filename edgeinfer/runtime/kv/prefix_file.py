@@ -1,4 +1,4 @@
-"""Prefix files: the blocks of the prefix cache with their keys, on disk, so that it outlives its process."""
+"""Prefix files: the prefix cache on disk, blocks and checkpoints with their keys, so that it outlives its process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 from edgeinfer.base.files import open_plain
 from edgeinfer.errors import RequestError
 from edgeinfer.runner import GONE
+from edgeinfer.runner.state_slots import NOTE
 
-from .cache_file import CacheFile, Piece, head_pieces, in_pieces, origin
+from .cache_file import CacheFile, Piece, head_pieces, in_pieces, origin, state_pieces
 from .sequence import KVCache
 
 FILE = CacheFile("prefix file", b"EDGEPF01")
 KEY_BYTES = 32
-COUNTS = "blocks", "recent"
-"""Keys of a header: blocks of layers that keep all tokens, and of layers with a window."""
+BLOCKS, RECENT, STATES = COUNTS = "blocks", "recent", "states"
+"""Keys of a header: blocks of layers that keep all tokens, of layers with a window, and states of recurrent layers."""
 
-Keys = list[NDArray[np.uint8]]
-"""Keys of the blocks of each pool, (blocks, KEY_BYTES), in the order in which a file has both."""
+Keys = dict[str, NDArray[np.uint8]]
+"""Keys of the blocks of each pool, (blocks, KEY_BYTES), in the order in which a file has both; those of states are
+followed by their notes (`StateSlots.note`)."""
 
 
 class PrefixFile:
@@ -39,11 +41,14 @@ class PrefixFile:
     """
 
     def __init__(self, kv: KVCache):
-        self._kv = kv
-        self._pools = [(kv.pool, kv.take), *([(kv.recent.pool, kv.recent.take)] if kv.recent else [])]
+        self._kv, self._pools = kv, {BLOCKS: (kv.pool, kv.take)}
+        if kv.recent:
+            self._pools[RECENT] = kv.recent.pool, kv.recent.take
+        if kv.states:
+            self._pools[STATES] = kv.states.pool, kv.states.pool.take
 
     def save(self, path: Path, model: str) -> int:
-        """Write all cached blocks: the header, the keys, then of each layer, plane and KV head the blocks.
+        """Write all cached blocks: the header, the keys, of each layer, plane and KV head the blocks, then the states.
 
         Returns
         -------
@@ -57,14 +62,13 @@ class PrefixFile:
         RequestError
             Prompts are pruned, so nothing is cached.
         """
-        header, keys, blocks = self._header(path, model), list[NDArray[np.uint8]](), list[list[int]]()
-        for pool, _ in self._pools:
-            entries = pool.entries()
-            keys.append(np.array([list(key) for key, _ in entries], np.uint8).reshape(-1, KEY_BYTES))
-            blocks.append([block for _, block in entries])
-        header |= {name: 0 for name in COUNTS} | dict(zip(COUNTS, map(len, blocks), strict=False))
+        entries = {name: pool.entries() for name, (pool, _) in self._pools.items()}
+        keys = {name: np.array([list(self._key(name, *entry)) for entry in of_pool], np.uint8).reshape(
+            len(of_pool), self._key_bytes(name)) for name, of_pool in entries.items()}
+        blocks = {name: [block for _, block in of_pool] for name, of_pool in entries.items()}
+        header = self._header(path, model) | {name: len(entries.get(name, ())) for name in COUNTS}
         FILE.write(path, header, lambda: self._pieces(keys, lambda: blocks))
-        return len(blocks[0])
+        return len(blocks[BLOCKS])
 
     def load(self, path: Path, model: str) -> int:
         """Read blocks into those that are free, as many as there are, and cache them; what is cached already stays.
@@ -95,52 +99,75 @@ class PrefixFile:
 
     def _read(self, file: io.BufferedReader, path: Path, header: dict[str, Any]) -> int:
         """Read what follows a header; blocks are cached if the checksum is right, and else given back."""
-        keys = [np.empty((header[name], KEY_BYTES), np.uint8) for name, _ in zip(COUNTS, self._pools, strict=False)]
-        taken: list[dict[bytes, int]] = [{} for _ in keys]
+        keys = {name: np.empty((header[name], self._key_bytes(name)), np.uint8) for name in self._pools}
+        taken: dict[str, dict[bytes, int]] = {name: {} for name in self._pools}
         try:
             if not FILE.read(file, header, self._pieces(keys, lambda: self._take(keys, taken))):
                 raise FILE.damaged(path)
+            if not self._note(keys, taken):
+                raise FILE.damaged(path)
         except BaseException:
-            for (pool, _), blocks in zip(self._pools, taken, strict=True):
-                for block in blocks.values():
+            for name, (pool, _) in self._pools.items():
+                for block in taken[name].values():
                     pool.drop(block)
             raise
-        for (pool, _), blocks in zip(self._pools, taken, strict=True):
-            pool.adopt(blocks)
-        return len(taken[0])
+        for name, (pool, _) in self._pools.items():
+            pool.adopt(taken[name])
+        return len(taken[BLOCKS])
 
-    def _take(self, keys: Keys, taken: list[dict[bytes, int]]) -> list[list[int]]:
+    def _take(self, keys: Keys, taken: dict[str, dict[bytes, int]]) -> dict[str, list[int]]:
         """Take free blocks for new keys; return a block for each key of a file, GONE for the others."""
-        found: list[list[int]] = [[] for _ in keys]
-        for (pool, take), of_pool, blocks, numbers in zip(self._pools, keys, taken, found, strict=True):
-            for key in map(bytes, of_pool):
+        found: dict[str, list[int]] = {name: [] for name in keys}
+        for name, (pool, take) in self._pools.items():
+            blocks = taken[name]
+            for key in map(bytes, keys[name][:, :KEY_BYTES]):
                 new = pool.n_free and key not in blocks and pool.find(key) is None
                 if new:
                     blocks[key] = take()
-                numbers.append(blocks[key] if new else GONE)
+                found[name].append(blocks[key] if new else GONE)
         return found
 
-    def _pieces(self, keys: Keys, blocks: Callable[[], list[list[int]]]) -> Iterator[Piece]:
-        """Yield the arrays of a file in order: keys, and then of each head of a plane the blocks."""
-        for of_pool in keys:
+    def _pieces(self, keys: Keys, blocks: Callable[[], dict[str, list[int]]]) -> Iterator[Piece]:
+        """Yield the arrays of a file in order: keys, of each head of a plane the blocks, and states."""
+        for of_pool in keys.values():
             yield from in_pieces(of_pool, [*range(len(of_pool))])
-        whole, *recent = blocks()
-        yield from head_pieces(self._kv, whole, *recent or [[]])
+        found = blocks()
+        yield from head_pieces(self._kv, found[BLOCKS], found.get(RECENT, []))
+        for slot in found.get(STATES, ()):
+            yield from state_pieces(self._kv, slot)
+
+    # -- what a file has beside a key --------------------------------------------------------------------------------
+
+    def _key(self, name: str, key: bytes, block: int) -> bytes:
+        return key + self._kv.states.note(block) if name == STATES and self._kv.states else key
+
+    def _note(self, keys: Keys, taken: dict[str, dict[bytes, int]]) -> bool:
+        """Note what a file says of its states; return whether it can be true."""
+        if not self._kv.states:
+            return True
+        rows = {row[:KEY_BYTES].tobytes(): row[KEY_BYTES:].tobytes() for row in reversed(keys[STATES])}
+        return all(self._kv.states.noted(slot, rows[key]) for key, slot in taken[STATES].items())
+
+    def _key_bytes(self, name: str) -> int:
+        return KEY_BYTES + (NOTE.size if name == STATES else 0)
 
     def _header(self, path: Path, model: str) -> dict[str, Any]:
         """Return the fields that a file must have to be of use here."""
         if self._kv.pruning:
             raise RequestError(f"Prompts are pruned (--{next(iter(self._kv.pruning))}), so no beginning of a prompt is "
                                f"cached; leave the prefix file {path} out.")
-        return origin(self._kv, model) | {"window_layers": sorted(self._kv.window_layers)}
+        header = origin(self._kv, model) | {"window_layers": sorted(self._kv.window_layers)}
+        return header | ({"slot_bytes": self._kv.state_memory.shape[1]} if self._kv.states else {})
 
     def _has_length(self, file: io.BufferedReader, header: dict[str, Any]) -> bool:
         """Return whether a file is as long as its header says, before memory is taken for that."""
-        counts, sizes = [header.get(name) for name in COUNTS], [KEY_BYTES, KEY_BYTES]
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if not all(type(header.get(name)) is int and header[name] >= 0 for name in COUNTS):
             return False
+        sizes = {name: self._key_bytes(name) for name in COUNTS}
         for planes in self._kv.planes:
-            windowed = not self._kv.window_layers.isdisjoint(planes.layers)
-            sizes[windowed] += sum(array.nbytes // array.shape[2] for array in planes.arrays)
+            name = BLOCKS if self._kv.window_layers.isdisjoint(planes.layers) else RECENT
+            sizes[name] += sum(array.nbytes // array.shape[2] for array in planes.arrays)
+        if self._kv.states:
+            sizes[STATES] += self._kv.state_memory.shape[1]
         left = os.fstat(file.fileno()).st_size - file.tell()
-        return left == sum(header[name] * size for name, size in zip(COUNTS, sizes, strict=True))
+        return left == sum(header[name] * size for name, size in sizes.items())

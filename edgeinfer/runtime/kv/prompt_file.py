@@ -11,11 +11,10 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.base.validation import shown
 from edgeinfer.errors import BundleError
 from edgeinfer.kernels import abi
-from edgeinfer.memory_planner import SLOT_UNIT
 from edgeinfer.registry import technique
 from edgeinfer.runner import Sequence
 
-from .cache_file import CacheFile, Piece, head_pieces, in_pieces, origin
+from .cache_file import CacheFile, Piece, head_pieces, in_pieces, origin, state_pieces
 from .sequence import KVCache
 
 PRESENT = "present"
@@ -94,10 +93,7 @@ class PromptFile:
         for stage in self._kv.pruned_mask if _pruner(header) else ():
             yield from in_pieces(stage, whole)
         if "state" in header:
-            rows = self._kv.state_memory.reshape(-1, SLOT_UNIT)
-            n = len(rows) // len(self._kv.state_memory)
-            first = sequence.state.blocks[0] * n
-            yield from in_pieces(rows, list(range(first, first + n)))
+            yield from state_pieces(self._kv, sequence.state.blocks[0])
 
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """Return the header's fields on pruned tokens, if any: the schedule, and how many tokens each stage has.
