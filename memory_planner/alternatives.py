@@ -128,7 +128,9 @@ def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer 
     plan = fill_budget(planner.plan, config, lambda plan: plan.total_bytes <= budget)
     if plan.total_bytes <= budget:
         return plan
-    if without(planner, config, budget):  # rather than to read weights from storage
+    if config.state_memory is None and (fewer := fewer_checkpoints(planner.plan, config, budget)):
+        return fewer  # rather than to read weights from storage
+    if without(planner, config, budget):
         return None
     return (place(planner, plan.request, budget) if place else None) or stream(planner, plan.request, budget)
 

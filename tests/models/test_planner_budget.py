@@ -314,3 +314,14 @@ def test_fewer_checkpoints_of_recurrent_state_are_offered_first(tmp_path: Path) 
         with session(path, budget_bytes=limit, **first.options) as opened:
             assert opened.plan.total_bytes == first.total_bytes
             assert opened.plan.state and opened.plan.state.checkpoints == fewer
+
+
+def test_a_run_gives_up_checkpoints_that_nobody_asked_for(tmp_path: Path) -> None:
+    path = write_model(tmp_path, HYBRID)
+    with session(path) as opened:
+        plan = opened.plan
+    assert plan.state
+    for missing in (1, 4):
+        with session(path, budget_bytes=plan.total_bytes - (missing - 1) * plan.state.slot_bytes - 1) as opened:
+            assert opened.plan.state and opened.plan.state.checkpoints == 4 - missing
+            assert not opened.plan.parts
