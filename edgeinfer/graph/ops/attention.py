@@ -16,17 +16,20 @@ from .costs import KvAccess, Read, Scratch, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeStore(RowOp):
-    """Norms of q and k heads if there are any, rotary embedding (arXiv 2104.09864), and K and V to their blocks."""
+class HeadOp(RowOp):
+    """An operation on the query heads of a layer, groups of which share a key-value head."""
 
-    KERNELS = ("rope_store_{kv}",)
-    OVER = "qkv"
-    qkv: Tensor
-    q_norm: Weight | None = None
-    k_norm: Weight | None = None
     heads: int
     kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation(HeadOp):
+    """Norms of heads if there are any, and rotary embedding (arXiv 2104.09864)."""
+
+    KERNELS = ("rope_store_{kv}",)
+    q_norm: Weight | None = None
     eps: float
     """Of the head norms."""
     rotary: int
@@ -35,12 +38,21 @@ class RopeStore(RowOp):
     """Dimensions from one of a pair to the other, where that is not half of `rotary`."""
     table: int = 0
     """Index of its rotation in ModelConfig.rotations."""
+    beside: int = 0
+    """Columns after the heads, which stay as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeStore(Rotation):
+    """Norm and rotate heads of q and k, and write K and V to their blocks."""
+
+    OVER = "qkv"
+    qkv: Tensor
+    k_norm: Weight | None = None
     value_norm: bool = False
     """v heads are normed, without a weight."""
     keys_as_values: bool = False
     """v is what k is before norm and rotation; its columns are made here."""
-    beside: int = 0
-    """Columns after the values, which stay as they are."""
 
     @property
     def kv(self) -> KvAccess | None:
@@ -54,22 +66,11 @@ class RopeStore(RowOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotateQueries(RowOp):
+class RotateQueries(Rotation):
     """Do to queries what `RopeStore` does: in layers that read the K and V of another one, or to scale them as well."""
 
-    KERNELS = ("rope_store_{kv}",)
     OVER = "q"
     q: Tensor
-    q_norm: Weight | None = None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rotary: int
-    apart: int = 0
-    table: int = 0
-    beside: int = 0
-    """Columns after the queries, which stay as they are."""
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, and what is beside them."""
@@ -77,14 +78,11 @@ class RotateQueries(RowOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(RowOp):
+class Attention(HeadOp):
     """Causal attention of the rotated queries over the stored blocks of their sequences."""
 
     KERNELS: ClassVar[tuple[str, ...] | None] = ("attention_{kv}", "attention_merge")
     qkv: Tensor
-    heads: int
-    kv_heads: int
-    head_dim: int
     scale: float
     """Factor of the scores."""
     window: int = 0
