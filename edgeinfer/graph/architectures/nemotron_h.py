@@ -25,8 +25,8 @@ from .llama import weights
 
 DEFAULTS = {"vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
-            "hidden_act": "relu2", "rotary": False, "mamba_n_heads": 128, "mamba_n_groups": 8, "mamba_d_state": 128,
-            "mamba_d_conv": 4}
+            "hidden_act": "relu2", "intermediate_size": 21504, "rotary": False, "mamba_n_heads": 128,
+            "mamba_n_groups": 8, "mamba_d_state": 128, "mamba_d_conv": 4}
 KINDS = {"linear_attention": SCAN, "mamba": SCAN, "full_attention": "attention", "attention": "attention",
          "mlp": "mlp", "moe": "moe"}
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -65,8 +65,7 @@ def read(c: ConfigReader) -> ModelConfig:
     experts = _read_experts(c, kinds) if "moe" in kinds else None
     for name in _OF_EXPERTS:
         c.get(name)
-    model = read_decoder(c if c.has("intermediate_size") else c.instead(intermediate_size=21504), DEFAULTS,
-                         mlp_bias=c.flag("mlp_bias"), recurrent=scan, experts=experts)
+    model = read_decoder(c, DEFAULTS, mlp_bias=c.flag("mlp_bias"), recurrent=scan, experts=experts)
     if not experts:
         return replace(model, mixers=kinds)
     size = model.intermediate_size if "mlp" in kinds else experts.shared_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..builder.moe import read_experts
-from ..config import ModelConfig
+from ..config import ExpertsConfig, ModelConfig
 from ..families.family import Family, Gguf, GgufExperts
 from ..hf_config.common import read_decoder, read_sliding
 from ..hf_config.reader import ConfigReader
@@ -19,10 +19,16 @@ def read(c: ConfigReader) -> ModelConfig:
     use, below = c.flag("use_sliding_window"), c.integer("max_window_layers", 28, low=0)
     window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096, low=0)
     windows = read_sliding(c, window if use else None, lambda i: use and bool(window) and i % 2 == 0 and i < below)
-    experts = read_experts(c, "num_experts", 60, 4, c.integer("moe_intermediate_size", 1408, high=2**20),
-                           normalise=c.flag("norm_topk_prob"),
-                           shared_size=c.integer("shared_expert_intermediate_size", 5632, high=2**20))
-    return read_decoder(c, DEFAULTS, attention_bias=c.flag("qkv_bias", True), windows=windows, experts=experts)
+    return read_decoder(c, DEFAULTS, attention_bias=c.flag("qkv_bias", True), windows=windows,
+                        experts=qwen_experts(c, 60, 4, 1408, 5632))
+
+
+def qwen_experts(c: ConfigReader, total: int, active: int, size: int, shared: int = 0, normalise: bool = False
+                 ) -> ExpertsConfig | None:
+    """Experts by Qwen's names, with a family's defaults; `shared` is the size of the one that all tokens go through."""
+    return read_experts(c, "num_experts", total, active, c.integer("moe_intermediate_size", size, high=2**20),
+                        normalise=c.flag("norm_topk_prob", normalise), shared_size=shared and c.integer(
+                            "shared_expert_intermediate_size", shared, high=2**20))
 
 
 FAMILY = Family((Gguf("qwen2moe", experts=GgufExperts(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
+from ..builder.moe import moe
 from ..config import ModelConfig
 from ..draft_head import combined, prefix
 from ..families.family import Family, Gguf, Seeing
@@ -53,13 +55,22 @@ def read_hybrid(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelC
                         attention_gate=True, **own)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
+def mixer(c: ModelConfig, hf: str) -> Mixer:
+    """The tensors of a delta rule."""
+    r, d = c.recurrent, c.hidden_size
+    assert r
+    rows = (("qkv", r.conv_channels), ("z", r.value_width), ("b", r.heads), ("a", r.heads))
+    return Mixer(tuple(Source(f"{hf}in_proj_{part}.weight", (width, d)) for part, width in rows),
+                 (Source(hf + "conv1d.weight", (r.conv_channels, 1, r.conv_width)),), hf + "A_log", hf + "dt_bias",
+                 hf + "norm.weight", hf + "out_proj.weight")
+
+
+def forward(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Mixer] = mixer) -> Graph:
+    """Tokens to logits; `parts` has the tensors of a layer's delta rule."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x, name, hf = mix(g, c, x, i), f"layers.{i}.", f"model.layers.{i}."
-        h = g.rms_norm(x, name + "ffn_norm", norm(hf + "post_attention_layernorm", c.hidden_size))
-        x = g.ffn(h, name, (hf + "mlp.gate_proj", hf + "mlp.up_proj", hf + "mlp.down_proj"), residual=x)
+        x = mix(g, c, x, i, parts)
+        x = moe(g, c, x, i, norm=norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size))
     return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
 
 
@@ -74,23 +85,13 @@ def draft_head(g: GraphBuilder, c: ModelConfig) -> Graph:
     return g.build(g.logits(x, norm("mtp.norm", c.hidden_size), "lm_head.weight", norm_name=name + "norm"))
 
 
-def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Callable[[ModelConfig, str], Mixer]) -> Tensor:
     """The first half of a block: x + the delta rule, or the attention, of norm(x)."""
     g.layer, name, hf = i, f"layers.{i}.", f"model.layers.{i}."
     h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", c.hidden_size))
     if not c.recurrent or i not in c.recurrent.layers:
         return attend(g, c, h, x, name, hf + "self_attn.")
-    return delta_layer(g, c, h, x, name, mixer(c, hf + "linear_attn."))
-
-
-def mixer(c: ModelConfig, hf: str) -> Mixer:
-    """The tensors of a delta rule."""
-    r, d = c.recurrent, c.hidden_size
-    assert r
-    rows = (("qkv", r.conv_channels), ("z", r.value_width), ("b", r.heads), ("a", r.heads))
-    return Mixer(tuple(Source(f"{hf}in_proj_{part}.weight", (width, d)) for part, width in rows),
-                 (Source(hf + "conv1d.weight", (r.conv_channels, 1, r.conv_width)),), hf + "A_log", hf + "dt_bias",
-                 hf + "norm.weight", hf + "out_proj.weight")
+    return delta_layer(g, c, h, x, name, parts(c, hf + "linear_attn."))
 
 
 def attend(g: GraphBuilder, c: ModelConfig, h: Tensor, x: Tensor, name: str, attn: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..builder.builder import GraphBuilder
-from ..builder.moe import moe, read_experts
+from ..builder.moe import moe
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, GgufExperts, Ollama, Seeing
 from ..graph import Graph
@@ -11,6 +11,7 @@ from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import attend
 from .qwen2 import SECTIONS
+from .qwen2_moe import qwen_experts
 from .qwen3 import SEEING
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
@@ -21,10 +22,9 @@ def read(c: ConfigReader) -> ModelConfig:
     bias, layers = c.flag("attention_bias"), c.integer("num_hidden_layers", high=2**12)
     window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096)
     windows = (window,) * layers if window and c.flag("use_sliding_window") else ()
-    size = c.integer("moe_intermediate_size", 768, high=2**20)
-    experts = read_experts(c, "num_experts", 128, 8, size, normalise=c.flag("norm_topk_prob"))
     c.get("max_window_layers")  # which no layer of this family looks at
-    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, windows=windows, experts=experts)
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, windows=windows,
+                        experts=qwen_experts(c, 128, 8, 768))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:

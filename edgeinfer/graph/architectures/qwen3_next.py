@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from ..builder.builder import GraphBuilder
-from ..builder.hybrid import Mixer, delta_layer
-from ..builder.moe import moe, read_experts
+from ..builder.hybrid import Mixer
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_hybrid import delta_fields
 from ..graph import Graph
 from ..hf_config.reader import ConfigReader
 from ..steps import Rows
-from ..tensors import Tensor
 from ..weights import Source
-from .gemma import norm
-from .qwen3_5_moe_text import EXPERTS
-from .qwen3_5_text import DEFAULTS, TENSORS, attend, mixer, read_hybrid
+from . import qwen3_5_text
+from .qwen3_5_moe_text import EXPERTS, read_routed
+from .qwen3_5_text import TENSORS, mixer
 
 
 def read(c: ConfigReader) -> ModelConfig:
     """Layers of `mlp_only_layers` have a plain FFN, and those between the steps of `decoder_sparse_step`."""
-    size = c.integer("moe_intermediate_size", 512, high=2**20)
-    experts = read_experts(c, "num_experts", 512, 10, size, normalise=c.flag("norm_topk_prob", True),
-                           shared_size=c.integer("shared_expert_intermediate_size", 512, high=2**20))
-    plain = c if c.has("intermediate_size") else c.instead(intermediate_size=5632)
-    return read_hybrid(plain, {**DEFAULTS, "num_key_value_heads": 2}, experts=experts)
+    return read_routed(c, 512, 10, ffn=5632)
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = moe(g, c, mix(g, c, x, i), i, norm=norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size))
-    return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
-
-
-def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
-    """The first half of a block: x + the delta rule, or the attention, of norm(x)."""
-    g.layer, name, hf = i, f"layers.{i}.", f"model.layers.{i}."
-    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", c.hidden_size))
-    if not c.recurrent or i not in c.recurrent.layers:
-        return attend(g, c, h, x, name, hf + "self_attn.")
-    return delta_layer(g, c, h, x, name, by_key_head(c, hf + "linear_attn."))
+    return qwen3_5_text.forward(g, c, by_key_head)
 
 
 def by_key_head(c: ModelConfig, hf: str) -> Mixer:

@@ -36,14 +36,14 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
     ----------
     c : ConfigReader
     defaults : dict
-        The architecture's values for absent fields: max_position_embeddings, and where it has them
-        num_key_value_heads, head_dim, bos_token_id, eos_token_id, hidden_act, rms_norm_eps, tie_word_embeddings,
-        rope_theta; ffn_times, how many times as wide as the stream an FFN is; partial, the names of the share of a head
-        that turns and its default; share_ignored, True if heads turn as a whole whatever the config says of a share;
-        rotary, False if positions are learned.
+        The architecture's values for absent fields: max_position_embeddings, and where it has them vocab_size,
+        num_attention_heads, intermediate_size, num_key_value_heads, head_dim, bos_token_id, eos_token_id, hidden_act,
+        rms_norm_eps, tie_word_embeddings, rope_theta; ffn_times, how many times as wide as the stream an FFN is;
+        partial, the names of the share of a head that turns and its default; share_ignored, True if heads turn as a
+        whole whatever the config says of a share; rotary, False if positions are learned.
     """
     given = {name: {"default": defaults[name]} if name in defaults else {}
-             for name in ("vocab_size", "num_attention_heads")}
+             for name in ("vocab_size", "num_attention_heads", "intermediate_size")}
     vocab_size = c.integer("vocab_size", high=2**22, **given["vocab_size"])
     hidden_size = c.integer("hidden_size", high=2**17)
     layers = c.integer("num_hidden_layers", high=2**12)
@@ -52,7 +52,8 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
     max_positions = c.integer("max_position_embeddings", defaults["max_position_embeddings"], high=2**27)
     activation = c.choice("hidden_act", c.get("hidden_act") or defaults.get("hidden_act", "silu"), ACTIVATIONS)
     head_dim = _head_dim(c, hidden_size, heads, defaults)
-    ffn = {"default": times * hidden_size} if (times := defaults.get("ffn_times")) else {}
+    if times := defaults.get("ffn_times"):
+        given["intermediate_size"] = {"default": times * hidden_size}
     fields = {**_rotation(c, head_dim, max_positions, defaults), **own}
     rope: RopeConfig | None = fields.get("rope")
     longest = int(max_positions * rope.factor) if rope and rope.kind == "dynamic" else max_positions
@@ -60,7 +61,7 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
         model_type=c.get("model_type"),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=c.integer("intermediate_size", high=2**20, **ffn),
+        intermediate_size=c.integer("intermediate_size", high=2**20, **given["intermediate_size"]),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
