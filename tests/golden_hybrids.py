@@ -38,6 +38,9 @@ NEMOTRON_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_interm
                     "routed_scaling_factor": 2.5}  # fmt: skip
 MAMBA2 = {"model_type": "mamba2", "vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8,
           "head_dim": 12, "state_size": 10, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+OLMO_HYBRID = {"model_type": "olmo_hybrid", **BASE, "hidden_size": 48, "num_attention_heads": 4, "pad_token_id": 0,
+               "linear_num_key_heads": 2, "linear_key_head_dim": 10, "linear_value_head_dim": 20,
+               "rms_norm_eps": 1e-2}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-5": QWEN3_5,
     "qwen3-5-equal-heads": {
@@ -63,6 +66,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-next-dense-layer": {**QWEN3_5, **QWEN_MOE, "model_type": "qwen3_next", "mlp_only_layers": [1],
                                "linear_num_key_heads": 4, "linear_num_value_heads": 4, "num_hidden_layers": 3,
                                "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "olmo-hybrid": {**OLMO_HYBRID, "num_hidden_layers": 4, "linear_num_value_heads": 6, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 300.0}},
+    "olmo-hybrid-no-rope": {
+        **OLMO_HYBRID, "linear_num_value_heads": 2, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3,
+        "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "default", "rope_theta": None}},
     "bamba": {**BAMBA, "attn_layer_indices": [1], "mamba_n_groups": 4},
     "bamba-bias": {**BAMBA, "attn_layer_indices": [2], "mamba_n_groups": 1, "mamba_d_conv": 3, "mlp_bias": True,
                    "attention_bias": True, "mamba_proj_bias": True, "time_step_limit": [0.2, 0.9]},

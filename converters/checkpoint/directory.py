@@ -30,7 +30,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
-from .channels_last import with_channels_last
+from .convolutions import with_channels_last, with_convolutions_apart
 from .expert_names import with_experts
 from .json_file import CONFIG_FILE, read_json
 from .safe_path import checkpoint_file
@@ -241,8 +241,11 @@ class Checkpoint:
         """Return a graph whose weights' sources have the checkpoint's names."""
         found = with_experts(graph, {*self.files, *self.aliases}, self.quantised,
                              lambda name: tuple(self.tensor(name).shape))
-        return with_channels_last(found, lambda name: tuple(self.tensor(name).shape)
-                                  if self.stored(name) in self.files else None)
+
+        def shape_of(name: str) -> tuple[int, ...] | None:
+            return tuple(self.tensor(name).shape) if self.stored(name) in self.files else None
+
+        return with_channels_last(with_convolutions_apart(found, shape_of), shape_of)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:

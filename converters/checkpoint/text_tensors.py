@@ -40,7 +40,11 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
         if (match := _PREFIXED.fullmatch(name)) and name not in pictures:
             aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
     family = family_of(model_type)
-    aliases |= {name: other for name, other in family.aliases.items() if other in stored}
+    own = {other: name for name, other in family.aliases.items()}
+    for name in stored if own else ():
+        start = match.end() if (match := _LAYER.match(name)) else 0
+        if name[start:] in own:
+            aliases[name[:start] + own[name[start:]]] = name
     if family.otherwise:
         aliases |= {"model." + name.removeprefix(family.otherwise): name for name in stored
                     if name.startswith(family.otherwise)}

@@ -100,6 +100,10 @@ def ablations_of_recurrence(config: ModelConfig) -> dict[str, dict[str, Any]]:
             own["no limits"] = {"time_limits": ()}
         if r.conv_bias:
             own["no bias of the convolution"] = {"conv_bias": False}
+        if r.beta_scale != 1:
+            own["beta up to 1"] = {"beta_scale": 1.0}
+        if r.kind == "delta" and r.norm_eps:
+            own["epsilon of the model"] = {"norm_eps": 0.0}
         changed |= {what: {"recurrent": dataclasses.replace(r, **fields)} for what, fields in own.items()}
     return changed
 

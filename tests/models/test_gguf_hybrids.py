@@ -253,6 +253,29 @@ def test_channels_last(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "plain" / "weights.bin").read_bytes() == (tmp_path / "same" / "weights.bin").read_bytes()
 
 
+@pytest.mark.parametrize("cuts", [(20, 40), (54, 108)])
+@pytest.mark.parametrize("last", [False, True])
+def test_convolutions_in_pieces_and_other_names_of_norms(cuts: tuple[int, int], last: bool, tmp_path: Path) -> None:
+    """OLMo Hybrid's files: pieces are those of q, k and v, or as transformers cuts them; MLX has channels last."""
+    case, tensors = golden_cases.load("olmo-hybrid"), dict[str, np.ndarray]()
+    for key, array in case.tensors.items():
+        own = key.replace("input_layernorm", "attention_layer_norm")
+        own = own.replace("post_attention_layernorm", "feedforward_layer_norm")
+        pieces = np.split(np.moveaxis(array, 2, 1) if last else array, cuts) if "conv1d" in key else [array]
+        tensors |= {own.replace("conv1d", f"{part}_conv1d"): np.ascontiguousarray(piece)
+                    for part, piece in zip("qkv", pieces, strict=False)}
+    golden_cases.write_checkpoint(case, tmp_path / "hf")
+    golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "other")
+    convert(tmp_path / "hf", tmp_path / "plain")
+    convert(tmp_path / "other", tmp_path / "same")
+    assert (tmp_path / "plain" / "weights.bin").read_bytes() == (tmp_path / "same" / "weights.bin").read_bytes()
+    short = {key: array[1:] if key.endswith("2.linear_attn.k_conv1d.weight") else array
+             for key, array in tensors.items()}
+    golden_cases.write_checkpoint(case._replace(tensors=short), tmp_path / "short")
+    with pytest.raises(EdgeInferError, match=r"k_conv1d.weight, .* have 159 rows together, .* needs 160; download"):
+        convert(tmp_path / "short", tmp_path / "bundle")
+
+
 def test_channels_last_with_multipliers_is_refused(tmp_path: Path) -> None:
     case = golden_cases.load("falcon-h1")
     tensors = {key: np.moveaxis(array, 2, 1).copy() if array.ndim == 3 else array

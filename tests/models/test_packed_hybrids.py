@@ -16,11 +16,15 @@ from tests.helpers import golden_cases, reference
 from tests.helpers.bundles import weights_of
 from tests.helpers.packers import FORMS, Raw, config_of, f16, write_config, write_raw
 
+SMALL = ("embed", "lm_head", "in_proj_a.", "in_proj_b.", "attn.a_proj.", "attn.b_proj.")
+"""Matrices that stay as they were."""
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 304}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-5": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
                 "linear_value_head_dim": 32, "rope_parameters": {
                     "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}},
+    "olmo-hybrid": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                    "linear_value_head_dim": 32},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "bamba": {"mamba_n_heads": 8, "mamba_d_state": 16},
 }
@@ -29,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def written(name: str, form: str, directory: Path) -> dict[str, np.ndarray]:
     """Write a case of other sizes with its matrices quantised; gives what they stand for."""
     config = {key: value for key, value in (CASES[name] | SIZES | MODELS[name]).items()
-              if key != "head_dim" or name != "bamba"}
+              if key != "head_dim" or name not in ("bamba", "olmo-hybrid")}
     shapes = {source.name: source.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
               for source in weight.sources}
     case = golden_cases.load(name)._replace(config=config, tensors={
@@ -39,8 +43,7 @@ def written(name: str, form: str, directory: Path) -> dict[str, np.ndarray]:
     packer, own, _ = FORMS[form]
     rng, raw, tensors = np.random.default_rng(0), dict[str, Raw](), dict[str, np.ndarray]()
     for tensor, values in case.tensors.items():
-        outer = any(word in tensor for word in ("embed", "lm_head", "in_proj_a.", "in_proj_b."))
-        if values.ndim != 2 or outer:  # small matrices stay as they were
+        if values.ndim != 2 or any(word in tensor for word in SMALL):
             raw[tensor], tensors[tensor] = f16(values), values.astype(np.float32)
             continue
         parts, tensors[tensor] = packer(rng, values.shape, **own)

@@ -14,11 +14,13 @@ import pytest
 from edgeinfer.calibration.hooks import HookedRunner
 from edgeinfer.config import Recipe
 from edgeinfer.errors import CancelledError, RequestError
-from edgeinfer.graph import RecurrentConfig
+from edgeinfer.graph import ModelConfig, RecurrentConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence
 from edgeinfer.runtime import HiddenRows, Session
 from tests.helpers.sessions import HYBRID, session, tokens, write_model
 
+OLMO = replace(HYBRID, model_type="olmo_hybrid", rotary_dim=None, attention_gate=False, recurrent=RecurrentConfig(
+    "delta", (0, 2), conv_width=3, heads=4, key_heads=4, key_dim=12, value_dim=20, norm_eps=1e-5, beta_scale=2.0))
 OPTIONS = {"ctx": 256, "threads": 2, "max_sequences": 4, "outputs": 64, "draft_tokens": 7, "prefill_chunk": 64}
 
 
@@ -35,10 +37,11 @@ def fresh(opened: Session, ids: list[int]) -> bytes:
     return row
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33])
-def test_bits_do_not_depend_on_chunks(bundle: Path, chunk: int) -> None:
+@pytest.mark.parametrize("config", [HYBRID, OLMO], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 64])
+def test_bits_do_not_depend_on_chunks(bundle: Path, chunk: int, config: ModelConfig) -> None:
     ids = tokens(100)
-    with session(bundle, **OPTIONS) as opened:
+    with session(write_model(bundle.parent, config), **OPTIONS) as opened:
         whole = opened.new_sequence()
         rows = np.concatenate([logits.copy() for _, logits in opened.score(whole, ids)])
         parts, found = opened.new_sequence(), []

@@ -158,7 +158,7 @@ class Family:
     otherwise: str = ""
     """Prefix that some checkpoints have in place of ``model.``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tensors of a checkpoint."""
+    """Further names of tensors of a checkpoint: within a layer where the name is one of a layer."""
     further_tokens: bool = False
     """Checkpoints have layers that predict more than the next token, numbered after the others; they are left out."""
     ambiguous: str = ""

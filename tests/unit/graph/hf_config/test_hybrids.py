@@ -30,6 +30,10 @@ def read(name: str, **fields: Any) -> ModelConfig:
     ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate is False, .* models of the family have the gate"),
     ("qwen3-5", {"hidden_act": "gelu"}, "hidden_act is 'gelu', .* supported: silu, swish"),
     ("qwen3-5", {"mamba_ssm_dtype": "float16"}, "mamba_ssm_dtype is 'float16', .* supported: float32"),
+    ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu', .* supported: silu, swish"),
+    ("olmo-hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of .*_heads, 2"),
+    ("olmo-hybrid", {"layer_types": ["mamba"] * 4}, "layer_types is 'mamba', .* supported: linear_attention"),
+    ("olmo-hybrid", {"rope_parameters": 7}, "rope_parameters holds 7; it must be a JSON object"),
     ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob is False, .* add up to 1"),
     ("qwen3-5-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be a whole number from 1 to 6"),
     ("lfm2", {"layer_types": None, "full_attn_idxs": [4]}, r"full_attn_idxs is \[4\], .* layers from 0 to 3"),
@@ -75,6 +79,13 @@ def test_fields_of_published_files_are_known() -> None:
                 auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.Model"}) == read("nemotron-h")
     assert read("falcon-h1", time_step_floor=1e-4, mamba_use_mlp=True, mamba_expand=2, mlp_expansion_factor=8,
                 time_step_limit=[0.0, {"__float__": "Infinity"}]) == read("falcon-h1")
+
+
+def test_olmo_hybrid_heads_turn_unless_theta_is_null() -> None:
+    config = {name: value for name, value in CASES["olmo-hybrid"].items() if name != "rope_parameters"}
+    for fields, turns in (({}, True), ({"rope_parameters": None}, True), ({"rope_theta": None}, False),
+                          ({"rope_theta": 300.0, "rope_parameters": {"rope_theta": None}}, False)):
+        assert bool(read_config({**config, **fields}).rotations) is turns, fields
 
 
 def test_full_attention_interval() -> None:
