@@ -32,7 +32,7 @@ def rotary(config: ModelConfig, ctx: int) -> str:
     if config.alibi:
         return f"no rotary tables: ALiBi, a slope for each of {config.num_attention_heads} heads"
     if not config.rotations:
-        return "no rotary tables: positions are learned"
+        return "no rotary tables: no head is rotated"
     return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"
 
 
