@@ -90,7 +90,7 @@ def test_the_suite_runs_where_ctrl_c_is_ignored() -> None:
     """As in the background of a shell: children that are to be interrupted listen again."""
     chosen = ["tests/system/test_convert_interrupted.py::test_ctrl_c_leaves_nothing",
               "tests/cli/test_conditions.py::test_ctrl_c_while_the_program_begins"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ),
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 0, done.stdout[-3000:]

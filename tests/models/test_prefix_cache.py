@@ -22,6 +22,7 @@ from edgeinfer.runner.prefix_cache import PrefixCache
 from edgeinfer.runtime import Session
 from tests.helpers.crowd import BLOCKS, CTX, POOL, Crowd, branching, logits_alone
 from tests.helpers.sessions import TINY, running, session, tokens, write_model
+from tests.kernel_selection import everything
 from tests.models.test_offload import made
 from tests.models.test_windows import MODEL as WINDOWED
 from tests.models.test_windows import interrupted
@@ -301,8 +302,9 @@ def test_crowds_of_models_with_windows(models: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "requests"), [("tiny", 10_000), ("windows", 3000), ("demo", 2000)])
 def test_crowds_of_thousands(models: Path, name: str, requests: int) -> None:
+    """All of them take minutes of processor time, so a tenth is enough where not EDGEINFER_TEST_ALL=1 asks for all."""
     path = {"demo": demo_path, "tiny": lambda: write_model(models), "windows": lambda: write_model(models, WINDOWED)}
-    crowd(path[name](), requests, seed=1)
+    crowd(path[name](), requests if everything() else requests // 10, seed=1)
 
 
 def recount(pool: PrefixCache, tables: Any) -> None:
