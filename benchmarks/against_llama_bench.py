@@ -74,7 +74,7 @@ def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, option
     sides = {"ours": lambda: tokens / ours.ask("run", kind=kind, tokens=tokens, depth=options.d)["seconds"],
              "theirs": lambda: theirs(options, gguf, setting, kind, tokens)}
     turns = count()
-    in_turns(sides, next(turns))  # warms up
+    sides["ours"]()  # warms up, as each run of the peer does by itself
     done = calm_rounds(lambda: in_turns(sides, next(turns)), options.rounds, options.patience)
     ratios = [pair["ours"] / pair["theirs"] for pair in done.results]
     speeds = [f"{statistics.median(pair[side] for pair in done.results):.2f}" for side in sides]

@@ -53,8 +53,12 @@ class EdgeInfer:
             else:
                 session.prefill(sequence, ids)
 
+        def back(n_tokens: int) -> None:
+            session.rollback(sequence, n_tokens)
+            session.checkpoint(sequence)
+
         self._session, self._sequence = session, sequence
-        self._runner = Runner(session.model.vocab_size, process, lambda n: session.truncate(sequence, n))
+        self._runner = Runner(session.model.vocab_size, process, back)
         experts = session.plan.experts
         return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
                 "slots": experts and experts.slots}

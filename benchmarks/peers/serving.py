@@ -65,7 +65,7 @@ class Runner:
     ----------
     vocab_size : int
     process : called with token ids; their logits (of the last one at least) are computed when it returns
-    truncate : called with the number of tokens to keep
+    truncate : called with the number of tokens to keep; all of them, where a test is to come back to
     """
 
     def __init__(self, vocab_size: int, process: Callable[[list[int]], None], truncate: Callable[[int], None]):
@@ -79,6 +79,7 @@ class Runner:
         if self._length < depth:
             self._process(token_ids(self._vocab_size, depth - self._length))
             self._length = depth
+        self._truncate(depth)
         ids = token_ids(self._vocab_size, tokens)
         began = time.perf_counter()
         if kind == "pp":
