@@ -12,16 +12,17 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import Bundle, own_weights, part_extents, read_draft_head
 from edgeinfer.config import Recipe
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import DRAFT_WORDS, GivenRows, Graph, words_of
-from edgeinfer.memory_planner import Beside, MemoryPlan, Placement, Planner, Region
+from edgeinfer.graph import DRAFT_WORDS, GivenRows, Graph, KvAccess, words_of
+from edgeinfer.memory_planner import MemoryPlan, Placement, Planner, Region
 from edgeinfer.runner import Cancellation, Segment, Sequence
 
 from .execution.forward import Logits
@@ -29,20 +30,22 @@ from .execution.tables import decoded_last
 from .hidden import HiddenRows
 from .memory import copy_in
 from .planning import offsets_of
-from .self_draft import Planned, SelfDraftSession, plan_program
+from .self_draft import HOME, DraftPlan, Planned, SelfDraftSession, plan_program
 from .session import Session
 
-HOME = "streamed"
-"""Region of the head's own weights: nothing is streamed where there is a head."""
 ROWS_AT_ONCE = 64
 """Rows that are normed at a time."""
 Floats = NDArray[np.float32]
 
 
-class DraftHeadPlan(NamedTuple):
+@dataclass(frozen=True)
+class DraftHeadPlan(DraftPlan):
     """The draft head of a bundle, as plans see it."""
 
     planner: Planner
+    stores: tuple[KvAccess, ...]
+    refusal: ClassVar[str] = ("Weights of the model are read from storage, where its head for further tokens does not "
+                              "draft; leave --speculate mtp out.")
 
     @classmethod
     def of_bundle(cls, bundle: Bundle) -> DraftHeadPlan:
@@ -53,33 +56,11 @@ class DraftHeadPlan(NamedTuple):
                                "Use --speculate lookup, or a draft model (--draft).")
         offsets = offsets_of(bundle)
         offsets[DRAFT_WORDS] = offsets[words_of(bundle.config)]
-        return cls(Planner(graph, bundle.weights_bytes, offsets))
+        stores = tuple(op.kv for op in graph.ops if op.kv and op.kv.stores)
+        return cls(Planner(graph, bundle.weights_bytes, offsets), stores)
 
-    @property
-    def beside(self) -> Beside:
-        """Let plans have room for it."""
-        def both(plan: MemoryPlan) -> MemoryPlan:
-            if not (found := self.planned(plan)):
-                return plan
-            named = (replace(region, name="weights" if region.name == HOME else region.name)
-                     for region in found.plan.regions)
-            return plan.beside(replace(found.plan, regions=tuple(named)))
-
-        stores = tuple(op.kv for op in self.planner.graph.ops if op.kv and op.kv.stores)
-        return Beside(both, {"speculate": "off"}, self.check, stores)
-
-    def planned(self, host: MemoryPlan) -> Planned | None:
-        """Plan its program beside a session's plan; None if weights are read from storage."""
-        if host.parts or host.cold or host.experts:
-            return None
+    def _planned(self, host: MemoryPlan) -> Planned:
         return Planned(self.planner.graph, _plan(self.planner, host))
-
-    def check(self, host: MemoryPlan) -> Planned:
-        """Return its program beside a session's; raises `RequestError` if there can be none."""
-        if not (found := self.planned(host)):
-            raise RequestError("Weights of the model are read from storage, where its head for further tokens does not "
-                               "draft; leave --speculate mtp out.")
-        return found
 
     def open(self, host: Session) -> DraftHeadSession:
         """Take its memory, beside an open session whose plan has room for it."""

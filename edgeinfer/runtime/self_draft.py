@@ -12,15 +12,16 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.graph import Graph, KvAccess, ModelConfig
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
 from edgeinfer.registry import recipe_with, techniques
@@ -36,6 +37,8 @@ from .weights.loading import load_parts
 
 OWN = ("activations", "logits", "scratch", "tables")
 """Regions that the program has for itself."""
+HOME = "streamed"
+"""Region of weights that are a file of their own: nothing is streamed where there are such."""
 SHARE = 3
 """An early exit leaves the model after one layer of this many."""
 
@@ -48,10 +51,46 @@ class Planned(NamedTuple):
     """Of its own regions; weights and KV are where the session has them."""
 
 
-class SelfDraftPlan(NamedTuple):
+class DraftPlan:
+    """A program that drafts beside a session, as plans see it."""
+
+    refusal: ClassVar[str]
+    """Message for a session whose weights are read from storage."""
+    stores: tuple[KvAccess, ...] = ()
+    """K and V of its own in the blocks of the session's sequences."""
+
+    @property
+    def beside(self) -> Beside:
+        """Let plans have room for it."""
+        def both(plan: MemoryPlan) -> MemoryPlan:
+            if not (found := self.planned(plan)):
+                return plan
+            own = (replace(one, name="weights" if one.name == HOME else one.name) for one in found.plan.regions)
+            return plan.beside(replace(found.plan, regions=tuple(own)))
+
+        return Beside(both, {"speculate": "off"}, self.check, self.stores)
+
+    def planned(self, host: MemoryPlan) -> Planned | None:
+        """Plan it beside a session's plan; None if weights are read from storage, or there is nothing cheaper."""
+        return None if host.parts or host.cold or host.experts else self._planned(host)
+
+    def _planned(self, host: MemoryPlan) -> Planned | None:
+        raise NotImplementedError
+
+    def check(self, host: MemoryPlan) -> Planned:
+        """Return it beside a session's plan; raises `RequestError` if there is none."""
+        if not (found := self.planned(host)):
+            raise RequestError(self.refusal)
+        return found
+
+
+@dataclass(frozen=True)
+class SelfDraftPlan(DraftPlan):
     """Strategies for a model to draft for itself, the best first, as far as they are known before a run is planned."""
 
     planners: tuple[Planner, ...]
+    refusal: ClassVar[str] = ("Weights of the model are read from storage, so it cannot draft for itself; leave "
+                              "--speculate self out.")
 
     @classmethod
     def of(cls, model: ModelConfig, plain: Recipe, parts: Collection[str],
@@ -80,32 +119,14 @@ class SelfDraftPlan(NamedTuple):
             return cls((planner_of(bundle, own),))
         return cls.of(bundle.config, plain, bundle.parts, partial(planner_of, bundle))
 
-    @property
-    def beside(self) -> Beside:
-        """Let plans have room for it."""
-        def both(plan: MemoryPlan) -> MemoryPlan:
-            found = self.planned(plan)
-            return plan.beside(found.plan) if found else plan
-
-        return Beside(both, {"speculate": "off"}, self.check)
-
-    def planned(self, host: MemoryPlan) -> Planned | None:
-        """Plan the first way that goes together with a session's plan; None if weights are read from storage."""
-        if host.parts or host.cold or host.experts:
-            return None
+    def _planned(self, host: MemoryPlan) -> Planned | None:
+        """Plan the first way that goes together with a session's plan."""
         for planner in self.planners:
             own = [weight.name for weight in planner.graph.weights if weight.name not in host.allocations]
             cheaper = own or _layers(planner.graph) < planner.graph.config.num_hidden_layers
             if cheaper and not (own and any(region.name == "resident" for region in host.regions)):
                 return Planned(planner.graph, _plan(planner, host, bool(own)))
         return None
-
-    def check(self, host: MemoryPlan) -> Planned:
-        """Return the way that goes together with a session's plan; raises `RequestError` if there is none."""
-        if not (found := self.planned(host)):
-            raise RequestError("Weights of the model are read from storage, so it cannot draft for itself; leave "
-                               "--speculate self out.")
-        return found
 
     def open(self, host: Session) -> SelfDraftSession:
         """Take its memory, beside an open session whose plan has room for it."""
