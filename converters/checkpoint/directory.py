@@ -186,7 +186,8 @@ class Checkpoint:
     @property
     def predicted(self) -> frozenset[str]:
         """Tensors of layers that predict more than the next token."""
-        return frozenset(name for name in self.files if predicts_ahead(name, self.config))
+        return frozenset(self.stored(name) for name in (*self.files, *self.aliases)
+                         if predicts_ahead(name, self.config))
 
     def _megabytes(self, names: Collection[str]) -> str:
         return f"{sum(self.tensor(name).nbytes for name in names) / 1e6:.1f} MB"
@@ -276,7 +277,7 @@ def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None
 def text_model(fields: Mapping[str, Any], config: ModelConfig, stored: Collection[str]) -> tuple[ModelConfig, Names]:
     """Return the config, completed from the tensors' names, and how these names differ from the architecture's."""
     wrapped = fields.get("model_type") in seeing_models()
-    names = names_of_text(stored, config.model_type, wrapped)
+    names = names_of_text(stored, config, wrapped)
     if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
         config = replace(config, tie_word_embeddings=HEAD not in {*stored, *names.aliases})
     return config, names

@@ -14,6 +14,9 @@ PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
 _LAYER = re.compile(r"(?:model\.layers|blk)\.([0-9]{1,9})\.")
 _HEADS = ("lm_head.", "embed_out.")
+_DRAFTS = {"fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.",
+           "norm.": "shared_head.norm.", "layers.0.": ""}
+"""Modules of Qwen's head for further tokens, ``mtp``, and the same of a layer after the last (arXiv 2412.19437)."""
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
                       r"(masked_)?bias")
 """Tensors in old checkpoints that follow from the config: frequencies and attention masks."""
@@ -32,14 +35,14 @@ class Names(NamedTuple):
     """Tensors of the part that sees pictures."""
 
 
-def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names:
+def names_of_text(stored: Collection[str], config: ModelConfig, sees: bool) -> Names:
     """Find the architecture's names; `sees`: the text model is in one that sees pictures."""
     pictures = frozenset(name for name in stored if sees and PICTURES.fullmatch(name))
     aliases: dict[str, str] = {}
     for name in stored if sees else ():
         if (match := _PREFIXED.fullmatch(name)) and name not in pictures:
             aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
-    family = family_of(model_type)
+    family = family_of(config.model_type)
     own = {other: name for name, other in family.aliases.items()}
     for name in stored if own else ():
         start = match.end() if (match := _LAYER.match(name)) else 0
@@ -51,6 +54,10 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
     base = family.prefix
     if base and not any(name.startswith(base) for name in stored):
         aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
+    if family.further_tokens:
+        block = f"model.layers.{config.num_hidden_layers}."
+        aliases |= {block + own + name.removeprefix("mtp." + part): aliases.get(name, name)
+                    for name in (*stored, *aliases) for part, own in _DRAFTS.items() if name.startswith("mtp." + part)}
     return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
 
 

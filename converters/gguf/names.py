@@ -22,11 +22,10 @@ _LAYER = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
 }
 """Names in Llama's layers and in our builder's MoE models; families add others (`Family.tensors`)."""
-_DRAFTS = {"mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm",
-           "mtp.norm": "shared_head_norm"}
-"""Names around the layer of a head for further tokens, which files have as one more block."""
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
 VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
@@ -67,7 +66,6 @@ def _source(source: Source, config: ModelConfig, names: Collection[str], ordered
 
     Steps that the converter has taken already are left out, and so is an order of columns that the weight itself has.
     """
-    source = replace(source, name=_of_drafts(source.name, config.num_hidden_layers))
     family, layer = family_of(config.model_type), _IN_LAYER.fullmatch(source.name)
     if layer and family.parts and (found := family.parts(config, layer[2], source)):
         whole = f"blk.{layer[1]}.{found[0]}"
@@ -100,14 +98,6 @@ def _source(source: Source, config: ModelConfig, names: Collection[str], ordered
     if family.neighbours and re.search(r"\.attn_[qk]\.", name):
         plain = plain.rope_halves(config.head_dim, config.rope_dim)
     return replace(plain, steps=(*plain.steps, *steps))
-
-
-def _of_drafts(name: str, block: int) -> str:
-    """The name of a tensor of a head for further tokens as one of that block's; any other stays."""
-    module, _, kind = name.rpartition(".")
-    if module in _DRAFTS:
-        return f"blk.{block}.nextn.{_DRAFTS[module]}.{kind}"
-    return re.sub(r"^mtp\.layers\.0\.", f"model.layers.{block}.", name)
 
 
 def gguf_name(name: str, model_type: str = "") -> str:

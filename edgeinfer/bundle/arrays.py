@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Later:
-    """An array that is made when it is written: all of them need not be in memory together."""
+    """An array that is made when it is written, piece by piece: no more than one piece need be in memory."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    make: Callable[[], NDArray[Any]]
+    pieces: Callable[[], Iterable[NDArray[Any]]]
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,8 @@ def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] | La
     at = 0
     for row, array in zip(rows, arrays.values(), strict=True):
         yield bytes(row["offset"] - at)
-        yield np.ascontiguousarray(array.make() if isinstance(array, Later) else array).tobytes()
+        for piece in array.pieces() if isinstance(array, Later) else (array,):
+            yield np.ascontiguousarray(piece).tobytes()
         at = row["offset"] + array.nbytes
 
 

@@ -51,17 +51,20 @@ def pack_cold(tensors: Iterable[TensorEntry], stored: Callable[[TensorEntry], By
     tensors = list(tensors)
     entries, sums, arrays = neuron_layers(tensors), dict[str, NDArray[np.uint32]](), dict[str, Any]()
 
-    def clusters(entry: TensorEntry) -> Bytes:
+    def clusters(entry: TensorEntry) -> Iterator[Bytes]:
         data = clusters_of(entry, stored(entry))
         sums[entry.name] = np.array([zlib.crc32(cluster) for cluster in data], np.uint32)
-        return data
+        yield data
+
+    def checksums(entry: TensorEntry) -> Iterator[NDArray[np.uint32]]:
+        yield sums[entry.name]
 
     for i, entry in entries.items():
         n, _, nbytes = _clusters(entry.shape, entry.type)
         arrays[f"layers.{i}.clusters"] = Later(np.dtype("u1"), (n, nbytes), partial(clusters, entry))
     for i, entry in entries.items():
         arrays[f"layers.{i}.checksums"] = Later(np.dtype("<u4"), (_clusters(entry.shape, entry.type)[0],),
-                                                partial(sums.__getitem__, entry.name))
+                                                partial(checksums, entry))
     neurons = _cluster_of(entries)[1]
     about = {"part": "cold", "weights": weights_identity(tensors), "neurons": neurons}
     yield from pack_arrays(about, arrays, UNIT_BYTES)

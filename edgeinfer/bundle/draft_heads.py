@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,22 +41,19 @@ def pack_draft_head(graph: Graph, data: Mapping[str, Iterable[Any]], weights: st
     weights : str
         `weights_identity` of the model that it belongs to.
     """
-    def later(weight: Weight) -> Later:
-        def make() -> Any:
-            return np.concatenate([np.frombuffer(piece, np.uint8) for piece in data[weight.name]])
-
-        return Later(np.dtype(np.uint8), (graph.types[weight.name].nbytes(weight.shape),), make)
-
     own = own_weights(graph)
     types = {weight.name: list(_row(graph.types[weight.name])) for weight in own}
+    nbytes = {weight.name: graph.types[weight.name].nbytes(weight.shape) for weight in own}
     yield from pack_arrays({"part": PART, "weights": weights, "types": types},
-                           {weight.name: later(weight) for weight in own})
+                           {name: Later(np.dtype(np.uint8), (n,), partial(data.__getitem__, name))
+                            for name, n in nbytes.items()})
 
 
 def read_draft_head(bundle: Bundle, recipe: Recipe | None = None) -> Graph | None:
     """Return the graph of a bundle's draft head, or None if it has none.
 
-    Its own weights are of the kind ``predictor``, as all that are in memory beside the model's.
+    Its own weights are of the kind ``predictor``, as all that are in memory beside the model's; of experts, each matrix
+    is an array by itself.
 
     Raises
     ------
@@ -77,7 +75,7 @@ def read_draft_head(bundle: Bundle, recipe: Recipe | None = None) -> Graph | Non
     for name, stored in types.items():
         if stored.layout == "plain" and stored.dtype == "f32":
             check_finite(arrays[name].view(np.float32), name, where)
-    there = {name: replace(weight, kind="predictor") for name, weight in own.items()}
+    there = {name: replace(weight, kind="predictor", pieces=0) for name, weight in own.items()}
     ops = tuple(op.replaced(**{field: there[value.name] for field, value in vars(op).items()
                                if isinstance(value, Weight) and value.name in there}) for op in graph.ops)
     return replace(graph, ops=ops, weights=tuple(there.get(weight.name, weight) for weight in graph.weights))

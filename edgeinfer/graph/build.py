@@ -13,8 +13,8 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .builder.builder import GraphBuilder
 from .check import check_runnable
 from .config import ModelConfig, RopeConfig
-from .draft_head import DRAFT_WORDS, with_first_words
-from .families.registry import architecture_module, seeing_models, supported_architectures
+from .draft_head import DRAFT_WORDS, draft_head, with_first_words
+from .families.registry import architecture_module, family_of, seeing_models, supported_architectures
 from .graph import Graph
 from .hf_config.reader import ConfigReader
 from .hf_config.wrappers import text_of
@@ -85,13 +85,13 @@ def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = No
 def build_draft_head(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = None) -> Graph | None:
     """Build the graph of a model's head for further tokens (draft_head.py); None if its family has none.
 
-    Parameters and exceptions are those of `build_graph`. The family's function is called ``draft_head``.
+    Parameters and exceptions are those of `build_graph`. The family's file has a function ``block``, the layer.
     """
-    make = getattr(_architecture(config.model_type, "The model"), "draft_head", None)
-    if make is None:
+    block = getattr(_architecture(config.model_type, "The model"), "block", None)
+    if block is None or not family_of(config.model_type).further_tokens:
         return None
     _check(config)
-    graph = with_first_words(make(GraphBuilder(config, type_of), config), DRAFT_WORDS)
+    graph = with_first_words(draft_head(GraphBuilder(config, type_of), config, block), DRAFT_WORDS)
     return check_runnable(apply(quantize_activations(graph), recipe or Recipe()))
 
 

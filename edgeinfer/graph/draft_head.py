@@ -2,7 +2,7 @@
 
 For each token the head reads the token's embedding and the final norm's output of the token before. Its layer follows
 the model's last one in number, so its K and V are one more layer of the cache. It shares the model's embedding and
-output head.
+output head. Its tensors have the names of DeepSeek's checkpoints, which those of Qwen are mapped to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from edgeinfer.kernels import abi
 
 from .builder.builder import GraphBuilder
 from .config import ModelConfig
+from .families.registry import family_of
 from .graph import Graph
 from .ops.matmul import Linear
 from .ops.rows import Sample
@@ -25,7 +26,8 @@ DRAFT_WORDS = 65536
 small models with large vocabularies the head is half of a token's bytes (FR-Spec, arXiv 2502.14856)."""
 WORDS = "draft_words"
 """Weight that stands for the first rows of the output head."""
-Norm = Callable[[str, int], Source]
+Block = Callable[[GraphBuilder, ModelConfig, Tensor, int], Tensor]
+"""One layer of a family, by its number."""
 
 
 def prefix(config: ModelConfig) -> str:
@@ -38,15 +40,25 @@ def words_of(config: ModelConfig) -> str:
     return "embed" if config.tie_word_embeddings else "head"
 
 
-def combined(g: GraphBuilder, c: ModelConfig, embedding: str, norm: Norm, hf: str = "mtp.") -> Tensor:
-    """W [norm(embedding); norm(given row)]: the two halves of the matrix are stored one by one."""
-    hidden, d, name = g.given_rows(), c.hidden_size, prefix(c)
-    x, g.layer = g.embed(embedding), c.num_hidden_layers
-    both = Source(hf + "fc.weight", (d, 2 * d))
-    x = g.rms_norm(x, name + "embedding_norm", norm(hf + "pre_fc_norm_embedding", d))
+def draft_head(g: GraphBuilder, c: ModelConfig, block: Block) -> Graph:
+    """Rows of the last norm, and the tokens after them, to logits of the tokens after these.
+
+    The layer reads W [norm(embedding); norm(given row)]; the two halves of the matrix are stored one by one.
+    """
+    hidden, d, name, hf = g.given_rows(), c.hidden_size, prefix(c), f"model.layers.{c.num_hidden_layers}."
+    plus_one = family_of(c.model_type).norms_plus_one
+
+    def norm(module: str) -> Source:
+        source = Source(f"{hf}{module}.weight", (d,))
+        return source.plus(1.0) if plus_one else source
+
+    x, g.layer = g.embed("model.embed_tokens.weight"), c.num_hidden_layers
+    both = Source(hf + "eh_proj.weight", (d, 2 * d))
+    x = g.rms_norm(x, name + "embedding_norm", norm("enorm"))
     x = g.linear(x, name + "of_embedding", (both.columns(0, d),), (d,))
-    h = g.rms_norm(hidden, name + "hidden_norm", norm(hf + "pre_fc_norm_hidden", d))
-    return g.linear(h, name + "of_hidden", (both.columns(d, 2 * d),), (d,), residual=x)
+    h = g.rms_norm(hidden, name + "hidden_norm", norm("hnorm"))
+    x = block(g, c, g.linear(h, name + "of_hidden", (both.columns(d, 2 * d),), (d,), residual=x), c.num_hidden_layers)
+    return g.build(g.logits(x, norm("shared_head.norm"), "lm_head.weight", norm_name=name + "norm"))
 
 
 def with_first_words(graph: Graph, most: int) -> Graph:

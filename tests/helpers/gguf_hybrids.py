@@ -118,6 +118,7 @@ def experts(own: dict[str, Any], c: ModelConfig, arch: str) -> dict[str, Any]:
 def tensors_of(case: GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndarray]:
     """The tensors by the file's names."""
     out: dict[str, np.ndarray] = {}
+    each: dict[str, list[np.ndarray]] = {}
     for stored, values in case.tensors.items():
         if ".visual." in stored:
             continue
@@ -126,9 +127,12 @@ def tensors_of(case: GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndar
         if own := DRAFTS.get(name.removeprefix("mtp.")):
             out[f"blk.{c.num_hidden_layers}.nextn.{own}.weight"] = values.astype(np.float32) + ("norm" in name)
             continue
+        if one := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(\w+)_proj\.weight", name):
+            each.setdefault(f"blk.{one[1]}.ffn_{one[2]}_exps.weight", []).append(values.astype(np.float32))
+            continue
         for part, array in _converted(name, values.astype(np.float32), case, c, arch):
             out[part] = np.ascontiguousarray(array)
-    return out
+    return out | {name: np.stack(matrices) for name, matrices in each.items()}
 
 
 def _converted(name: str, x: np.ndarray, case: GoldenCase, c: ModelConfig, arch: str

@@ -22,6 +22,7 @@ from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.engine import DraftHead, Generation, Speculation, Times
 from edgeinfer.errors import BudgetError, BundleError, CancelledError, RequestError
+from edgeinfer.graph import ExpertsConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from edgeinfer.runtime import DraftHeadPlan, DraftHeadSession, HiddenRows, Session
 from tests.helpers import golden_cases
@@ -29,8 +30,13 @@ from tests.helpers.command_line import edgeinfer
 from tests.helpers.draft_heads import head_rows, text, with_head
 from tests.helpers.drafts import SETTINGS, Written
 from tests.helpers.sessions import HYBRID, TINY, free_blocks, session, tokens, write_model
+from tests.models import test_latent
 
 CTX = 320
+EXPERTS = ExpertsConfig(7, 3, 24, shared_size=40)
+CONFIGS = {"dense": HYBRID, "experts": replace(HYBRID, model_type="qwen3_5_moe_text", experts=EXPERTS),
+           "by-key-head": replace(HYBRID, model_type="qwen3_next", experts=EXPERTS),
+           "latent": test_latent.MODEL, "latent-v3": replace(test_latent.PLAIN, model_type="deepseek_v3")}
 FEW = {"logit_bias": {token: 60.0 for token in (7, 8)}, "temperature": 1.0, "ignore_eos": True}
 """Two tokens that are about as likely: draft tokens of a random head are right now and then."""
 
@@ -64,8 +70,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- logits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("qwen3-5", 1), ("qwen3-5", 5), ("qwen3-5", 32), ("qwen3-5-wrapped", 5),
-                                             ("qwen3-5-equal-heads", 5)])
+@pytest.mark.parametrize(("name", "chunk"), [
+    ("qwen3-5", 1), ("qwen3-5", 5), ("qwen3-5", 32), ("qwen3-5-wrapped", 5), ("qwen3-5-equal-heads", 5),
+    ("qwen3-5-moe", 1), ("qwen3-5-moe", 32), ("qwen3-5-moe-wrapped", 5), ("qwen3-next", 5), ("glm4-moe-lite", 1),
+    ("glm4-moe-lite", 32), ("glm4-moe-lite-halves", 5), ("deepseek-v3", 5)])
 def test_logits_are_those_of_the_equations(tmp_path: Path, name: str, chunk: int) -> None:
     """From a checkpoint, after a prompt in chunks, of the next token and of those that are drafted after it; of a text
     model inside one that sees, whose embedding is the head, too."""
@@ -130,6 +138,20 @@ def outcome(llm: LLM, drafter: str = "", **options: Any) -> list[tuple]:
     done = llm.complete(tokens(50), **{"max_tokens": 40, "seed": 4, "logprobs": 1, "ignore_eos": True, **options})
     assert not drafter or (done.speculation and done.speculation.drafter == drafter and done.speculation.drafted > 9)
     return [(choice.token_ids, choice.finish_reason, choice.logprobs) for choice in done.choices]
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "dense"])
+def test_texts_of_every_family(family: str, always: None, tmp_path: Path) -> None:
+    path = write_model(tmp_path, CONFIGS[family])
+    options: dict[str, Any] = {"ctx": 128, "threads": 1, "prefill_chunk": 16, "max_sequences": 2}
+    with LLM(path, speculate="off", **options) as plain:
+        expected = outcome(plain, **FEW)
+    with LLM(path, speculate="mtp", draft_tokens=7, **options) as llm:
+        for n in (1, 3, 7):
+            assert outcome(llm, "mtp", draft_tokens=n, **FEW) == expected
+        done = llm.complete(tokens(50), max_tokens=60, seed=1, **FEW).speculation
+        assert done and 0 < done.accepted < done.drafted
+        assert llm.session.kv.pool.n_available == llm.plan.kv_blocks
 
 
 REQUESTS: list[dict[str, Any]] = [{"temperature": 0}, FEW, {**FEW, "n": 3}, {"repetition_penalty": 1.3, "n": 2}]

@@ -117,13 +117,14 @@ def test_blocks_that_draft_are_left_out(tmp_path: Path) -> None:
         name: array.tobytes() for name, array in values.items()}
 
 
-def test_a_head_that_drafts_is_the_checkpoints(tmp_path: Path) -> None:
-    written("qwen3-5", tmp_path, drafts=1, head=True)
+@pytest.mark.parametrize(("name", "weights"), [("qwen3-5", 13), ("qwen3-5-moe", 17), ("qwen3-next", 17)])
+def test_a_head_that_drafts_is_the_checkpoints(name: str, weights: int, tmp_path: Path) -> None:
+    written(name, tmp_path, drafts=1, head=True)
     convert(tmp_path / "hf", tmp_path / "checkpoint", weights="f32")
     report = convert(tmp_path / "m.gguf", tmp_path / "file")
     assert not any("predict further tokens" in remark for remark in report.remarks)
     expected, found = (open_arrays(tmp_path / name / DRAFT_HEAD_FILE) for name in ("checkpoint", "file"))
-    assert found[0]["types"] == expected[0]["types"] and len(found[1]) == 13
+    assert found[0]["types"] == expected[0]["types"] and len(found[1]) == weights
     assert {name: array.tobytes() for name, array in found[1].items()} == {
         name: array.tobytes() for name, array in expected[1].items()}
 

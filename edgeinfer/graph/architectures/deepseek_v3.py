@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..builder.latent import forward
+from ..builder.latent import block, forward
 from ..config import ModelConfig
 from ..families.family import Family
 from ..families.gguf_metadata import GgufMetadata
@@ -12,7 +12,7 @@ from ..hf_config.reader import ConfigReader
 from .deepseek_v2 import GGUF, SIGMOID, TENSORS
 from .glm4_moe_lite import read_sigmoid
 
-__all__ = ["FAMILY", "forward", "read"]
+__all__ = ["FAMILY", "block", "forward", "read"]
 
 DEFAULTS = {
     "vocab_size": 129280, "num_attention_heads": 128, "max_position_embeddings": 4096, "bos_token_id": 0,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..builder.latent import forward, read_latent, read_routed
+from ..builder.latent import block, forward, read_latent, read_routed
 from ..config import ModelConfig
 from ..families.family import Family
 from ..hf_config.reader import ConfigReader
 
-__all__ = ["FAMILY", "forward", "read"]
+__all__ = ["FAMILY", "block", "forward", "read"]
 
 DEFAULTS = {
     "vocab_size": 154880, "num_attention_heads": 20, "max_position_embeddings": 202752, "bos_token_id": 0,

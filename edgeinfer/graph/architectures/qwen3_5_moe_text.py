@@ -7,9 +7,9 @@ from ..families.family import Family, Gguf, GgufExperts, Seeing
 from ..families.gguf_hybrid import delta_fields
 from ..hf_config.reader import ConfigReader
 from .qwen2_moe import qwen_experts
-from .qwen3_5_text import DEFAULTS, PICTURES, TENSORS, forward, order, read_hybrid
+from .qwen3_5_text import DEFAULTS, PICTURES, TENSORS, block, forward, order, read_hybrid
 
-__all__ = ["FAMILY", "forward", "read"]
+__all__ = ["FAMILY", "block", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -10,7 +10,6 @@ from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
 from ..builder.moe import moe
 from ..config import ModelConfig
-from ..draft_head import combined, prefix
 from ..families.family import Family, Gguf, Seeing
 from ..families.gguf_hybrid import delta_fields
 from ..families.pre_tokenizer import PreTokenizer
@@ -69,20 +68,15 @@ def forward(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str],
     """Tokens to logits; `parts` has the tensors of a layer's delta rule."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = mix(g, c, x, i, parts)
-        x = moe(g, c, x, i, norm=norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size))
+        x = block(g, c, x, i, parts)
     return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
 
 
-def draft_head(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Rows of the last norm, and the tokens after them, to logits of the tokens after these."""
-    name, hf = prefix(c), "mtp.layers.0."
-    x = combined(g, c, "model.embed_tokens.weight", norm)
-    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", c.hidden_size))
-    x = attend(g, c, h, x, name, hf + "self_attn.")
-    h = g.rms_norm(x, name + "ffn_norm", norm(hf + "post_attention_layernorm", c.hidden_size))
-    x = g.ffn(h, name, (hf + "mlp.gate_proj", hf + "mlp.up_proj", hf + "mlp.down_proj"), residual=x)
-    return g.build(g.logits(x, norm("mtp.norm", c.hidden_size), "lm_head.weight", norm_name=name + "norm"))
+def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Callable[[ModelConfig, str], Mixer] = mixer
+          ) -> Tensor:
+    """One layer; the one behind the last, which drafts, has attention."""
+    x = mix(g, c, x, i, parts)
+    return moe(g, c, x, i, norm=norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size))
 
 
 def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Callable[[ModelConfig, str], Mixer]) -> Tensor:

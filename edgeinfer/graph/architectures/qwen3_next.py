@@ -13,7 +13,9 @@ from ..steps import Rows
 from ..weights import Source
 from . import qwen3_5_text
 from .qwen3_5_moe_text import EXPERTS, read_routed
-from .qwen3_5_text import TENSORS, mixer
+from .qwen3_5_text import TENSORS, block, mixer
+
+__all__ = ["FAMILY", "block", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -90,8 +90,13 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = moe(g, c, attend(g, c, x, i), i)
+        x = block(g, c, x, i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """One layer."""
+    return moe(g, c, attend(g, c, x, i), i)
 
 
 def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -93,7 +93,8 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Instruction]:
     """Units of an expert (pairs of tiles, or tiles) are claimed in chunks."""
     assert op.source
     stored, cols, allocation = at.types[op.weight.name], op.weight.shape[1], at.plan.allocations[op.weight.name]
-    size, units = stored.tile_bytes(cols), op.rows // 16
+    size, units, nbytes = stored.tile_bytes(cols), op.rows // 16, allocation.nbytes // op.experts
+    stride = allocation.stride or nbytes  # of a head that drafts, one matrix after the other
     working = units * (op.active if op.TILES == 2 else 1)  # of a token
     chunk = matmul_chunk(op.TILES * size, op.TILES, working, at.threads)
     more: dict[str, int | float] = {}
@@ -107,9 +108,8 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Instruction]:
         out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk,
         scratch=at.plan.thread_scratch_bytes, token_tiles=at.token_tiles, width=op.x.width, active=op.active,
         source_stride=0 if op.source.times == 1 else at.stride(op.source),
-        expert_bytes=allocation.stride, **more)
-    matrices = Operand(allocation.region, allocation.offset, (op.experts - 1) * allocation.stride
-                       + allocation.nbytes // op.experts)
+        expert_bytes=stride, **more)
+    matrices = Operand(allocation.region, allocation.offset, (op.experts - 1) * stride + nbytes)
     operands = [matrices, at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.routes), at.at(op.listed)]
     kernel, flags = op.kernels(at.types, at.kv)[0], abi.FLAG_BIAS if op.bias else 0
