@@ -36,7 +36,7 @@ from .json_file import CONFIG_FILE, read_json
 from .safe_path import checkpoint_file
 from .safetensors_file import SourceTensor
 from .shards import TensorFile, open_shards
-from .tensor_check import HEAD, check_tensors, has_all
+from .tensor_check import HEAD, check_tensors, misfit
 from .text_tensors import Names, is_buffer, names_of_text, predicts_ahead, unread_keys
 
 GENERATION_FILE = "generation_config.json"
@@ -173,14 +173,14 @@ class Checkpoint:
     def _left_out(self) -> tuple[str, ...]:
         """Say which parts of the checkpoint are not those of a text model of the next token."""
         found = []
-        kind = f"is the text model, a {self.config.model_type}"
+        kind = f"the bundle is the text model, a {self.config.model_type}"
         hears = "hears and " if any("audio" in name for name in self.pictures) else ""
-        drafts = frozenset() if self.draft_head(requested_types("f32")) else self.predicted
+        head = self._draft_head(requested_types("f32"))
+        unfit = misfit(self, head) if head else "the bundle has those of the next one"
         for names, what, why in ((self.pictures, f"what {hears}sees pictures", kind),
-                                 (drafts, "layers that predict further tokens", "has those of the next one")):
+                                 (self.predicted if unfit else (), "layers that predict further tokens", unfit)):
             if names:
-                nbytes = self._megabytes(names)
-                found.append(f"{len(names)} tensors of {what} ({nbytes}) are left out: the bundle {why}.")
+                found.append(f"{len(names)} tensors of {what} ({self._megabytes(names)}) are left out: {why}.")
         return tuple(found)
 
     @property
@@ -233,10 +233,13 @@ class Checkpoint:
     def draft_head(self, type_of: TypeOf) -> Graph | None:
         """The graph of the head for further tokens with its own weights alone; None unless the checkpoint has all of
         their tensors."""
-        if not self.predicted or (head := build_draft_head(self.config, type_of)) is None:
-            return None
-        head = self.named(replace(head, weights=own_weights(head)))
-        return head if has_all(self, head) else None
+        head = self._draft_head(type_of)
+        return head if head and not misfit(self, head) else None
+
+    def _draft_head(self, type_of: TypeOf) -> Graph | None:
+        """The graph of a head of which the checkpoint has some tensors at least."""
+        head = build_draft_head(self.config, type_of) if self.predicted else None
+        return self.named(replace(head, weights=own_weights(head))) if head else None
 
     def named(self, graph: Graph) -> Graph:
         """Return a graph whose weights' sources have the checkpoint's names."""

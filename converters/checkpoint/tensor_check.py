@@ -11,6 +11,7 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, Source, Weight
 
 from .coverage import Use, check_uses
+from .text_tensors import said_by
 
 if TYPE_CHECKING:
     from .directory import Checkpoint
@@ -66,11 +67,15 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
     return remarks
 
 
-def has_all(checkpoint: Checkpoint, graph: Graph) -> bool:
-    """Return whether a checkpoint has all tensors of a graph's weights, in their shapes."""
-    parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)
-    return all(checkpoint.stored(part.name) in checkpoint.files and checkpoint.tensor(part.name).shape == part.stored
-               for part in parts)
+def misfit(checkpoint: Checkpoint, graph: Graph) -> str:
+    """Say which tensor of a graph's weights a checkpoint lacks, or has in another shape; empty if it has all."""
+    for part in (part for weight in graph.weights for source in weight.sources for part in source.parts):
+        name = checkpoint.stored(part.name)
+        if name not in checkpoint.files:
+            return f"there is no tensor {said_by(part.name, checkpoint.config, checkpoint.files)}"
+        if (have := checkpoint.tensor(name).shape) != part.stored:
+            return f"the tensor {name} has shape {list(have)}, but {checkpoint.says} needs {list(part.stored)}"
+    return ""
 
 
 def _follow_tie(checkpoint: Checkpoint, graph: Graph) -> None:

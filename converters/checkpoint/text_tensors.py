@@ -61,6 +61,15 @@ def names_of_text(stored: Collection[str], config: ModelConfig, sees: bool) -> N
     return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
 
 
+def said_by(name: str, config: ModelConfig, stored: Collection[str]) -> str:
+    """Return what a checkpoint would call a tensor that it lacks: Qwen's word, where it has others of such a head."""
+    block = f"model.layers.{config.num_hidden_layers}."
+    if not name.startswith(block) or not any(other.startswith("mtp.") for other in stored):
+        return name
+    part, own = next(pair for pair in _DRAFTS.items() if name.startswith(block + pair[1]))
+    return "mtp." + part + name.removeprefix(block + own)
+
+
 def predicts_ahead(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of the layers after the last, which predict further tokens (GLM, arXiv 2412.19437)."""
     if not family_of(config.model_type).further_tokens:

@@ -52,7 +52,7 @@ class DraftHeadPlan(DraftPlan):
         """Return that of a bundle; raises `RequestError` if it has none, and `BundleError` if it is damaged."""
         if (graph := read_draft_head(bundle, Recipe.parse("fuse_input"))) is None:
             raise RequestError(f"{bundle.path} has no head for further tokens (MTP), so --speculate mtp cannot draft: "
-                               "its family has none here, or its files had no such tensors when they were converted. "
+                               "its family has none here, or its files did not have all of its tensors. "
                                "Use --speculate lookup, or a draft model (--draft).")
         offsets = offsets_of(bundle)
         offsets[DRAFT_WORDS] = offsets[words_of(bundle.config)]

@@ -43,7 +43,7 @@ def with_head(case: GoldenCase) -> GoldenCase:
     model has any, experts; experts have a tensor for each matrix, as in published checkpoints."""
     inner = case.config.get("text_config", case.config)
     names, own = modules(inner), text(case)
-    has = ("experts.down_proj" if any("experts.down_proj" in name for name in own) else "q_proj.weight", "self_attn.")
+    has = (".experts." if any(".experts." in name for name in own) else "q_proj.weight", "self_attn.")
     layers = [f"model.layers.{i}." for i in range(inner["num_hidden_layers"])]
     last = [layer for layer in layers if all(any(name.startswith(layer) and part in name for name in own)
                                              for part in has)][-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -352,14 +353,27 @@ def test_norms_that_are_not_numbers_are_refused(path: Path, tmp_path: Path) -> N
         read_draft_head(bundle)
 
 
-@pytest.mark.parametrize("gone", ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"])
-def test_a_checkpoint_with_a_part_of_a_head_is_taken_without(tmp_path: Path, gone: str) -> None:
-    case = with_head(golden_cases.load("qwen3-5"))
-    del case.tensors[gone]
+@pytest.mark.parametrize(("name", "tensor", "shape"), [
+    ("qwen3-5", "mtp.fc.weight", ()), ("qwen3-5", "mtp.layers.0.mlp.up_proj.weight", ()),
+    ("qwen3-5-moe", "mtp.layers.0.mlp.experts.4.up_proj.weight", ()), ("qwen3-5-moe", "mtp.norm.weight", (4,)),
+    ("glm4-moe-lite", "model.layers.3.eh_proj.weight", (120, 60)),
+    ("deepseek-v3", "model.layers.3.shared_head.norm.weight", ())])
+def test_a_checkpoint_with_a_part_of_a_head_is_taken_without(tmp_path: Path, name: str, tensor: str,
+                                                             shape: tuple[int, ...]) -> None:
+    """The report says which tensor is missing or does not fit, and a run which drafters there are."""
+    case = with_head(golden_cases.load(name))
+    del case.tensors[tensor]
+    if shape:
+        case.tensors[tensor] = np.ones(shape, np.float16)
     report = convert(golden_cases.write_checkpoint(case, tmp_path / "model"), tmp_path / "bundle")
-    assert any("tensors of layers that predict further tokens" in remark for remark in report.remarks)
+    words = rf"the tensor {tensor} has shape \[{shape[0]}.*, but config.json needs \[" if shape else \
+        f"there is no tensor {tensor}"
+    assert any(re.search(rf"tensors of layers that predict further tokens \(.* MB\) are left out: {words}", remark)
+               for remark in report.remarks)
     with Bundle.open(tmp_path / "bundle") as bundle:
         assert not bundle.parts
+        with pytest.raises(RequestError, match=r"has no head for further tokens .*Use --speculate lookup"):
+            DraftHeadPlan.of_bundle(bundle)
 
 
 def test_quantised_and_reported(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def by_expert(name: str, array: np.ndarray, parts: tuple[str, str, str]) -> dict
         gates, ups = np.split(array, 2, axis=1)
         return {f"{module}.experts.{i}.{which}.weight": np.ascontiguousarray(values[i])
                 for which, values in ((gate, gates), (up, ups)) for i in range(len(array))}
-    if part:
+    if part and array.ndim == 3:
         return {f"{module}.experts.{i}.{down}.weight": array[i] for i in range(len(array))}
     return {name: array}
 

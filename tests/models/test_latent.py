@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle
+from edgeinfer.bundle.arrays import open_arrays
 from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError, UsageError
 from edgeinfer.graph import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, read_config
@@ -18,6 +19,7 @@ from edgeinfer.registry import recipe_with
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runner.pruning import Schedule
 from tests.helpers import golden_cases
+from tests.helpers.draft_heads import with_head
 from tests.helpers.pruned import run
 from tests.helpers.sessions import TINY, scored, session, tokens, write_model
 from tests.make_golden import DEEPSEEK, GLM
@@ -122,7 +124,10 @@ def in_file(case: golden_cases.GoldenCase, c: ModelConfig, split: bool) -> tuple
     e, latent, own = c.experts, c.latent, case.config
     assert e and latent
     rank, nope, heads = own["kv_lora_rank"], own["qk_nope_head_dim"], c.num_attention_heads
-    names, out = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, c.num_hidden_layers), {}
+    drafts, out = own.get("num_nextn_predict_layers", 0), {}
+    blocks = c.num_hidden_layers + drafts
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, blocks)
+    of_drafts = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, blocks)  # older packages have them there alone
     for name, stored in case.tensors.items():
         values = stored.astype(np.float32)
         if split and "kv_b_proj" in name:
@@ -138,11 +143,12 @@ def in_file(case: golden_cases.GoldenCase, c: ModelConfig, split: bool) -> tuple
             elif part.endswith("correction_bias"):
                 out[f"blk.{part.split('.')[2]}.exp_probs_b.bias"] = array
             else:
-                out[names.get_name(part, (".weight", ".bias"))] = array
+                ends = (".weight", ".bias")
+                out[names.get_name(part, ends) or of_drafts.get_name(part, ends)] = array
     out = {name: np.stack(values) if isinstance(values, list) else values for name, values in out.items()}
     sizes: dict[str, Any] = {
         "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size, "vocab_size": c.vocab_size,
-        "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size, "attention.head_count": heads,
+        "block_count": blocks, "feed_forward_length": c.intermediate_size, "attention.head_count": heads,
         "attention.head_count_kv": 1 if split else heads, "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         "attention.kv_lora_rank": rank, "rope.dimension_count": c.rope_dim, "rope.freq_base": c.rope.theta,
         "attention.key_length": rank + c.rope_dim if split else nope + c.rope_dim,
@@ -151,6 +157,8 @@ def in_file(case: golden_cases.GoldenCase, c: ModelConfig, split: bool) -> tuple
         "expert_shared_count": own["n_shared_experts"], "expert_weights_scale": e.scale,
         "expert_weights_norm": e.normalise, "expert_gating_func": 2 if e.scores == "sigmoid" else 1,
     }
+    if drafts:
+        sizes["nextn_predict_layers"] = drafts
     if latent.q_rank:
         sizes["attention.q_lora_rank"] = latent.q_rank
     if split:
@@ -160,9 +168,9 @@ def in_file(case: golden_cases.GoldenCase, c: ModelConfig, split: bool) -> tuple
     return {f"deepseek2.{key}": value for key, value in sizes.items()}, out
 
 
-def file_of(name: str, path: Path, split: bool, kinds: dict[str, str] | None = None, **fields: Any
+def file_of(name: str, path: Path, split: bool, kinds: dict[str, str] | None = None, head: bool = False, **fields: Any
             ) -> golden_cases.GoldenCase:
-    case = golden_cases.load(name)
+    case = with_head(golden_cases.load(name)) if head else golden_cases.load(name)
     sizes, tensors = in_file(case, read_config(case.config), split)
     write(path, {**sizes, **{f"deepseek2.{key}": value for key, value in fields.items()}}, tensors, "deepseek2", kinds)
     return case
@@ -177,6 +185,29 @@ def test_a_file_has_the_logits_of_its_checkpoint(name: str, split: bool, tmp_pat
         assert opened.model.model_type == ("deepseek_v2" if name == "deepseek-v2" else "deepseek_v3")
         assert difference(scored(opened, case.ids), case.logits) < TOLERANCE
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["two", "one"])
+def test_a_head_that_drafts_is_the_checkpoints(split: bool, tmp_path: Path) -> None:
+    """The block after the last, which the file counts among the layers, and what is around it."""
+    case = file_of("glm4-moe-lite", tmp_path / "m.gguf", split, head=True)
+    convert(golden_cases.write_checkpoint(case, tmp_path / "hf"), tmp_path / "checkpoint", weights="f32")
+    report = convert(tmp_path / "m.gguf", tmp_path / "file")
+    assert not any("predict further tokens" in remark for remark in report.remarks)
+    expected, found = (open_arrays(tmp_path / name / DRAFT_HEAD_FILE) for name in ("checkpoint", "file"))
+    assert found[0]["types"] == expected[0]["types"] and len(found[1]) == 21
+    assert {name: array.tobytes() for name, array in found[1].items()} == {
+        name: array.tobytes() for name, array in expected[1].items()}
+    with session(tmp_path / "file", kv="f32", threads=2, outputs=16) as opened:
+        assert opened.model.num_hidden_layers == 3
+        assert difference(scored(opened, case.ids), case.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("drafts", [3, 2**32 - 1, "x"])
+def test_more_layers_that_draft_than_layers_are_refused(drafts: Any, tmp_path: Path) -> None:
+    file_of("glm4-moe-lite", tmp_path / "m.gguf", True, nextn_predict_layers=drafts)
+    with pytest.raises(UnsupportedModelError, match=r"nextn_predict_layers is .*; it must be below the 3 layers"):
+        convert(tmp_path / "m.gguf", tmp_path / "bundle")
 
 
 def test_the_stretch_of_yarn_is_that_of_the_config(tmp_path: Path) -> None:

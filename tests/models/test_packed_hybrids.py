@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,12 +12,18 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.graph import build_graph, expected_types, read_config, requested_types
+from edgeinfer.quant import WeightType
+from edgeinfer.runtime import HiddenRows
 from tests.golden_hybrids import CASES
 from tests.helpers import golden_cases, reference
 from tests.helpers.bundles import weights_of
-from tests.helpers.packers import FORMS, Raw, config_of, f16, write_config, write_raw
+from tests.helpers.draft_heads import QWEN, head_rows, with_head
+from tests.helpers.packers import FORMS, Raw, bf16, config_of, f16, write_config, write_raw
+from tests.helpers.sessions import tokens
+from tests.models.test_draft_head import opened
 
-SMALL = ("embed", "lm_head", "in_proj_a.", "in_proj_b.", "attn.a_proj.", "attn.b_proj.")
+SMALL = ("embed", "lm_head", "in_proj_a.", "in_proj_b.", "attn.a_proj.", "attn.b_proj.", "mlp.gate.",
+         "shared_expert_gate.", QWEN.both)
 """Matrices that stay as they were."""
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 304}
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,21 +35,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "bamba": {"mamba_n_heads": 8, "mamba_d_state": 16},
 }
+MODELS["qwen3-5-moe"] = {**MODELS["qwen3-5"], "num_experts": 5, "moe_intermediate_size": 32,
+                         "shared_expert_intermediate_size": 64}
 
 
-def written(name: str, form: str, directory: Path) -> dict[str, np.ndarray]:
-    """Write a case of other sizes with its matrices quantised; gives what they stand for."""
+def written(name: str, form: str, directory: Path, head: str = "") -> dict[str, np.ndarray]:
+    """Write a case of other sizes with its matrices quantised; gives what they stand for.
+
+    It may have a head for further tokens, of floats (``bf16``) or quantised as the layers are (``same``).
+    """
     config = {key: value for key, value in (CASES[name] | SIZES | MODELS[name]).items()
               if key != "head_dim" or name not in ("bamba", "olmo-hybrid")}
-    shapes = {source.name: source.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
-              for source in weight.sources}
+    shapes = {part.name: part.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
+              for source in weight.sources for part in (source.items if source.each else (source,))}
     case = golden_cases.load(name)._replace(config=config, tensors={
         tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()})
+    case = with_head(case) if head else case
     golden_cases.write_checkpoint(case, directory)
     write_config(directory, **config_of(form))
     packer, own, _ = FORMS[form]
     rng, raw, tensors = np.random.default_rng(0), dict[str, Raw](), dict[str, np.ndarray]()
     for tensor, values in case.tensors.items():
+        if head == "bf16" and tensor.startswith((QWEN.layer, QWEN.both)):
+            raw[tensor] = bf16(values)
+            words = np.frombuffer(raw[tensor][2], "<u2").astype("<u4") << 16
+            tensors[tensor] = words.view("<f4").reshape(values.shape)
+            continue
         if values.ndim != 2 or any(word in tensor for word in SMALL):
             raw[tensor], tensors[tensor] = f16(values), values.astype(np.float32)
             continue
@@ -70,3 +88,27 @@ def test_codes_are_kept(name: str, form: str, tmp_path: Path) -> None:
             assert np.allclose(found[weight.name], oracle.whole(weight), rtol=5e-4, atol=near), weight.name
             compared += 1
     assert compared >= 2 * config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("name", "form", "head"), [
+    ("qwen3-5", "gptq", "bf16"), ("qwen3-5", "awq", "bf16"), ("qwen3-5", "mlx", "bf16"), ("qwen3-5-moe", "fp8", "bf16"),
+    ("qwen3-5-moe", "pack-quantized", "bf16"), ("qwen3-5-moe", "fp8", "same"),
+    ("qwen3-5-moe", "gptq", "same")])
+def test_a_head_that_drafts(name: str, form: str, head: str, tmp_path: Path) -> None:
+    """It stays in floats where it is in the checkpoint, as in most that are published, or keeps its codes."""
+    tensors = written(name, form, tmp_path / "hf", head)
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert not any("predict further tokens" in remark for remark in report.remarks)
+    with opened(tmp_path / "out", ctx=64, kv="f32") as (own, ahead):
+        for part in ("o", "qkv", "experts_down"):
+            stored, of_model = (types.get(f"layers.{layer}.{part}") for types, layer in (
+                (ahead.graph.types, 4), (own.graph.types, 3)))
+            assert stored == (of_model and (WeightType("f16") if head == "bf16" else of_model))
+        sequence, ids, given = own.new_sequence(), tokens(12), [np.zeros((1, own.model.hidden_size), np.float32)]
+        with patch.object(ahead, "take", lambda segments, take=ahead.take: (
+                given.append(HiddenRows(own).rows(0, len(segments[0].ids))), take(segments))):
+            own.prefill(sequence, ids[:-1])
+        expected = head_rows(own.model, tensors, np.concatenate(given), ids)[-1] @ tensors["lm_head.weight"].T
+        found, _ = ahead.ahead([sequence], ids[-1:], [0], 0, 0)
+        bound = 0.03 if form == "gptq" and head == "same" else 1e-3  # int8 inputs; FP8 times its scale as f16
+        assert np.abs(found[0] - expected).max() < (1e-5 if head == "bf16" else bound) * np.abs(expected).max()

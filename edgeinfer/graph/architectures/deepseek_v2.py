@@ -53,8 +53,9 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     nope = key - rotary if isinstance(key, int) and isinstance(rotary, int) else None
     groups = m.get("expert_group_count") or 1
     fields = {
-        "num_key_value_heads": None, "head_dim": None, "kv_lora_rank": m.get("attention.kv_lora_rank"),
-        "q_lora_rank": m.get("attention.q_lora_rank"), "qk_nope_head_dim": nope, "qk_rope_head_dim": rotary,
+        "num_hidden_layers": m.layers_without_drafts(), "num_key_value_heads": None, "head_dim": None,
+        "kv_lora_rank": m.get("attention.kv_lora_rank"), "q_lora_rank": m.get("attention.q_lora_rank"),
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rotary,
         "v_head_dim": value, "first_k_dense_replace": m.get("leading_dense_block_count") or 0,
         "n_routed_experts": m.get("expert_count"), "num_experts_per_tok": m.get("expert_used_count"),
         "n_shared_experts": m.get("expert_shared_count"),

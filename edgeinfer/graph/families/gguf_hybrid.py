@@ -15,10 +15,7 @@ TENSORS_OF_SCAN = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_nor
 
 def delta_fields(m: GgufMetadata) -> dict[str, Any]:
     """Sizes of gated delta rules, and which layers have them; blocks after the last layer draft."""
-    drafts = m.get("nextn_predict_layers") or 0
-    layers = m.layers() - (drafts if isinstance(drafts, int) else 0)
-    if layers < 1:
-        raise m.unsupported("nextn_predict_layers", drafts, f"it must be below the {m.layers()} layers")
+    layers = m.layers_without_drafts()
     said, period = m.get("attention.recurrent_layers"), m.get("full_attention_interval") or 4
     flags = m.by_layer(said, "attention.recurrent_layers") if said is not None else [
         (i + 1) % period != 0 for i in range(layers)]

@@ -74,6 +74,13 @@ class GgufMetadata:
                                         f"{MOST_LAYERS}; download the file again.")
         return layers
 
+    def layers_without_drafts(self) -> int:
+        """Return how many layers there are before those that draft, which a file counts among them."""
+        layers, drafts = self.layers(), self.get("nextn_predict_layers") or 0
+        if not isinstance(drafts, int) or not 0 <= drafts < layers:
+            raise self.unsupported("nextn_predict_layers", drafts, f"it must be below the {layers} layers")
+        return layers - drafts
+
     def by_layer(self, value: Any, what: str) -> list[int]:
         """Return numbers, or flags, per layer; a file may have one for all."""
         layers = self.layers()
