@@ -160,7 +160,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors of a checkpoint: within a layer where the name is one of a layer."""
     further_tokens: bool = False
-    """Checkpoints have layers that predict more than the next token, numbered after the others; they are left out."""
+    """Checkpoints have layers that predict more than the next token, numbered after the others. The first one drafts if
+    the family's file has a function ``block`` that builds a layer; else they are left out."""
     ambiguous: str = ""
     """Why a quantised checkpoint cannot be read, as the end of a sentence; empty if it can."""
     experts: ExpertModules = field(default_factory=ExpertModules)
