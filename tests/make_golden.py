@@ -45,6 +45,9 @@ DEEPSEEK = {"model_type": "deepseek_v2", **LATENT, "q_lora_rank": None, "n_route
             "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
 GLM = {"model_type": "glm4_moe_lite", **LATENT, "q_lora_rank": 20, "n_routed_experts": 8, "n_shared_experts": 1,
        "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.8}  # fmt: skip
+GLM4_MOE = {"model_type": "glm4_moe", **BASE, "head_dim": 14, "n_routed_experts": 8, "n_shared_experts": 1,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 36, "first_k_dense_replace": 1,
+            "pad_token_id": 0}  # fmt: skip
 GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 14,
            "intermediate_size": 44, "sliding_window": 7, "num_local_experts": 5, "num_experts_per_tok": 2,
            "swiglu_limit": 0.7}  # fmt: skip
@@ -309,6 +312,10 @@ CASES: dict[str, dict[str, Any]] = {
         **GLM, "rope_theta": 300.0, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None,
         "n_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "glm4-moe": {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5, "n_group": 2,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.43}},
+    "glm4-moe-plain": {**GLM4_MOE, "head_dim": 12, "norm_topk_prob": False, "n_routed_experts": 7, "rope_theta": 300.0,
+                       "first_k_dense_replace": 0, "num_hidden_layers": 2, "n_shared_experts": 2},
     "gpt-oss": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150.0}},
     "gpt-oss-layers": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3, "num_key_value_heads": 6,
                        "intermediate_size": 60, "layer_types": ["full_attention"] + 2 * ["sliding_attention"],

@@ -128,7 +128,7 @@ LIMITS = """
   size, which Gemma 4's E2B does not have.
 * ONNX export and `--device cuda` support the four architectures of Llama's block, and others that differ only in names;
   operations that ONNX lacks are refused with a message.
-* The first layer that predicts further tokens drafts in Qwen3.5 and 3.6, Qwen3-Next, GLM-4.7-Flash and DeepSeek-V3
+* The first layer that predicts further tokens drafts in Qwen3.5 and 3.6, Qwen3-Next, GLM-4.5 to 4.7 and DeepSeek-V3
   (`--speculate mtp`), with the model's own embedding and output head. Those of Nemotron 3 are left out, with a message.
 * Nemotron-H's time steps are bounded by `time_step_limit`, as in the published code and in llama.cpp. transformers
   (5.23) bounds those of a prompt by `time_step_min`, and those of single tokens not at all. GGUF files have no bounds

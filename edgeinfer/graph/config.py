@@ -203,6 +203,8 @@ class ModelConfig:
     """Whether there is a norm before the head."""
     head_layer_norm: bool = False
     """Heads of q and k go through layer norms before they turn."""
+    head_norm: bool = False
+    """The same with RMS norms, in families of which some models have them (GLM-4.5)."""
     layer_input: int = 0
     """Elements of what each layer gets of a token's own row (per-layer embeddings, Gemma 3n); 0 = nothing."""
     layer_input_vocab: int = 0

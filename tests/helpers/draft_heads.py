@@ -126,15 +126,16 @@ def _experts(e: ExpertsConfig, t: Tensors, h: np.ndarray, module: str) -> np.nda
 
 
 def _attention(c: ModelConfig, t: Tensors, h: np.ndarray, name: str) -> np.ndarray:
-    """Causal attention with normed heads, a partial rotation, and a sigmoid gate beside each query."""
+    """Causal attention with a partial rotation; heads may be normed, and have a sigmoid gate beside each query."""
     n, heads, kv_heads, eps = c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     q, k, v = ((h @ t[f"{name}{p}_proj.weight"].T + t.get(f"{name}{p}_proj.bias", 0)).reshape(len(h), count, -1)
                for p, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
-    gate, q = q[..., n:], _turned(c, normed(q[..., :n], t[name + "q_norm.weight"], eps))
-    k = _turned(c, normed(k, t[name + "k_norm.weight"], eps))
-    k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
-    o = _causal(q, k, v, n**-0.5)
-    return _out(t, (o / (1 + np.exp(-gate))).reshape(len(h), -1), name)
+    gate, q = q[..., n:], q[..., :n]
+    if name + "q_norm.weight" in t:
+        q, k = (normed(x, t[f"{name}{p}_norm.weight"], eps) for p, x in (("q", q), ("k", k)))
+    k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (_turned(c, k), v))
+    o = _causal(_turned(c, q), k, v, n**-0.5)
+    return _out(t, (o / (1 + np.exp(-gate)) if c.attention_gate else o).reshape(len(h), -1), name)
 
 
 def _latent_attention(c: ModelConfig, t: Tensors, h: np.ndarray, name: str) -> np.ndarray:

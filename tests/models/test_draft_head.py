@@ -37,6 +37,7 @@ CTX = 320
 EXPERTS = ExpertsConfig(7, 3, 24, shared_size=40)
 CONFIGS = {"dense": HYBRID, "experts": replace(HYBRID, model_type="qwen3_5_moe_text", experts=EXPERTS),
            "by-key-head": replace(HYBRID, model_type="qwen3_next", experts=EXPERTS),
+           "grouped": replace(TINY, model_type="glm4_moe", head_norm=True, experts=test_latent.MODEL.experts),
            "latent": test_latent.MODEL, "latent-v3": replace(test_latent.PLAIN, model_type="deepseek_v3")}
 FEW = {"logit_bias": {token: 60.0 for token in (7, 8)}, "temperature": 1.0, "ignore_eos": True}
 """Two tokens that are about as likely: draft tokens of a random head are right now and then."""
@@ -74,7 +75,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "chunk"), [
     ("qwen3-5", 1), ("qwen3-5", 5), ("qwen3-5", 32), ("qwen3-5-wrapped", 5), ("qwen3-5-equal-heads", 5),
     ("qwen3-5-moe", 1), ("qwen3-5-moe", 32), ("qwen3-5-moe-wrapped", 5), ("qwen3-next", 5), ("glm4-moe-lite", 1),
-    ("glm4-moe-lite", 32), ("glm4-moe-lite-halves", 5), ("deepseek-v3", 5)])
+    ("glm4-moe-lite", 32), ("glm4-moe-lite-halves", 5), ("deepseek-v3", 5),
+    ("glm4-moe", 5), ("glm4-moe-plain", 32)])
 def test_logits_are_those_of_the_equations(tmp_path: Path, name: str, chunk: int) -> None:
     """From a checkpoint, after a prompt in chunks, of the next token and of those that are drafted after it; of a text
     model inside one that sees, whose embedding is the head, too."""

@@ -41,10 +41,10 @@ ARCHITECTURES = {
     "bloom": "bloom", "mpt": "mpt",
 }  # fmt: skip
 ELSEWHERE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe",
-             "gpt_oss", "granitemoe", "granitemoeshared", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+             "gpt_oss", "granitemoe", "granitemoeshared", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
              *ARCHITECTURES_OF_HYBRIDS}
-"""Families whose files other modules compare: test_gguf_import, test_experts, test_latent, test_gpt_oss,
-test_gguf_hybrids."""
+"""Families whose files other modules compare: test_gguf_import, test_experts, test_latent, test_glm4_moe,
+test_gpt_oss, test_gguf_hybrids."""
 _LISTED = ELSEWHERE | {CASES[name]["model_type"] for name in ARCHITECTURES}
 ARCHITECTURES |= {name: family_of(config["model_type"]).gguf[0].name for name, config in CASES.items()
                   if config["model_type"] not in _LISTED and family_of(config["model_type"]).gguf}

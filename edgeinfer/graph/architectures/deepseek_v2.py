@@ -51,22 +51,25 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     key, value = (m.get(f"attention.{what}_length_mla") or m.get(f"attention.{what}_length")
                   for what in ("key", "value"))
     nope = key - rotary if isinstance(key, int) and isinstance(rotary, int) else None
-    groups = m.get("expert_group_count") or 1
     fields = {
-        "num_hidden_layers": m.layers_without_drafts(), "num_key_value_heads": None, "head_dim": None,
+        **routed_fields(m), "num_key_value_heads": None, "head_dim": None,
         "kv_lora_rank": m.get("attention.kv_lora_rank"), "q_lora_rank": m.get("attention.q_lora_rank"),
-        "qk_nope_head_dim": nope, "qk_rope_head_dim": rotary,
-        "v_head_dim": value, "first_k_dense_replace": m.get("leading_dense_block_count") or 0,
-        "n_routed_experts": m.get("expert_count"), "num_experts_per_tok": m.get("expert_used_count"),
-        "n_shared_experts": m.get("expert_shared_count"),
-        "moe_intermediate_size": m.get("expert_feed_forward_length"),
-        "routed_scaling_factor": m.get("expert_weights_scale") or 1.0,
-        "norm_topk_prob": bool(m.get("expert_weights_norm")), "n_group": groups,
-        "topk_group": m.get("expert_group_used_count") or 1,
-    }
-    if not sigmoid and groups > 1:
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rotary, "v_head_dim": value}
+    if not sigmoid and fields["n_group"] > 1:
         fields["topk_method"] = "group_limited_greedy"
     return fields
+
+
+def routed_fields(m: GgufMetadata) -> dict[str, Any]:
+    """Layers and experts; blocks after the last layer draft."""
+    return {
+        "num_hidden_layers": m.layers_without_drafts(),
+        "first_k_dense_replace": m.get("leading_dense_block_count") or 0, "n_routed_experts": m.get("expert_count"),
+        "num_experts_per_tok": m.get("expert_used_count"), "n_shared_experts": m.get("expert_shared_count"),
+        "moe_intermediate_size": m.get("expert_feed_forward_length"),
+        "routed_scaling_factor": m.get("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(m.get("expert_weights_norm")), "n_group": m.get("expert_group_count") or 1,
+        "topk_group": m.get("expert_group_used_count") or 1}
 
 
 def _rotation(m: GgufMetadata) -> dict[str, Any]:

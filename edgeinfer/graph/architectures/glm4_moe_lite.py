@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..builder.latent import block, forward, read_latent, read_routed
-from ..config import ModelConfig
+from ..config import ExpertsConfig, ModelConfig
 from ..families.family import Family
 from ..hf_config.reader import ConfigReader
 
@@ -26,11 +26,16 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def read_sigmoid(c: ConfigReader, defaults: dict[str, Any]) -> ModelConfig:
+    """Latent attention and experts that sigmoids choose."""
+    return read_latent(c, defaults, sigmoid_experts(c, defaults))
+
+
+def sigmoid_experts(c: ConfigReader, defaults: dict[str, Any]) -> ExpertsConfig | None:
     """Experts are chosen by their scores plus a bias, of the groups whose two best are largest together."""
     c.choice("topk_method", c.get("topk_method", "noaux_tc"), ("noaux_tc",))
     c.choice("scoring_func", c.get("scoring_func", "sigmoid"), ("sigmoid",))
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        c.get(name)  # they draft, and are left out
+        c.get(name)  # the first one drafts, if the checkpoint has it
     layers, types = c.integer("num_hidden_layers", high=2**12), c.get("mlp_layer_types")
     first = c.integer("first_k_dense_replace", defaults["first_k_dense_replace"], low=0)
     if types is None:
@@ -38,9 +43,8 @@ def read_sigmoid(c: ConfigReader, defaults: dict[str, Any]) -> ModelConfig:
     if not isinstance(types, list) or len(types) != layers:
         raise c.unsupported("mlp_layer_types", types, f"it must list {layers} of {', '.join(MLPS)}")
     dense = tuple(i for i, kind in enumerate(types) if c.choice("mlp_layer_types", kind, MLPS) == "dense")
-    experts = read_routed(c, defaults, dense, normalise=c.flag("norm_topk_prob", True), scores="sigmoid",
-                          choice_bias=True, group_best=2)
-    return read_latent(c, defaults, experts)
+    return read_routed(c, defaults, dense, normalise=c.flag("norm_topk_prob", True), scores="sigmoid",
+                       choice_bias=True, group_best=2)
 
 
 FAMILY = Family(further_tokens=True)
