@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -104,7 +105,9 @@ def convert(
         remarks = [*checkpoint.check(graph), *checkpoint.remarks]
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
-        reading = _Reading(checkpoint, graph, progress)
+        both = graph if drafts is None else replace(
+            graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
+        reading = _Reading(checkpoint, both, progress)
         tensors: list[TensorReport] = []
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
@@ -112,7 +115,7 @@ def convert(
             nbytes += graph_bytes(drafts) if drafts else 0
             writer.reserve(nbytes)
             if announce:
-                announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, graph)))
+                announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, both)))
             for name, path in files.items():
                 writer.copy_file(path, name)
             for name, content in made.items():
@@ -126,7 +129,7 @@ def convert(
                                           strides.get(weight.name, 0)))
                 tensors.append(report())
             if drafts:
-                tensors += _write_draft_head(writer, checkpoint, drafts, weights_identity(entries))
+                tensors += _write_draft_head(writer, reading, drafts, weights_identity(entries))
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
@@ -147,12 +150,11 @@ def _stored(reading: _Reading, weight: Weight, stored: WeightType
     return moved or packed(reading, weight, stored, sums), report
 
 
-def _write_draft_head(writer: BundleWriter, checkpoint: Checkpoint, head: Graph, identity: str) -> list[TensorReport]:
+def _write_draft_head(writer: BundleWriter, reading: _Reading, head: Graph, identity: str) -> list[TensorReport]:
     """Write the head that drafts further tokens, a part of its own."""
-    reading = _Reading(checkpoint, head, None)
     each = {weight.name: _stored(reading, weight, head.types[weight.name]) for weight in head.weights}
-    data = {name: data for name, (data, _) in each.items()}
-    writer.add_file(DRAFT_HEAD_FILE, pack_draft_head(head, data, identity), "draft_head")
+    content = pack_draft_head(head, {name: data for name, (data, _) in each.items()}, identity)
+    writer.add_file(DRAFT_HEAD_FILE, content, "draft_head")
     return [report() for _, report in each.values()]
 
 

@@ -244,9 +244,10 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
 
 
 def _of_drafts(config: ModelConfig, kinds: Kinds) -> tuple[Weight, ...]:
-    """The weights of the head for further tokens, of models that may have one."""
+    """The weights of the head for further tokens, if the file has one."""
     head = build_draft_head(config, requested_types("f32"))
-    return with_gguf_names(replace(head, weights=own_weights(head)), config, kinds).weights if head else ()
+    weights = with_gguf_names(replace(head, weights=own_weights(head)), config, kinds).weights if head else ()
+    return weights if all(source.name in kinds for weight in weights for source in weight.sources) else ()
 
 
 def _has_column_order(sources: list[Source]) -> bool:

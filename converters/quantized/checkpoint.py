@@ -142,9 +142,7 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     graph = with_experts(build_graph(config, requested_types("f32")), kinds, packed)
     table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
-    drafts = build_draft_head(config, requested_types("f32"))
-    further = with_experts(replace(drafts, weights=own_weights(drafts)), kinds, packed).weights if drafts else ()
-    for weight in (*graph.weights, *further):
+    for weight in (*graph.weights, *_of_drafts(config, kinds, packed)):
         if weight.kind == "vector":
             continue
         if weight.kind == "router" or weight.kind in asked:  # routers are floats whatever they were
@@ -167,6 +165,13 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
         refuse_unread(build_graph(config, expected_types(table)), table)
     return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
+
+
+def _of_drafts(config: ModelConfig, kinds: Kinds, packed: Collection[str]) -> tuple[Weight, ...]:
+    """The weights of the head for further tokens, if the checkpoint has one."""
+    head = build_draft_head(config, requested_types("f32"))
+    weights = with_experts(replace(head, weights=own_weights(head)), kinds, packed).weights if head else ()
+    return weights if all(source.name in kinds for weight in weights for source in weight.sources) else ()
 
 
 def _stored(sources: Sequence[Source], kinds: Kinds) -> WeightType:
