@@ -175,10 +175,9 @@ class Checkpoint:
         found = []
         kind = f"the bundle is the text model, a {self.config.model_type}"
         hears = "hears and " if any("audio" in name for name in self.pictures) else ""
-        head = self._draft_head(requested_types("f32"))
-        unfit = misfit(self, head) if head else "the bundle has those of the next one"
+        drafts = self.predicted if self._without_head else ()
         for names, what, why in ((self.pictures, f"what {hears}sees pictures", kind),
-                                 (self.predicted if unfit else (), "layers that predict further tokens", unfit)):
+                                 (drafts, "layers that predict further tokens", self._without_head)):
             if names:
                 found.append(f"{len(names)} tensors of {what} ({self._megabytes(names)}) are left out: {why}.")
         return tuple(found)
@@ -233,8 +232,13 @@ class Checkpoint:
     def draft_head(self, type_of: TypeOf) -> Graph | None:
         """The graph of the head for further tokens with its own weights alone; None unless the checkpoint has all of
         their tensors."""
-        head = self._draft_head(type_of)
-        return head if head and not misfit(self, head) else None
+        return None if self._without_head else self._draft_head(type_of)
+
+    @property
+    def _without_head(self) -> str:
+        """Say why there is no such head; empty if there is."""
+        head = self._draft_head(requested_types("f32"))
+        return misfit(self, head) if head else "the bundle has those of the next one"
 
     def _draft_head(self, type_of: TypeOf) -> Graph | None:
         """The graph of a head of which the checkpoint has some tensors at least."""

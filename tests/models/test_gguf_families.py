@@ -188,7 +188,7 @@ def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], ar
     for key, value in fields.items():
         adders[type(value)](key, value)
     for name, values in tensors.items():
-        matrix = values.ndim == 2 and "norm" not in name
+        matrix = values.ndim > 1 and "norm" not in name
         kind = next((kind for word, kind in (kinds or {}).items() if word in name and matrix), "F32")
         add_tensor(writer, name, np.ascontiguousarray(values, np.float32), kind)
     writer.write_header_to_file()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle
+from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle, own_weights, read_draft_head
 from edgeinfer.bundle.arrays import open_arrays
 from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError
@@ -23,6 +23,7 @@ from tests.helpers.draft_heads import with_head
 from tests.helpers.gguf_hybrids import ARCHITECTURES, architecture, metadata, tensors_of
 from tests.helpers.sessions import logits_of, session
 from tests.models.test_gguf_families import write
+from tests.models.test_packed_hybrids import sized
 
 UNSAID = {  # what files cannot say, as llama.cpp has it
     "qwen3-5-equal-heads": {"attention_bias": False}, "granitemoehybrid-experts": {
@@ -162,6 +163,35 @@ def test_codes_stay_where_they_are(kind: str, tmp_path: Path) -> None:
         near, exact = logits_of(ours, case.ids, 3), logits_of(other, case.ids, 3)
     assert np.abs(near - exact).max() < 0.15 * np.abs(exact).max()  # activations of 8 bits, random weights
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "file").weight_bytes
+
+
+def test_codes_of_a_head_stay_where_they_are(tmp_path: Path) -> None:
+    """Also those of its experts; the matrix of which columns are taken apart is in floats."""
+    case = with_head(sized("qwen3-5-moe"))
+    c = read_config(case.config)
+    words = dict.fromkeys(("attn_", "_exps", "_shexp", "eh_proj"), "Q8_0")
+    write(tmp_path / "m.gguf", metadata(case, c, "qwen35moe", 1), tensors_of(case, c, "qwen35moe"), "qwen35moe", words)
+    convert(tmp_path / "m.gguf", tmp_path / "file")
+    convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
+    found, wanted = (heads_weights(tmp_path / name) for name in ("file", "floats"))
+    with Bundle.open(tmp_path / "file") as bundle:
+        head = read_draft_head(bundle)
+    assert head
+    quantised = {name for name in found if head.types[name].dtype == "int8"}
+    assert quantised == {f"layers.4.{part}" for part in ("qkv", "o", "experts_gate_up", "experts_down",
+                                                         "shared_gate_up", "shared_down")}
+    for weight, values in wanted.items():
+        assert np.array_equal(found[weight], values), weight
+
+
+def heads_weights(path: Path) -> dict[str, np.ndarray]:
+    """The matrices of a bundle's head for further tokens."""
+    with Bundle.open(path) as bundle:
+        head, arrays = read_draft_head(bundle), open_arrays(path / DRAFT_HEAD_FILE)[1]
+        assert head
+        return {weight.name: layouts.unpack_tile16(np.array(arrays[weight.name]), head.types[weight.name].dtype,
+                                                   head.types[weight.name].group_size, weight.shape)
+                for weight in own_weights(head) if len(weight.shape) == 2}
 
 
 def unpacked(path: Path) -> dict[str, np.ndarray]:

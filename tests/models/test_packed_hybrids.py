@@ -39,18 +39,22 @@ MODELS["qwen3-5-moe"] = {**MODELS["qwen3-5"], "num_experts": 5, "moe_intermediat
                          "shared_expert_intermediate_size": 64}
 
 
+def sized(name: str) -> golden_cases.GoldenCase:
+    """A case of other sizes, without logits; each expert has tensors of its own."""
+    config = {key: value for key, value in (CASES[name] | SIZES | MODELS[name]).items()
+              if key != "head_dim" or name not in ("bamba", "olmo-hybrid")}
+    shapes = {part.name: part.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
+              for source in weight.sources for part in (source.items if source.each else (source,))}
+    return golden_cases.load(name)._replace(config=config, tensors={
+        tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()})
+
+
 def written(name: str, form: str, directory: Path, head: str = "") -> dict[str, np.ndarray]:
     """Write a case of other sizes with its matrices quantised; gives what they stand for.
 
     It may have a head for further tokens, of floats (``bf16``) or quantised as the layers are (``same``).
     """
-    config = {key: value for key, value in (CASES[name] | SIZES | MODELS[name]).items()
-              if key != "head_dim" or name not in ("bamba", "olmo-hybrid")}
-    shapes = {part.name: part.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
-              for source in weight.sources for part in (source.items if source.each else (source,))}
-    case = golden_cases.load(name)._replace(config=config, tensors={
-        tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()})
-    case = with_head(case) if head else case
+    case = with_head(sized(name)) if head else sized(name)
     golden_cases.write_checkpoint(case, directory)
     write_config(directory, **config_of(form))
     packer, own, _ = FORMS[form]
