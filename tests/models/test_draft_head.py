@@ -155,6 +155,7 @@ def test_texts_of_every_family(family: str, always: None, tmp_path: Path) -> Non
         done = llm.complete(tokens(50), max_tokens=60, seed=1, **FEW).speculation
         assert done and 0 < done.accepted < done.drafted
         assert llm.session.kv.pool.n_available == llm.plan.kv_blocks
+        assert 0 < (path / DRAFT_HEAD_FILE).stat().st_size - llm.plan.region("draft_weights").nbytes < 8192
 
 
 REQUESTS: list[dict[str, Any]] = [{"temperature": 0}, FEW, {**FEW, "n": 3}, {"repetition_penalty": 1.3, "n": 2}]
@@ -281,9 +282,10 @@ def test_rows_that_are_kept_stay_within_the_plan(path: Path) -> None:
         assert 0 < kept <= own.plan.region("draft_rows").nbytes
 
 
-def test_weights_in_memory_and_checked_kernels(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_weights_in_memory_and_checked_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither copies of all weights nor the comparison with NumPy changes what it drafts."""
-    found = []
+    found, path = [], write_model(tmp_path, CONFIGS[family])
     for options, check in (({}, "0"), ({"mmap": False}, "0"), ({}, "1")):
         monkeypatch.setenv("EDGEINFER_CHECK", check)
         with opened(path, **options) as (own, head):
