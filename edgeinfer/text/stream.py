@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from copy import copy
+
+CHARACTER_BYTES = 4
+"""Bytes of a character in UTF-8, at most."""
 
 
 class StreamDecoder:
@@ -23,12 +27,25 @@ class StreamDecoder:
         completes a character that the prompt began
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], n_leading_spaces: int, prompt_ids: Iterable[int] = ()):
+    def __init__(self, token_bytes: Callable[[int], bytes], n_leading_spaces: int, prompt_ids: Items[int] = ()):
         self._token_bytes = token_bytes
         self._n_leading_spaces = n_leading_spaces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in prompt_ids:
-            self.push(token_id)
+        read = 0
+        while read < len(prompt_ids) and self._n_leading_spaces:
+            self.push(prompt_ids[read])
+            read += 1
+        self._utf8.decode(self._end(prompt_ids, read))
+
+    def _end(self, ids: Items[int], first: int) -> bytes:
+        """Return the last bytes of a prompt, from the token `first` on: those before them say nothing of a character
+        that is incomplete, however long the prompt is."""
+        end = b""
+        for i in range(len(ids) - 1, first - 1, -1):
+            end = self._token_bytes(ids[i]) + end
+            if len(end) >= CHARACTER_BYTES:
+                break
+        return end
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,7 +221,7 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(int(token_id)) for token_id in ids]) + stream.flush()
 
-    def stream(self, prompt_ids: Iterable[int] = (), skip_special: bool = True) -> StreamDecoder:
+    def stream(self, prompt_ids: Items[int] = (), skip_special: bool = True) -> StreamDecoder:
         """Return a decoder that takes ids one by one; `prompt_ids` are before them and yield no text."""
         token_bytes = self._visible_bytes if skip_special else self._plain_bytes
         return StreamDecoder(token_bytes, self._backend.rules.n_leading_spaces, prompt_ids)

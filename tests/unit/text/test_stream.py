@@ -159,3 +159,25 @@ def test_other_decoders_are_refused(tmp_path: Path) -> None:
         save_llama_like(tmp_path, [decoders.WordPiece()])
     with pytest.raises(TokenizerError, match="decodes text with 'Strip'"):
         save_llama_like(tmp_path, [decoders.Strip(" ", 0, 1)])
+
+
+@pytest.mark.parametrize("n_spaces", [0, 1, 3])
+def test_the_end_of_a_prompt_says_all_that_its_tokens_do(n_spaces: int) -> None:
+    """Of a long prompt only the last bytes are read: also invalid ones, and tokens without any."""
+    rng = random.Random(n_spaces)
+    characters = [b"a", b" ", "\u00e9".encode(), "\u20ac".encode(), "\U0001f600".encode(), b"\xff", b""]
+    for _ in range(2000):
+        text = b"".join(rng.choices(characters, k=rng.randrange(12)))
+        table, ids = [b""], list[int]()
+        while text:
+            n = rng.randrange(5)
+            table.append(text[:n])
+            ids.append(len(table) - 1)
+            text = text[n:]
+        rest = [len(table) + i for i in range(4)]
+        table += [rng.choice(characters)[rng.randrange(3):] for _ in rest]
+        whole = StreamDecoder(table.__getitem__, n_spaces)
+        for token in ids:
+            whole.push(token)
+        begun = StreamDecoder(table.__getitem__, n_spaces, ids)
+        assert stream_all(begun, rest) == stream_all(whole, rest)
