@@ -1,10 +1,12 @@
 """Quality of each storage type of weights and KV cache: perplexity and divergence from float32, on held-out text.
 
     python benchmarks/quality.py MODEL_DIR... --text FILE... [--separator TEXT] [--max-tokens N] [--out FILE]
+    python benchmarks/quality.py MODEL_DIR --gguf FILE... --text FILE...
 
 Each checkpoint directory is converted to float32, float16, int8 and 4-bit bundles in a temporary folder, and
 `edgeinfer.quality.evaluate` compares each with the float32 bundle on a float32 KV cache, in windows of 512 tokens that
-do not see each other. The exit code is 1 if a row is over its bound (`BOUNDS`).
+do not see each other. GGUF files of the same model are compared, too, with their codes as they are. The exit code is 1
+if a row is over its bound (`BOUNDS`).
 """
 
 from __future__ import annotations
@@ -37,15 +39,24 @@ class Variant:
     """One storage of a model."""
 
     weights: str
-    """f32, f16, int8 or q4."""
+    """f32, f16, int8 or q4; of a GGUF file, the type that its name ends with."""
     group_size: int
     """Weights that share a scale (int8, q4)."""
     kv: str
     """Type of the KV cache."""
+    file: Path | None = None
+    """The GGUF file that is measured instead of the checkpoint."""
+
+    @classmethod
+    def of_file(cls, file: Path) -> Variant:
+        """A GGUF file as it is."""
+        return cls(file.stem.rpartition("-")[2], 0, "f32", file)
 
     @property
     def name(self) -> str:
         """As tables name the weights: ``q4 g32``."""
+        if self.file:
+            return f"{self.weights}, imported"
         return f"{self.weights} g{self.group_size}" if self.weights in ("int8", "q4") else self.weights
 
 
@@ -112,18 +123,19 @@ def measure(
     with ExitStack() as stack:
         session = open_session(stack, bundle, kv, window, threads)
         other = open_session(stack, reference, reference_kv, window, threads)
-        tokenizer = Tokenizer.open(bundle, {"bos_token_id": session.model.bos_token_id})
+        tokenizer = Tokenizer.open(reference, {"bos_token_id": session.model.bos_token_id})
         stream = token_stream(tokenizer, text, separator, max_tokens)
         return evaluate(session, stream, reference=other, window=window)
 
 
 def convert_all(checkpoint: Path, folder: Path, variants: Iterable[Variant]) -> dict[Variant, Path]:
-    """Convert a checkpoint to the bundles that the variants and the reference need."""
+    """Convert a checkpoint, or its GGUF files, to the bundles that the variants and the reference need."""
     bundles: dict[Variant, Path] = {}
     for variant in (REFERENCE, *variants):
         bundle = folder / variant.name.replace(" ", "-")
         if not bundle.exists():
-            convert(checkpoint, bundle, weights=variant.weights, group_size=variant.group_size)
+            stored = {} if variant.file else {"weights": variant.weights, "group_size": variant.group_size}
+            convert(variant.file or checkpoint, bundle, **stored)
         bundles[variant] = bundle
     return bundles
 
@@ -195,18 +207,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Quality of quantised weights and KV caches against float32.")
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL_DIR", help="checkpoint directories")
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[], metavar="FILE", help="files of the only model")
     parser.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts (UTF-8)")
     parser.add_argument("--separator", default="\f", help=r"between documents, such as \n\n\n (default: form feeds)")
     parser.add_argument("--max-tokens", type=int, help="most tokens of each text (default: all)")
     parser.add_argument("--threads", type=int, help="worker threads (default: physical cores)")
     parser.add_argument("--out", type=Path, help="write the tables to this file instead of printing them")
     given = parser.parse_args(arguments)
+    if given.gguf and len(given.models) > 1:
+        parser.error(f"--gguf is for one model, but {len(given.models)} are given; run the script once for each.")
+    variants = (*VARIANTS, *map(Variant.of_file, given.gguf))
     separator = given.separator.replace("\\n", "\n").replace("\\f", "\f")
     texts = {path.stem: path.read_text(encoding="utf-8") for path in given.text}
     rows: list[Row] = []
     over: list[str] = []
     for model in given.models:
-        more, wrong = run(model, texts, separator=separator, max_tokens=given.max_tokens, threads=given.threads)
+        more, wrong = run(model, texts, separator=separator, max_tokens=given.max_tokens, variants=variants,
+                          threads=given.threads)
         rows += more
         over += [f"{model.name} on {sentence}" for sentence in wrong]
     tables = report(rows)

@@ -200,7 +200,8 @@ def save(model: Qwen3_5ForCausalLM, optimizer: torch.optim.AdamW, step: int, out
     """Write the checkpoint in float16, and what `--resume` needs beside it."""
     out.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(like / name, out / name)
+        if (like / name).exists():
+            shutil.copyfile(like / name, out / name)
     config = {**model.config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"], "dtype": "float16"}
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: values.half() for name, values in model.state_dict().items() if name != "lm_head.weight"}
@@ -210,23 +211,28 @@ def save(model: Qwen3_5ForCausalLM, optimizer: torch.optim.AdamW, step: int, out
     os.replace(out / "training.part", out / "training.pt")
 
 
+def restore(model: Qwen3_5ForCausalLM, optimizer: torch.optim.AdamW, out: Path) -> int:
+    """Return to what `save` wrote; returns the number of steps taken."""
+    state = torch.load(out / "training.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
 def train(given: argparse.Namespace) -> None:
     """Train from `--like` or from what was saved."""
     torch.set_num_threads(given.threads)
     modeling_qwen3_5.torch_chunk_gated_delta_rule = delta_rule
     model = begin(given.like, given.seed)
-    optimizer, first = optimizer_of(model), 0
-    if given.resume:
-        state = torch.load(given.out / "training.pt", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+    optimizer = optimizer_of(model)
+    first = restore(model, optimizer, given.out) if given.resume else 0
     print(f"{sum(p.numel() for p in model.parameters())} parameters, from step {first}", flush=True)
     tokenizer = Tokenizer.from_file(str(given.like / "tokenizer.json"))
     paths, shares = [Path(path) for path, _ in given.text], [float(share) for _, share in given.text]
     streams = tokens_of(paths, given.held_out, tokenizer, SHAPE["bos_token_id"])
     mean, began = 0.0, time.perf_counter()
-    for step in range(first, given.steps):
+    end = min(given.steps, given.stop or given.steps)
+    for step in range(first, end):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, given.steps, given.rate)
         ids = batch(streams, shares, given.seed, step)
@@ -237,7 +243,7 @@ def train(given: argparse.Namespace) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         mean = loss.item() if step == first else 0.95 * mean + 0.05 * loss.item()
-        if (step + 1) % given.every == 0 or step + 1 == given.steps:
+        if (step + 1) % given.every == 0 or step + 1 == end:
             speed = (step + 1 - first) * TOKENS / (time.perf_counter() - began)
             print(f"step {step + 1}: loss {mean:.4f}, {speed:.0f} tokens/s", flush=True)
             save(model, optimizer, step + 1, given.out, given.like)
@@ -253,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint to write")
     parser.add_argument("--resume", action="store_true", help="go on from what is in --out")
     parser.add_argument("--steps", type=int, default=2000, help=f"of {TOKENS} tokens")
+    parser.add_argument("--stop", type=int, metavar="STEP", help="end after this step, to go on with --resume")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=29)
