@@ -14,7 +14,8 @@ Stored = Callable[[list[Source]], WeightType]
 def parts_by_type(weight: Weight, stored: Stored, kind: Callable[[Source], Hashable]) -> dict[int | None, list[Source]]:
     """The sources of a weight as they are stored: together (None), or runs of one type by the number of the first.
 
-    They are stored apart where together only floats would hold them, if each but the last fills whole tiles of rows.
+    They are stored apart where together only floats would hold them, if each run but the last fills whole tiles of
+    rows.
 
     Parameters
     ----------
@@ -25,12 +26,13 @@ def parts_by_type(weight: Weight, stored: Stored, kind: Callable[[Source], Hasha
     """
     sources = list(weight.sources)
     types = [(stored([source]), kind(source)) for source in sources]
-    whole = all(source.shape[0] % TILE_ROWS == 0 for source in sources[:-1])
+    firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
+    runs = {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
+    whole = all(sum(source.shape[0] for source in sources[:first]) % TILE_ROWS == 0 for first in firsts)
     quantised = any(one.quantised for one, _ in types)
     if stored(sources).quantised or not quantised or weight.combine != "concat" or not whole:
         return {None: sources}
-    firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
-    return {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
+    return runs
 
 
 def name_of_part(weight: Weight, first: int | None) -> str:

@@ -10,6 +10,7 @@ from .ops.base import Op
 from .ops.costs import OnDemand
 from .ops.matmul import parameters
 from .tensors import Tensor, Types
+from .weight_types import ORDER
 from .weights import Weight
 
 
@@ -26,8 +27,8 @@ class Graph:
 
     @property
     def weight_count(self) -> int:
-        """Parameters of the model, without padding; tied matrices count once."""
-        return sum(map(parameters, self.weights))
+        """Parameters of the model, without padding; tied matrices count once, and tables of columns do not."""
+        return sum(parameters(weight) for weight in self.weights if self.types[weight.name] != ORDER)
 
     @property
     def activation_values(self) -> float:
