@@ -27,12 +27,11 @@ def parts_by_type(weight: Weight, stored: Stored, kind: Callable[[Source], Hasha
     sources = list(weight.sources)
     types = [(stored([source]), kind(source)) for source in sources]
     firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
-    runs = {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
     whole = all(sum(source.shape[0] for source in sources[:first]) % TILE_ROWS == 0 for first in firsts)
     quantised = any(one.quantised for one, _ in types)
     if stored(sources).quantised or not quantised or weight.combine != "concat" or not whole:
         return {None: sources}
-    return runs
+    return {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
 
 
 def name_of_part(weight: Weight, first: int | None) -> str:
