@@ -126,16 +126,22 @@ def documents(text: str, held_out: set[str]) -> Iterator[str]:
             yield "\n".join(lines)
 
 
-def tokens_of(texts: list[Path], held_out: list[Path], tokenizer: Tokenizer, bos: int) -> list[np.ndarray]:
-    """Return the tokens of each text; documents begin with the beginning-of-text token."""
-    known = {line for path in held_out for line in read(path).split("\n") if len(line) >= KNOWN_LINE}
+def tokens_of(given: argparse.Namespace) -> list[np.ndarray]:
+    """Return the tokens of each text, which are kept for `--resume`; documents begin with that of beginnings."""
+    kept = given.out / "tokens.npz"
+    if given.resume and kept.exists():
+        return list(np.load(kept).values())
+    tokenizer = Tokenizer.from_file(str(given.like / "tokenizer.json"))
+    known = {line for path in given.held_out for line in read(path).split("\n") if len(line) >= KNOWN_LINE}
     found = []
-    for path in texts:
+    for path, _ in given.text:
         ids: list[int] = []
-        for document in documents(read(path), known):
-            ids += [bos, *tokenizer.encode(document, add_special_tokens=False).ids]
+        for document in documents(read(Path(path)), known):
+            ids += [SHAPE["bos_token_id"], *tokenizer.encode(document, add_special_tokens=False).ids]
         found.append(np.array(ids, np.uint16))
-        print(f"{path.name}: {len(ids)} tokens", flush=True)
+        print(f"{Path(path).name}: {len(ids)} tokens", flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    np.savez(kept, *found)
     return found
 
 
@@ -227,9 +233,7 @@ def train(given: argparse.Namespace) -> None:
     optimizer = optimizer_of(model)
     first = restore(model, optimizer, given.out) if given.resume else 0
     print(f"{sum(p.numel() for p in model.parameters())} parameters, from step {first}", flush=True)
-    tokenizer = Tokenizer.from_file(str(given.like / "tokenizer.json"))
-    paths, shares = [Path(path) for path, _ in given.text], [float(share) for _, share in given.text]
-    streams = tokens_of(paths, given.held_out, tokenizer, SHAPE["bos_token_id"])
+    streams, shares = tokens_of(given), [float(share) for _, share in given.text]
     mean, began = 0.0, time.perf_counter()
     end = min(given.steps, given.stop or given.steps)
     for step in range(first, end):
