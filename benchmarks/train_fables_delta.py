@@ -249,8 +249,8 @@ def train(given: argparse.Namespace) -> None:
         mean = loss.item() if step == first else 0.95 * mean + 0.05 * loss.item()
         if (step + 1) % given.every == 0 or step + 1 == end:
             speed = (step + 1 - first) * TOKENS / (time.perf_counter() - began)
-            print(f"step {step + 1}: loss {mean:.4f}, {speed:.0f} tokens/s", flush=True)
             save(model, optimizer, step + 1, given.out, given.like)
+            print(f"step {step + 1}: loss {mean:.4f}, {speed:.0f} tokens/s", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
