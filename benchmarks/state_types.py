@@ -1,6 +1,6 @@
 """Cost of a recurrent state in fewer bits: divergence from a state in float64, and how it grows with the context.
 
-    python benchmarks/state_types.py CHECKPOINT --text FILE... [--separator TEXT] [--window N] [--to PAGE]
+    python benchmarks/state_types.py CHECKPOINT --text FILE... [--separator TEXT] [--windows N] [--to PAGE]
 
 CHECKPOINT is a Qwen3.5 (`benchmarks/train_fables_delta.py` trains one). transformers computes it in float32, and this
 script computes its delta rules token by token in float64, with the state rounded to a type after every token, or every
@@ -89,10 +89,11 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def windows(checkpoint: Path, text: str, separator: str, window: int, bos: int | None) -> Iterator[Tensor]:
+def windows(checkpoint: Path, text: str, separator: str, window: int, most: int | None, bos: int | None
+            ) -> Iterator[Tensor]:
     """Yield token ids of a few whole windows at a time, one more than a window has in each row."""
     ids = token_stream(Tokenizer.open(checkpoint, {"bos_token_id": bos}), text, separator).ids
-    rows = [ids[start : start + window + 1] for start in range(0, len(ids) - window, window)]
+    rows = [ids[start : start + window + 1] for start in range(0, len(ids) - window, window)][:most]
     for first in range(0, len(rows), ROWS):
         yield torch.tensor(rows[first : first + ROWS])
 
@@ -104,13 +105,13 @@ def logits_of(model: Any, ids: Tensor, state_type: State, largest: list[float]) 
         return model(ids[:, :-1], use_cache=False).logits
 
 
-def measure(checkpoint: Path, text: str, separator: str, window: int, states: tuple[State, ...] = STATES
-            ) -> tuple[dict[State, Cost], float, float]:
+def measure(checkpoint: Path, text: str, separator: str, window: int, most: int | None = None,
+            states: tuple[State, ...] = STATES) -> tuple[dict[State, Cost], float, float]:
     """Return the cost of each type, the largest logit and the largest magnitude of a state at the end of a window."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     costs: dict[State, Cost] = {state: Cost() for state in states}
     scale, largest = 0.0, [0.0]
-    for ids in windows(checkpoint, text, separator, window, model.config.bos_token_id):
+    for ids in windows(checkpoint, text, separator, window, most, model.config.bos_token_id):
         exact = logits_of(model, ids, EXACT, largest)
         logprobs = exact.double().log_softmax(-1)
         scale = max(scale, float(exact.abs().max()))
@@ -154,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts (UTF-8)")
     parser.add_argument("--separator", default="\f", help=r"between documents, such as \n\n\n (default: form feeds)")
     parser.add_argument("--window", type=int, default=2048, help="tokens that see each other")
+    parser.add_argument("--windows", type=int, metavar="N", help="most windows of each text (default: all)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--to", type=Path, metavar="PAGE", help="write the tables into this page's section")
     given = parser.parse_args(arguments)
@@ -161,7 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     separator = given.separator.replace("\\n", "\n").replace("\\f", "\f")
     parts = [f"Measured on {', '.join(describe().values())}; torch {torch.__version__}."]
     for path in given.text:
-        found = measure(given.checkpoint, path.read_text(encoding="utf-8"), separator, given.window)
+        found = measure(given.checkpoint, path.read_text(encoding="utf-8"), separator, given.window,
+                        given.windows)
         parts += [f"{given.checkpoint.name} on {path.stem}:", report(*found, given.window)]
     publish("\n\n".join(parts), given.to, "state-types")
     return 0
