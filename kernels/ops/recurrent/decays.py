@@ -1,11 +1,12 @@
-"""How a state decays: as a whole, or each row by itself."""
+"""Decay of a state: as a whole, or of each row by itself."""
 
 from __future__ import annotations
 
 from ...abi import JOURNAL_TOKENS
-from ...vector.instruction import inline
+from ...parameters import RULE
+from ...vector.instruction import inline, parameter
 from ...vector.lanes import splat_f32
-from ...vector.memory import load_f32
+from ...vector.memory import load_f32, load_i64
 from ...vector.scalars import div_i64
 from .gates import vectors_bytes, vectors_of
 
@@ -14,6 +15,16 @@ from .gates import vectors_bytes, vectors_of
 def held(i, base):
     """Place in scratch of token i of a block, or if i < 0 of one of the journal."""
     return JOURNAL_TOKENS + i if i >= 0 else (base + i) & (JOURNAL_TOKENS - 1)
+
+
+@inline
+def oldest(inst, head, tiles, slot):
+    """The least position that a tile of a head stands at."""
+    stamps = slot + parameter(inst, RULE.stamps) + 8 * head * tiles
+    least = load_i64(stamps)
+    for part in range(1, tiles):
+        least = min(least, load_i64(stamps + 8 * part))
+    return least
 
 
 def one_decay():
@@ -31,7 +42,7 @@ def one_decay():
 
     @inline
     def decayed(decay, found):
-        """What a decayed state gives where the state gave `found`."""
+        """Give what a decayed state does where the state gave `found`."""
         return decay * found
 
     @inline

@@ -33,7 +33,7 @@ from ...vector.scalars import div_i64
 from ...vector.state_rows import add_read, add_tiles, changed_row, load_tile, vector_of, with_vector
 from ...vector.targets import fma, state_vectors
 from ...vector.tiles import store_tile, zero_tile
-from .decays import held, one_decay, row_decays
+from .decays import held, oldest, one_decay, row_decays
 from .gates import GATE_ROW, gates_of
 
 _ROW = 4 * STATE_TILE_COLUMNS
@@ -171,15 +171,6 @@ def _rule(delta, by_row=False):
             advance(inst, ctx, head, at + 4 * (column - first), slot + parameter(inst, RULE.journal),
                     head * size + column, min(16 * VECTORS, size - column), begin, tokens, base, stamp, stored, gates)
         store_i64(stamps, base + stored)
-
-    @inline
-    def oldest(inst, head, tiles, slot):
-        """The least position that a tile of a head stands at."""
-        stamps = slot + parameter(inst, RULE.stamps) + 8 * head * tiles
-        least = load_i64(stamps)
-        for part in range(1, tiles):
-            least = min(least, load_i64(stamps + 8 * part))
-        return least
 
     @inline
     def one_head(inst, ctx, tid, head, slot, begin, tokens, base):
