@@ -149,5 +149,5 @@ FAMILY = Family(
      "self_attn.v_conv1d": "ssm_conv1d_v", "self_attn.f_a_proj": "ssm_f_a", "self_attn.f_b_proj": "ssm_f_b",
      "self_attn.g_a_proj": "ssm_g_a", "self_attn.g_b_proj": "ssm_g_b", "self_attn.b_proj": "ssm_beta",
      "self_attn.A_log": "ssm_a", "self_attn.dt_bias": "ssm_dt.bias", "self_attn.o_norm": "ssm_norm"},
-    further_tokens=True, aliases={**_GATES, **_FFN}, experts=ExpertModules("block_sparse_moe", ("w1", "w3", "w2")),
+    aliases={**_GATES, **_FFN}, experts=ExpertModules("block_sparse_moe", ("w1", "w3", "w2")),
     pre_tokenizers={"kimi-k2": PreTokenizer((WORDS,))})
