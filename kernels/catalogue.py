@@ -86,7 +86,7 @@ FAMILIES = (
     Family("values", ("activate",), ("rows", "by"), VALUES),
     Family("positions", ("add_positions",), ("rows", "table"), POSITIONS),
     Family("causal_conv", ("causal_conv",), ("x", "out", "weights", "bias", "state"), CONV),
-    Family("rule", ("delta_rule", "selective_scan", "state_journal"),
+    Family("rule", ("delta_rule", "delta_rule_rows", "selective_scan", "state_journal"),
            ("x", "gates", "out", "a", "dt_bias", "d", "state", "scratch"), RULE),
     Family("gated_norm", ("gated_norm",), ("x", "gate", "out", "weight"), GATED_NORM),
     Family("rope_store", tuple(f"rope_store_{kv}" for kv in KV), ("qkv", "table", "kv", "q_norm", "k_norm"), ROPE),

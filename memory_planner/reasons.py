@@ -31,7 +31,7 @@ def rotary(config: ModelConfig, ctx: int) -> str:
     """Describe the tables of rotations."""
     if config.alibi:
         return f"no rotary tables: ALiBi, a slope for each of {config.num_attention_heads} heads"
-    if not config.rotations:
+    if not config.rotations or config.table_rows(2) == 1:
         return "no rotary tables: no head is rotated"
     return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"
 

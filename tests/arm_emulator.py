@@ -71,7 +71,7 @@ OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
           "norm_f32", "norm_q8", "activate", "add_positions", "route", "sort_routes", "sigmoid_gate",
           "experts_input_q8", "experts_input_f32", "experts_resolve", "experts_gated_q4_g32",
           "experts_down_q4_g32", "experts_gated_int8_g32", "experts_down_int8_g32", "store_latent_int8",
-          "causal_conv", "delta_rule", "selective_scan", "state_journal", "gated_norm")
+          "causal_conv", "delta_rule", "delta_rule_rows", "selective_scan", "state_journal", "gated_norm")
 """Kernels of `TESTS` that no model of `MODELS` needs."""
 
 

@@ -41,6 +41,10 @@ MAMBA2 = {"model_type": "mamba2", "vocab_size": 99, "hidden_size": 48, "num_hidd
 OLMO_HYBRID = {"model_type": "olmo_hybrid", **BASE, "hidden_size": 48, "num_attention_heads": 4, "pad_token_id": 0,
                "linear_num_key_heads": 2, "linear_key_head_dim": 10, "linear_value_head_dim": 20,
                "rms_norm_eps": 1e-2}  # fmt: skip
+KIMI = {"model_type": "kimi_linear", "vocab_size": 99, "hidden_size": 60, "intermediate_size": 100,
+        "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 16, "moe_intermediate_size": 36,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-5": QWEN3_5,
     "qwen3-5-equal-heads": {
@@ -72,6 +76,17 @@ CASES: dict[str, dict[str, Any]] = {
         **OLMO_HYBRID, "linear_num_value_heads": 2, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3,
         "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {
             "rope_type": "default", "rope_theta": None}},
+    "kimi-linear": {  # with the fields of published configs
+        **KIMI, "q_lora_rank": None, "linear_attn_config": {
+            "num_heads": 5, "head_dim": 18, "short_conv_kernel_size": 4, "kda_layers": [1, 3], "full_attn_layers": [2]},
+        "num_experts": 7, "num_experts_per_token": 3, "num_shared_experts": 1, "first_k_dense_replace": 1,
+        "model_max_length": 64, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-2, "head_dim": 12,
+        "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+    "kimi-linear-groups": {
+        **KIMI, "q_lora_rank": 20, "linear_num_heads": 3, "linear_head_dim": 33, "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_local_experts": 8,
+        "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False,
+        "mlp_layer_types": ["dense", "dense", "sparse"], "attention_bias": True, "max_position_embeddings": 64},
     "bamba": {**BAMBA, "attn_layer_indices": [1], "mamba_n_groups": 4},
     "bamba-bias": {**BAMBA, "attn_layer_indices": [2], "mamba_n_groups": 1, "mamba_d_conv": 3, "mlp_bias": True,
                    "attention_bias": True, "mamba_proj_bias": True, "time_step_limit": [0.2, 0.9]},

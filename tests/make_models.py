@@ -83,12 +83,12 @@ determine them, so the original of a tensor can be recovered.
 | Command-R, GLM-4 | rotary embedding of neighbouring elements | rows of q and k are reordered, like those of a Llama in GGUF |
 | Gemma 4 | the row of a token times sqrt(width), its addend times 1 / sqrt(hidden_size), the sum times 1 / sqrt(2) | the row is stored unchanged: the norm of the addend is divided by sqrt(width), and two norms have another eps |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
-| DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` per head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); not multiplied with other matrices |
+| DeepSeek-V2, V3, GLM-4.7, Kimi Linear | keys and values of all heads from one latent | `kv_b_proj` per head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); not multiplied with other matrices |
 | DeepSeek-V2, V3, GLM-4.7 | rotary embedding of neighbouring elements | the rotated rows of queries and keys are reordered |
 | StableLM 2 12B, Command-R+ | layer norms of heads, each with its own weight | one norm of all heads without weights, then one multiplication of columns |
 | Ministral 3 | queries times a factor that depends on their position | a second rotary embedding of the queries, whose cosines are the factors and whose sines are 0 |
 | Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed if the shapes of a layer's stacks show this order |
-| Qwen3.5, Qwen3-Next, OLMo Hybrid, Granite 4, Falcon-H1, Nemotron-H, Bamba | A_log of recurrent layers, a depthwise convolution's weight (channels, 1, width) | -exp(A_log) is stored (GGUF files already have it), and the convolution's columns one after the other |
+| Qwen3.5, Qwen3-Next, OLMo Hybrid, Kimi Linear, Granite 4, Falcon-H1, Nemotron-H, Bamba | A_log of recurrent layers, a depthwise convolution's weight (channels, 1, width) | -exp(A_log) is stored (GGUF files already have it), and the convolution's columns one after the other |
 | Qwen3.5 | norms stored as the difference from 1; query and gate of each head in one matrix | 1 + w is stored; the rows are taken apart |
 | Qwen3.5 in GGUF | value heads in another order, where several share a key | rows are put back; the columns of the output matrix stay where they are and an order of its inputs is stored |
 | Falcon-H1 | multipliers of single matrices, of the embedding and of the logits | the matrices' weights, `embedding_scale`, the last norm's weights |

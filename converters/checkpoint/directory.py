@@ -50,6 +50,8 @@ MOST_DOCUMENT, MOST_TEXTS, MOST_FILES = 8 << 20, 128 << 20, 64
 """Bytes of a licence or card, bytes of a file of the tokenizer or of templates (Gemma's are 34 MB), and files."""
 TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
 """Further chat templates, in a folder; the names of those that a bundle takes along."""
+RATES = ".A_log"
+"""Rates of decay, a vector of the heads, which Kimi's checkpoints have with further axes of one element."""
 WEIGHTS = "q4"
 """Default type of the matrices."""
 
@@ -110,7 +112,8 @@ class Checkpoint:
 
     def tensor(self, name: str) -> SourceTensor:
         """Type and shape of one tensor."""
-        return self.files[self.stored(name)].tensors[self.stored(name)]
+        found = self.files[self.stored(name)].tensors[self.stored(name)]
+        return replace(found, shape=(prod(found.shape),)) if name.endswith(RATES) else found
 
     def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
         """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""

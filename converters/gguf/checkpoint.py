@@ -40,7 +40,7 @@ from .config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
 from .file import read_headers
 from .header import GgufHeader, GgufTensor
 from .moved_blocks import moved
-from .names import SHARED_GATE, VECTORS, with_gguf_names
+from .names import CONVOLUTIONS, SHARED_GATE, VECTORS, with_gguf_names
 from .tensors import GgufFile
 from .tokenizer import GgufTokenizer, read_gguf_tokenizer
 from .types import ANEW, ERROR_ANEW, EXACT, INEXACT, smallest
@@ -138,8 +138,10 @@ class GgufCheckpoint(Checkpoint):
         found = super().tensor(name)
         if name.endswith(SHARED_GATE) and len(found.shape) == 1:
             return replace(found, shape=(1, *found.shape))
-        if name.endswith(VECTORS) and len(found.shape) == 2:
+        if name.endswith(VECTORS) and len(found.shape) > 1:
             return replace(found, shape=(prod(found.shape),))
+        if CONVOLUTIONS.fullmatch(name):
+            return replace(found, shape=(prod(found.shape[:-1]), found.shape[-1]))
         return found
 
     def kind(self, name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from edgeinfer.graph import Affine, Decay, Graph, ModelConfig, Source, Tap, Transposed, Weight, family_of
 
+from ..checkpoint.convolutions import with_convolutions_apart
 from ..checkpoint.expert_names import with_stacks
 from .latent import with_heads_apart
 
@@ -30,6 +31,8 @@ SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
 VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
 """Vectors that files have as columns, or with a row for each group."""
+CONVOLUTIONS = re.compile(r"blk\.[0-9]+\.ssm_conv1d_[qkv]\.weight")
+"""Convolutions of q, k and v by themselves, which files have with axes of one element."""
 _HEAD_NORM = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.([qk])_layernorm\.norms\.([0-9]+)\.weight")
 """The norm of one head, which files have in one tensor for all."""
 _FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
@@ -39,6 +42,13 @@ _KIND = re.compile(r"(.+)\.(weight|bias)")
 
 def with_gguf_names(graph: Graph, config: ModelConfig, names: Collection[str] = ()) -> Graph:
     """Return the graph with the sources of its weights as a GGUF file has them; `names` are those of its tensors."""
+    def rows_of(name: str) -> tuple[int, ...] | None:
+        """Channels of one of three convolutions that a file has apart."""
+        r = config.recurrent
+        found = CONVOLUTIONS.fullmatch(own := gguf_name(name, config.model_type))
+        return (r.value_width if "_v." in own else r.key_width,) if r and found and own in names else None
+
+    graph = with_convolutions_apart(graph, rows_of)
     return replace(graph, weights=tuple(_renamed(weight, config, names) for weight in graph.weights))
 
 

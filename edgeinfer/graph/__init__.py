@@ -31,7 +31,7 @@ from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route,
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .ops.lm_head import OUTER_TYPE, Screen, ScreenableHead, ScreenedHead, find_head, inner_type, with_screen
 from .ops.matmul import RELUS, GatedLinear, Linear, LinearPart, MatMul, NeuronDown, NeuronGated, parameters
-from .ops.recurrent import CausalConv, DeltaRule, GatedNorm, SelectiveScan, StateRule
+from .ops.recurrent import CausalConv, DeltaRule, DeltaRuleRows, GatedNorm, SelectiveScan, StateRule
 from .ops.rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .ops.rows import (
     Activate,
@@ -88,6 +88,7 @@ __all__ = [
     "ConfigReader",
     "Decay",
     "DeltaRule",
+    "DeltaRuleRows",
     "Embed",
     "ExpertModules",
     "ExpertsConfig",

@@ -15,7 +15,7 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies."""
     kind: str = "default"
-    """default, linear, dynamic, llama3, yarn, longrope, proportional or query_scale."""
+    """default, linear, dynamic, llama3, yarn, longrope, proportional, query_scale, or none: nothing turns."""
     factor: float = 1.0
     """Stretch of the context. query_scale: queries at position p are multiplied by 1 + factor log(1 + floor(p /
     original_max_position_embeddings)), and nothing turns (Llama 4's temperature of attention)."""
@@ -251,6 +251,10 @@ class ModelConfig:
     def query_scale(self) -> bool:
         """Whether queries are multiplied by a factor of their position."""
         return self.local_rope is not None and self.local_rope.kind == "query_scale"
+
+    def table_rows(self, ctx: int) -> int:
+        """Rows of a rotation's table: one for each position, or a single one where nothing turns."""
+        return ctx if any(rope.kind != "none" for rope in self.rotations) else 1
 
     def turns(self, layer: int) -> int:
         """Return the index of a layer's rotation, as in `ropes`."""

@@ -42,6 +42,8 @@ class RecurrentConfig:
     """Epsilon of that norm; 0: the model's."""
     beta_scale: float = 1.0
     """Factor of a delta rule's beta; 2 lets states have negative eigenvalues."""
+    by_row: bool = False
+    """Whether each row of a delta rule's state decays by itself (Kimi delta attention, arXiv 2510.26692)."""
 
     @property
     def value_width(self) -> int:

@@ -61,9 +61,13 @@ def rule_state_bytes(heads: int, key_dim: int, value_dim: int, values: int, gate
     return rule_journal(heads, key_dim, value_dim) + JOURNAL_TOKENS * journal_row(values, gates)
 
 
-def rule_scratch(key_dim: int) -> int:
-    """Return the bytes that a thread needs: gates and k . q of some tokens, and a tile."""
-    return 3 * 4 * GATE_TOKENS + key_dim * 4 * STATE_TILE_COLUMNS
+def rule_scratch(key_dim: int, by_row: bool = False) -> int:
+    """Return the bytes that a thread needs: gates and k . q of some tokens, and a tile.
+
+    With a decay for each row of the state, also three vectors for each of these tokens.
+    """
+    vectors = 3 * 4 * _round_16(key_dim) * GATE_TOKENS if by_row else 0
+    return 3 * 4 * GATE_TOKENS + key_dim * 4 * STATE_TILE_COLUMNS + vectors
 
 
 def _round_16(n: int) -> int:

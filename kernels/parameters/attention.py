@@ -93,8 +93,10 @@ class _Latent(NamedTuple):
     """Epsilon of the latent's norm, float32 bits."""
     rows: int
     recent: int
+    still: int
+    """Whether nothing turns: the table has one row, which all positions share."""
 
 
 ROPE = _Rope(*range(12))
 ATTENTION = _Attention(*range(21))
-LATENT = _Latent(*range(14))
+LATENT = _Latent(*range(15))

@@ -77,6 +77,7 @@ REFERENCES: dict[str, Reference] = {
     "neuron_resolve": resolve_reference,
     "causal_conv": causal_conv_reference,
     "delta_rule": rule_reference(True),
+    "delta_rule_rows": rule_reference(True, by_row=True),
     "selective_scan": rule_reference(False),
     "state_journal": journal_reference,
     "gated_norm": gated_norm_reference,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import types
 from numba.extending import intrinsic
 
 from .simd import F32, VF, F32x16, Tile, literal, per_row, pointer, row, splat
@@ -28,16 +29,17 @@ def load_tile(context, n, address):
 
 @intrinsic
 def changed_row(context, change, address, factor, decay):
-    """decay * the row at `address` + change * the f32 at `factor`."""
-    if not isinstance(change, Tile) or decay != F32x16:
+    """decay * the row at `address` + change * the f32 at `factor`; the decay is a vector or the address of an f32."""
+    if not isinstance(change, Tile) or decay not in (F32x16, types.int64):
         return None
 
     def lower(context, b, sig, args):
         by = splat(b, b.load(pointer(b, args[2]), typ=F32, align=4), VF)
+        kept = args[3] if decay == F32x16 else splat(b, b.load(pointer(b, args[3]), typ=F32, align=4), VF)
 
         def step(b, v, i):
             stored = b.load(pointer(b, args[1], 64 * i), typ=VF, align=4)
-            return emit_fma(b, by, v, b.fmul(args[3], stored))
+            return emit_fma(b, by, v, b.fmul(kept, stored))
 
         return per_row(b, change, args[0], step)
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.graph import ModelConfig
+from tests.helpers import gguf_kimi
 from tests.helpers.gguf_files import permuted
 from tests.helpers.golden_cases import GoldenCase
 
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe_text": "qwen35moe",
                  "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
                  "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
-                 "mamba2": "mamba2"}
+                 "mamba2": "mamba2", "kimi_linear": "kimi-linear"}
 NAMES = (
     (r"linear_attn\.in_proj_qkv\.", "attn_qkv."), (r"linear_attn\.in_proj_z\.", "attn_gate."),
     (r"linear_attn\.in_proj_b\.", "ssm_beta."), (r"linear_attn\.in_proj_a\.", "ssm_alpha."),
@@ -57,6 +58,8 @@ def metadata(case: GoldenCase, c: ModelConfig, arch: str, drafts: int = 0) -> di
     assert r
     attends = [i >= c.num_hidden_layers or (i not in r.layers and c.mixers[i : i + 1] in ((), ("attention",)))
                for i in layers]
+    if arch == "kimi-linear":
+        return {f"{arch}.{key}": value for key, value in gguf_kimi.metadata(c).items()}
     residual = own.get("residual_multiplier", 1)
     fields: dict[str, Any] = {
         "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
@@ -117,6 +120,8 @@ def experts(own: dict[str, Any], c: ModelConfig, arch: str) -> dict[str, Any]:
 
 def tensors_of(case: GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndarray]:
     """The tensors by the file's names."""
+    if arch == "kimi-linear":
+        return gguf_kimi.tensors_of(case, c)
     out: dict[str, np.ndarray] = {}
     each: dict[str, list[np.ndarray]] = {}
     for stored, values in case.tensors.items():

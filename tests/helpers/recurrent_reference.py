@@ -33,16 +33,23 @@ def delta_rule(state: Any, op: Any, x: np.ndarray, gates: np.ndarray) -> np.ndar
     keys = op.key_heads * op.key_dim
     q, k = (_shared(part, op) for part in (x[:, :keys], x[:, keys : 2 * keys]))
     v = x[:, 2 * keys :].reshape(len(x), op.heads, op.value_dim)
-    b, a = (gates[:, op.gate_start + i * op.heads : op.gate_start + (i + 1) * op.heads] for i in range(2))
-    beta = op.beta_scale / (1 + np.exp(-b))
-    decay = np.exp(state.whole(op.a) * softplus(a + state.whole(op.dt_bias)))
+    (first, columns), shift = op.journaled[1], state.whole(op.dt_bias)
+    own = gates[:, first : first + columns]
+    beta = op.beta_scale / (1 + np.exp(-own[:, : op.heads]))
+    times = softplus(own[:, -len(shift) :] + shift).reshape(len(x), op.heads, -1)
+    decay = np.exp(state.whole(op.a)[:, None] * times)
     s, out = np.zeros((op.heads, op.key_dim, op.value_dim), state.dtype), np.empty_like(v)
     for t in range(len(x)):
-        s *= decay[t, :, None, None]
+        s *= decay[t, :, :, None]
         change = beta[t, :, None] * (v[t] - np.einsum("hkv,hk->hv", s, k[t]))
         s += k[t, :, :, None] * change[:, None]
         out[t] = np.einsum("hkv,hk->hv", s, q[t])
     return out.reshape(len(x), -1)
+
+
+def delta_rule_rows(state: Any, op: Any, x: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """The same; decays are those of each row."""
+    return delta_rule(state, op, x, gates)
 
 
 def selective_scan(state: Any, op: Any, x: np.ndarray, gates: np.ndarray) -> np.ndarray:

@@ -61,6 +61,7 @@ class _State:
     def _part(self, source: Any) -> np.ndarray:
         """A part of a checkpoint tensor: steps backwards over all its origins, then forwards over the values."""
         whole = self._tensor(source)[source.index].astype(self.dtype)
+        whole = whole.reshape(-1) if source.name.endswith("A_log") else whole
         assert whole.shape == source.stored[len(source.index) :], source.name
         origins = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
         for step in reversed(source.steps):
@@ -76,7 +77,8 @@ class _State:
         name = source.name
         routers = (name.replace(".mlp.gate.", other) for other in (
             ".block_sparse_moe.router.", ".mlp.router.", ".router.proj.", ".feed_forward.gate.", ".mixer.gate."))
-        biases = (name.replace(".mlp.gate.e_score_correction_bias", ".feed_forward.expert_bias"),)
+        biases = (name.replace(".mlp.gate.e_score_correction_bias", ".feed_forward.expert_bias"),
+                  name.replace(".self_attn.", ".self_attn.forget_gate."))
         if ".mlp." in name and "_proj" in name and name not in self._tensors and "granite" in self.config.model_type:
             layer, part = name.replace("mlp.shared_experts.", "mlp.").split("mlp.")
             if part.startswith("down"):
@@ -405,7 +407,8 @@ OPS = {f.__name__: f for f in (embed, token_rows, add_positions, activate, layer
                                neuron_down, route, sort_routes, experts_input, experts_gated, experts_down,
                                sigmoid_gate, rope_store, rotate_queries, attention, quantize_heads, head_linear,
                                store_latent, latent_attention, sample, recurrent.causal_conv,
-                               recurrent.delta_rule, recurrent.selective_scan, recurrent.gated_norm)}
+                               recurrent.delta_rule, recurrent.delta_rule_rows, recurrent.selective_scan,
+                               recurrent.gated_norm)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:
@@ -438,7 +441,9 @@ def frequencies(rope: Any, head_dim: int, context: int = 0) -> np.ndarray:
     """Radians per position of each pair of dimensions, one pair at a time as the papers have it."""
     pairs = head_dim // 2
     plain = [rope.theta ** (-2 * i / head_dim) for i in range(pairs)]
-    if rope.kind == "linear":
+    if rope.kind == "none":
+        plain = [0.0] * pairs
+    elif rope.kind == "linear":
         plain = [f / rope.factor for f in plain]
     elif rope.kind == "dynamic" and context > rope.original_max_position_embeddings:
         stretch = rope.factor * context / rope.original_max_position_embeddings - (rope.factor - 1)

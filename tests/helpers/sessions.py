@@ -18,7 +18,7 @@ from edgeinfer.backends import OnnxRunner, provider_of
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.graph import ModelConfig, RecurrentConfig
+from edgeinfer.graph import LatentConfig, ModelConfig, RecurrentConfig, RopeConfig
 from edgeinfer.runner import Runner, Sequence
 from edgeinfer.runner.prefix_cache import PrefixCache
 from edgeinfer.runtime import Session
@@ -39,6 +39,12 @@ HYBRID = ModelConfig(
     rotary_dim=4, attention_gate=True,
     recurrent=RecurrentConfig("delta", (0, 2), conv_width=4, heads=4, key_heads=2, key_dim=12, value_dim=20))
 """Two delta rules around gated attention; no dimension is a multiple of 16."""
+KIMI = replace(
+    HYBRID, model_type="kimi_linear", num_key_value_heads=1, head_dim=22, rotary_dim=6, attention_gate=False,
+    rope=RopeConfig(kind="none"), attention_scale=0.25, latent=LatentConfig(0, 10, 16, False),
+    recurrent=RecurrentConfig("delta", (0, 2), conv_width=3, heads=4, key_heads=4, key_dim=12, value_dim=12,
+                              by_row=True))
+"""The same, but rows of a state decay by themselves, and attention is latent and turns nothing."""
 
 
 def tokens(n: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> list[int]:

@@ -12,7 +12,7 @@ from edgeinfer.kernels.parameters import RULE, fill
 from tests.helpers.kernel_bench import ISAS
 from tests.kernels.test_causal_conv import Texts, row_bytes
 
-DELTA, SCAN = "delta_rule", "selective_scan"
+DELTA, ROWS, SCAN = "delta_rule", "delta_rule_rows", "selective_scan"
 SHAPES = ((2, 1, 16, 32), (4, 2, 7, 5), (3, 3, 33, 48), (2, 1, 1, 17), (6, 3, 64, 33), (1, 1, 128, 128))
 """Heads, heads that share a key, and rows and columns of each state."""
 SMALL = (4, 2, 9, 40)
@@ -30,8 +30,10 @@ class Rule(Texts):
                  gate: float = 2.0, a_log: tuple[float, float] = (-3.0, 2.0), **options: float):
         rng = np.random.default_rng(seed)
         self.name, self.heads, self.group, self.key_dim, self.value_dim = name, *shape
-        delta, keys, values = name == DELTA, shape[0] // shape[1] * shape[2], shape[0] * shape[3]
-        self.gates = (1 + delta) * self.heads
+        delta, by_row = name != SCAN, name == ROWS
+        keys, values = shape[0] // shape[1] * shape[2], shape[0] * shape[3]
+        decays = self.heads * self.key_dim if by_row else self.heads
+        self.gates = -(-self.heads // 16) * 16 + decays if by_row else (1 + delta) * self.heads
         self.sizes = (self.heads, self.key_dim, self.value_dim)
         super().__init__(rng, spans, 2 * keys + values, abi.rule_state_bytes(*self.sizes, keys + values, self.gates))
         total, start = sum(map(len, self.texts)), 0 if delta else values
@@ -42,10 +44,11 @@ class Rule(Texts):
         self.raw = [rng.uniform(-gate, gate, (len(text), self.gates)).astype(np.float32) for text in self.texts]
         self.constants = [
             self.bench.put("constants", vector.astype(np.float32))
-            for vector in (-np.exp(rng.uniform(*a_log, self.heads)), *rng.standard_normal((2, self.heads)))]
+            for vector in (-np.exp(rng.uniform(*a_log, self.heads)), rng.standard_normal(decays),
+                           rng.standard_normal(self.heads))]
         self.inputs = self.bench.reserve("activations", total * row_bytes(START + self.gates))
         self.out = self.bench.reserve("activations", total * row_bytes(values))
-        scratch = abi.rule_scratch(self.key_dim)
+        scratch = abi.rule_scratch(self.key_dim, by_row)
         self.scratch = self.bench.scratch(scratch, 3)
         own = {"first": keys, "keys": 0, "values": keys, "queries": 0, "beta_scale": 1.0}
         if not delta:
@@ -88,11 +91,11 @@ def whole(*tokens: int) -> list[tuple[int, int]]:
     return [(n, n) for n in tokens]
 
 
-both = pytest.mark.parametrize("name", [DELTA, SCAN])
+each = pytest.mark.parametrize("name", [DELTA, ROWS, SCAN])
 
 
 @pytest.mark.slow(keep=8)
-@both
+@each
 @pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(tokens) for _, tokens in spans))
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_rules(shape: tuple[int, int, int, int], spans: list[tuple[int, int]], name: str) -> None:
@@ -119,7 +122,7 @@ PASSES = {
 
 
 @pytest.mark.slow(keep=14)
-@both
+@each
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES[1:4]], ids=lambda shape: "x".join(map(str, shape)))
 def test_passes_do_not_change_bits(shape: tuple[int, int, int, int], kind: str, name: str) -> None:
@@ -133,7 +136,7 @@ def test_passes_do_not_change_bits(shape: tuple[int, int, int, int], kind: str, 
 
 
 @pytest.mark.slow
-@both
+@each
 def test_instruction_sets_with_fused_operations_agree(name: str) -> None:
     """So that they share prompt caches, however many vectors of a row they have in work."""
     fused = [isa for isa in ISAS if isa.startswith("avx")] or ISAS[:1]
@@ -142,7 +145,7 @@ def test_instruction_sets_with_fused_operations_agree(name: str) -> None:
         np.testing.assert_array_equal(found[0], other)
 
 
-@both
+@each
 def test_several_sequences_are_at_different_positions(name: str) -> None:
     """One begins, one decodes from its journal, one goes on with a long prompt."""
     for isa in ISAS:
@@ -156,7 +159,7 @@ def test_several_sequences_are_at_different_positions(name: str) -> None:
         np.testing.assert_array_equal(found, np.concatenate([alone[1][13:29], alone[0][3:5]]))
 
 
-@both
+@each
 def test_tiles_may_be_at_two_positions(name: str) -> None:
     """As after a pass that was cancelled: each tile replays what it lacks."""
     for isa in ISAS:
@@ -172,7 +175,7 @@ def test_tiles_may_be_at_two_positions(name: str) -> None:
         np.testing.assert_array_equal(rule.run(isa, [(0, 6, 5)]), expected[6:11])
 
 
-@both
+@each
 @pytest.mark.parametrize(("gate", "a_log"), [(100.0, (-3.0, 2.0)), (3.0, (-20.0, -15.0)), (3.0, (15.0, 20.0))])
 def test_large_gates(gate: float, a_log: tuple[float, float], name: str) -> None:
     """Nothing is forgotten, or all of it at once."""
@@ -181,11 +184,26 @@ def test_large_gates(gate: float, a_log: tuple[float, float], name: str) -> None
         assert np.isfinite(rule.feed(isa, whole(5, 35))).all()
 
 
-def test_beta_up_to_two() -> None:
+@pytest.mark.parametrize("name", [DELTA, ROWS])
+def test_beta_up_to_two(name: str) -> None:
     """A delta rule that turns states around (OLMo Hybrid)."""
     for isa in ISAS:
-        found = [Rule(6, DELTA, SMALL, [(0, 40)], beta_scale=scale).feed(isa, whole(3, 37)) for scale in (1.0, 2.0)]
+        found = [Rule(6, name, SMALL, [(0, 40)], beta_scale=scale).feed(isa, whole(3, 37)) for scale in (1.0, 2.0)]
         assert (found[0] != found[1]).all()
+
+
+def test_rows_that_decay_alike() -> None:
+    """With the same gates in all rows a head forgets as a whole, but for rounding."""
+    for isa in ISAS:
+        rows, heads = (Rule(9, name, SMALL, [(0, 40)]) for name in (ROWS, DELTA))
+        n, each = rows.heads, rows.heads * rows.key_dim
+        heads.texts[0][:], heads.raw[0][:, :n] = rows.texts[0], rows.raw[0][:, :n]
+        rows.raw[0][:, -each:] = np.repeat(heads.raw[0][:, n:], rows.key_dim, 1)
+        for rule, shift in ((rows, np.repeat(np.arange(n), rows.key_dim)), (heads, np.arange(n))):
+            for at, vector in zip(rule.constants, (-np.ones(n), shift / n), strict=False):
+                rule.bench.array(at, np.float32, (len(vector),))[:] = vector
+        expected, found = (rule.feed(isa, whole(3, 37)) for rule in (heads, rows))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_time_limits() -> None:

@@ -114,7 +114,7 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
     rope = config.rope
     other = {"hidden_act": "silu" if config.hidden_act != "silu" else "gelu_tanh"}
     changed: dict[str, dict[str, Any]] = {"activation": other} if config.model_type != "mamba2" else {}
-    if config.rope_dim:
+    if config.rope_dim and rope.kind != "none":
         changed["theta"] = {"rope": dataclasses.replace(rope, theta=rope.theta * 2)}
     if config.rotary_dim and not config.latent:
         changed["whole heads turn"] = {"rotary_dim": None, "rope": type(rope)(rope.theta)}
@@ -126,7 +126,7 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
             "local_rope": dataclasses.replace(config.local_rope, original_max_position_embeddings=9)}
     elif config.local_rope:
         changed["local theta"] = {"local_rope": dataclasses.replace(config.local_rope, theta=7.0)}
-    if config.latent:
+    if config.latent and rope.kind != "none":
         turned = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
         changed["neighbours"] = {"latent": turned}
     if config.experts and config.experts.choice_bias:
@@ -161,7 +161,7 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
         changed["window less one"] = {"windows": tuple(max(w - 1, 0) for w in config.windows)}
     if rope.kind != "default":
         changed["no scaling"] = {"rope": type(rope)(rope.theta)}
-        if rope.kind != "longrope":  # whose factors are lists
+        if rope.kind not in ("longrope", "none"):  # of which the first has lists
             changed["factor"] = {"rope": dataclasses.replace(rope, factor=rope.factor * 1.5)}
     if rope.kind == "llama3":
         changed["low"] = {"rope": dataclasses.replace(rope, low_freq_factor=rope.low_freq_factor * 0.5)}
@@ -234,6 +234,10 @@ def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     for kinds in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if text.get(kinds):
             text[kinds] = [text[kinds][i % text[name]] for i in range(layers)]
+    if "linear_attn_config" in text:
+        lists = text["linear_attn_config"]
+        for kind in ("kda_layers", "full_attn_layers"):
+            lists[kind] = [i + 1 for i in range(layers) if i % text[name] + 1 in lists[kind]]
     if "hybrid_override_pattern" in text:
         text["hybrid_override_pattern"] = (text["hybrid_override_pattern"] * layers)[:layers]
     if "attention_types" in text:

@@ -35,8 +35,9 @@ UNSAID = {  # what files cannot say, as llama.cpp has it
     "lfm2-moe": {"routed_scaling_factor": 1.0},
 }
 NAMES = [name for name, config in CASES.items()
-         if config["model_type"] in ARCHITECTURES and name != "qwen3-next-dense-layer"]
-"""Files of Qwen3-Next cannot say that a layer has no experts."""
+         if config["model_type"] in ARCHITECTURES and name not in ("qwen3-next-dense-layer", "kimi-linear-groups")]
+"""Files of Qwen3-Next cannot say that a layer has no experts, those of Kimi that delta rules have heads of their own
+number."""
 FOLDED = ("falcon-h1", "falcon-h1-norm")
 """Cases with multipliers, which the converter folds into the weights in an order of its own."""
 
@@ -223,6 +224,9 @@ def unpacked(path: Path) -> dict[str, np.ndarray]:
     ("qwen3-5", "nextn_predict_layers", 4, "nextn_predict_layers is 4, .* below the 4 layers"),
     ("qwen3-5", "attention.recurrent_layers", [True, False], "attention.recurrent_layers, .* each of 4 layers"),
     ("qwen3-5", "attention.recurrent_layers", [True, True, True, True], "lacks the tensor blk.3.attn_qkv.weight"),
+    ("kimi-linear", "kda.head_dim", 17, r"blk.0.attn_q.weight .* \[90, 60\], .* needs \[85, 60\]"),
+    ("kimi-linear", "attention.head_count_kv", [0, 0, 0], "blk.1.attn_q.weight"),
+    ("kimi-linear", "ssm.conv_kernel", 9, "linear_conv_kernel_dim is 9; it must be a whole number from 2 to 8"),
     ("lfm2", "attention.head_count_kv", [0, 2, 1, 0], "layers with attention must have the same number"),
     ("lfm2", "shortconv.l_cache", 1, "conv_L_cache is 1; it must be a whole number from 2 to 8"),
     ("granitemoehybrid", "ssm.inner_size", 97, "97 as ssm.inner_size .* 12 as ssm.time_step_rank"),

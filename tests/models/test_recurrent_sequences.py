@@ -17,7 +17,7 @@ from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.graph import ModelConfig, RecurrentConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence
 from edgeinfer.runtime import HiddenRows, Session
-from tests.helpers.sessions import HYBRID, session, tokens, write_model
+from tests.helpers.sessions import HYBRID, KIMI, session, tokens, write_model
 
 OLMO = replace(HYBRID, model_type="olmo_hybrid", rotary_dim=None, attention_gate=False, recurrent=RecurrentConfig(
     "delta", (0, 2), conv_width=3, heads=4, key_heads=4, key_dim=12, value_dim=20, norm_eps=1e-5, beta_scale=2.0))
@@ -37,7 +37,7 @@ def fresh(opened: Session, ids: list[int]) -> bytes:
     return row
 
 
-@pytest.mark.parametrize("config", [HYBRID, OLMO], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [HYBRID, OLMO, KIMI], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 64])
 def test_bits_do_not_depend_on_chunks(bundle: Path, chunk: int, config: ModelConfig) -> None:
     ids = tokens(100)

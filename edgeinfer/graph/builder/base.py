@@ -39,11 +39,14 @@ class BuilderBase:
         in_ffn: bool = False,
         kind: str = "matrix",
         room: int = 0,
+        onto: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one.
 
         If they are stored in several types, each run of sources of one type is a part by itself. The output has
-        `room` for further columns, which are not written yet.
+        `room` for further columns, which are not written yet; a later matmul writes them `onto` it from the column
+        `first` on, a multiple of 16.
         """
         if firsts := self._parts(name, len(sources)):
             return self._linear_parts(x, name, sources, widths, bias, firsts, room)
@@ -51,9 +54,11 @@ class BuilderBase:
         weight = self._ordered(weight)
         biases = self._vector(name + "_bias", bias, widths) if bias else None
         made = replace(self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), rows=x.rows)
-        out = self._after(residual) if residual else made
-        if room:
-            return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=0, layer=self.layer))
+        over = residual or onto
+        out = self._after(over) if over else made
+        if room or onto:
+            return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=first, onto=onto,
+                                       layer=self.layer))
         return self._op(Linear(out=out, x=x, weight=weight, bias=biases, residual=residual, in_ffn=in_ffn,
                                layer=self.layer))
 

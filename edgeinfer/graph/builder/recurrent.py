@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..ops.recurrent import CausalConv, DeltaRule, GatedNorm, SelectiveScan
+from ..ops.recurrent import CausalConv, DeltaRule, DeltaRuleRows, GatedNorm, SelectiveScan
 from ..tensors import Tensor
 from ..weights import Source, as_source
 from .base import BuilderBase
@@ -37,11 +37,12 @@ class RecurrentWords(BuilderBase):
         r = self.config.recurrent
         assert r
         a = as_source(a_log, (r.heads,), name + "a").decay()
-        return self._op(DeltaRule(out=self._tensor("o", r.value_width), x=x, gates=gates,
-                                  a=self._vector(name + "a", (a,), (r.heads,)), gate_start=gate_start,
-                                  dt_bias=self._vector(name + "dt_bias", (dt_bias,), (r.heads,)), heads=r.heads,
-                                  key_heads=r.key_heads, key_dim=r.key_dim, value_dim=r.value_dim,
-                                  beta_scale=r.beta_scale, layer=self.layer))
+        kind, decays = (DeltaRuleRows, r.heads * r.key_dim) if r.by_row else (DeltaRule, r.heads)
+        return self._op(kind(out=self._tensor("o", r.value_width), x=x, gates=gates,
+                             a=self._vector(name + "a", (a,), (r.heads,)), gate_start=gate_start,
+                             dt_bias=self._vector(name + "dt_bias", (dt_bias,), (decays,)), heads=r.heads,
+                             key_heads=r.key_heads, key_dim=r.key_dim, value_dim=r.value_dim,
+                             beta_scale=r.beta_scale, layer=self.layer))
 
     def selective_scan(self, x: Tensor, gates: Tensor, name: str, a_log: str | Source, dt_bias: str | Source,
                        d: str | Source, gate_start: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from edgeinfer.kernels import abi
 
 from ...base.dataclass import dataclass
+from ...base.units import round_up
 from ..tensors import Tensor, Types
 from ..weights import Weight
 from .base import Op, RowOp, other_width
@@ -130,6 +131,38 @@ class DeltaRule(StateRule):
         """k and v, and both gates."""
         keys = self.key_heads * self.key_dim
         return (keys, keys + self.heads * self.value_dim), (self.gate_start, 2 * self.heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleRows(DeltaRule):
+    """Delta rule in which each row of the state decays by itself (Kimi delta attention, arXiv 2510.26692).
+
+    Of the gates beta comes first and then, from the next multiple of 16 columns on, the decays of each head's rows;
+    `dt_bias` has as many elements. g is a vector of key_dim elements: S' = diag(e^g) S, and the rest as in DeltaRule.
+    """
+
+    KERNELS = ("delta_rule_rows", "state_journal")
+
+    @property
+    def journaled(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """k and v, beta and all decays."""
+        gates = round_up(self.heads, 16) + self.heads * self.key_dim
+        return super().journaled[0], (self.gate_start, gates)
+
+    def operations(self) -> float:
+        """Also those that multiply keys and queries by decays."""
+        return super().operations() + 2.0 * self.heads * self.key_dim
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Also the decays of some tokens, and their products with key and query."""
+        return Scratch(abi.rule_scratch(self.key_dim, by_row=True))
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """There is a decay, and a bias for it, for each row of each head."""
+        yield from super().faults(types)
+        yield from other_width("its gates end with column", sum(self.journaled[1]), self.gates)
+        if self.dt_bias.shape != (self.heads * self.key_dim,):
+            yield f"its biases of {self.heads} x {self.key_dim} decays are {self.dt_bias.shape}"
 
 
 @dataclass(frozen=True, kw_only=True)

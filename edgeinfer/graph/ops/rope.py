@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "query_scale")
-READ_HERE = KINDS[:-2]
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "query_scale", "none")
+READ_HERE = KINDS[:-3]
 """Kinds that the plain section of a config may ask for."""
 SPELLINGS = {"su": "longrope"}
 """Older names of kinds."""
@@ -152,7 +152,7 @@ def rope_tables(
     cos, sin : float32 arrays of shape (n_positions, rotary_dim // 2)
         Times the attention factor of YaRN and LongRoPE. LongRoPE and dynamic scaling have other frequencies where
         n_positions, the context of the run, is beyond that of the training. Of query_scale, cosines are the factors of
-        queries and sines are 0.
+        queries and sines are 0; of none, cosines are 1.
     """
     import numpy as np
 
@@ -166,6 +166,9 @@ def fill_rope_tables(rope: RopeConfig, rotary_dim: int, cos: NDArray[np.float32]
     """Write `rope_tables` into memory that is there, some rows at a time, for long contexts make large tables."""
     import numpy as np
 
+    if rope.kind == "none":
+        cos[:], sin[:] = 1.0, 0.0
+        return
     frequencies = inverse_frequencies(rope, rotary_dim, len(cos))
     for start in range(0, len(cos), ROWS_AT_ONCE):
         rows = slice(start, min(start + ROWS_AT_ONCE, len(cos)))

@@ -88,7 +88,7 @@ def _sources(region: NDArray[np.uint8], allocation: Placement, weight: Weight, o
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:
     """Cosines and sines per position of each rotation, each padded to vectors of 16; after them ALiBi's slopes."""
-    nbytes = plan.request.ctx * plan.rope_row_bytes
+    nbytes = model.table_rows(plan.request.ctx) * plan.rope_row_bytes
     for i, rope in enumerate(model.rotations):
         half = model.turned(rope) // 2
         table = region[i * nbytes : (i + 1) * nbytes].view(np.float32).reshape(-1, 2, plan.rope_row_bytes // 8)

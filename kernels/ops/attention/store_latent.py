@@ -65,7 +65,9 @@ def _register(kv, store):
             row = operand(inst, ctx, 0) + t * parameter(inst, LATENT.stride)
             q = operand(inst, ctx, 1) + t * parameter(inst, LATENT.q_stride) + 4 * parameter(inst, LATENT.q_first)
             latent = operand(inst, ctx, 2) + t * parameter(inst, LATENT.c_stride) + 4 * parameter(inst, LATENT.c_first)
-            table = operand(inst, ctx, 3) + token(ctx, t, TOKEN_POSITION) * stride
+            table = operand(inst, ctx, 3)
+            if parameter(inst, LATENT.still) == 0:
+                table += token(ctx, t, TOKEN_POSITION) * stride
             for head in range(heads):
                 _turned(q + 4 * rotary * head, row + 4 * (n * head + rank), table, rotary, stride)
             k = row + 4 * n * heads

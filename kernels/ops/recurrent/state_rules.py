@@ -3,7 +3,8 @@
 A unit of work is a head of one sequence: its tiles of 32 columns one by one, each with a block of tokens, so a tile
 stays in the first cache. A token costs one pass over the tile, which changes S and multiplies it by the next token's
 key and query: with S' = decay S + k d^T the token's own output S'^T q is decay S^T q + (k . q) d, which a delta rule's
-d = beta (v - decay S^T k) is known for before S changes. abi/state.py says what is replayed and what is stored.
+d = beta (v - decay S^T k) is known for before S changes. Where each row has a decay of its own, S is multiplied by the
+products of key and query with the decays instead. abi/state.py says what is replayed and what is stored.
 
 Operands: 0 x, 1 gates, 2 out, 3 a, 4 dt_bias, 5 d, 6 state, 7 scratch. Parameters: parameters.RULE.
 Reference: reference/recurrent/state_rules.py.
@@ -32,6 +33,7 @@ from ...vector.scalars import div_i64
 from ...vector.state_rows import add_read, add_tiles, changed_row, load_tile, vector_of, with_vector
 from ...vector.targets import fma, state_vectors
 from ...vector.tiles import store_tile, zero_tile
+from .decays import held, oldest, one_decay, row_decays
 from .gates import GATE_ROW, gates_of
 
 _ROW = 4 * STATE_TILE_COLUMNS
@@ -42,11 +44,13 @@ VECTORS = state_vectors()
 LAST = VECTORS - 1
 
 
-def _rule(delta):
-    """Return the kernel of the delta rule, or of the selective scan."""
+def _rule(delta, by_row=False):
+    """Return the kernel of the delta rule, or of the selective scan; `by_row`: each row of the state decays by itself.
+    """
     READ = VECTORS * (1 + delta)
     LAST_READ = READ - 1
-    gates = gates_of(delta)
+    gates = gates_of(delta, by_row)
+    decay_of, of_row, decayed, asked = row_decays() if by_row else one_decay()
 
     @inline
     def read(tile, query, apart, rows):
@@ -65,7 +69,7 @@ def _rule(delta):
         """S = decay S + k d^T, from one tile to another or in place."""
         for r in range(rows):
             at = _ROW * r
-            store_tile(changed_row(addend, source + at, key + 4 * r, decay), target + at, 64)
+            store_tile(changed_row(addend, source + at, key + 4 * r, of_row(decay, r)), target + at, 64)
 
     @inline
     def change_and_read(source, target, addend, key, decay, query, apart, rows):
@@ -73,15 +77,15 @@ def _rule(delta):
         a, b = zero_tile(READ), zero_tile(READ)
         for r in range(0, rows - 1, 2):
             at = _ROW * r
-            changed = changed_row(addend, source + at, key + 4 * r, decay)
+            changed = changed_row(addend, source + at, key + 4 * r, of_row(decay, r))
             store_tile(changed, target + at, 64)
             a = add_read(a, changed, query + 4 * r, apart)
-            changed = changed_row(addend, source + at + _ROW, key + 4 * r + 4, decay)
+            changed = changed_row(addend, source + at + _ROW, key + 4 * r + 4, of_row(decay, r + 1))
             store_tile(changed, target + at + _ROW, 64)
             b = add_read(b, changed, query + 4 * r + 4, apart)
         if rows & 1:
             r, at = rows - 1, _ROW * (rows - 1)
-            changed = changed_row(addend, source + at, key + 4 * r, decay)
+            changed = changed_row(addend, source + at, key + 4 * r, of_row(decay, r))
             store_tile(changed, target + at, 64)
             a = add_read(a, changed, query + 4 * r, apart)
         return add_tiles(a, b)
@@ -91,25 +95,25 @@ def _rule(delta):
         """d: beta (v - decay S^T k), or time x value; 0 behind n columns."""
         v = keep_first(load_f32x16(value), n)
         if delta:
-            v = v - decay * vector_of(found, VECTORS)
+            v = v - decayed(decay, vector_of(found, VECTORS))
         out = with_vector(zero_tile(VECTORS), 0, gate * v)
         if n > 16:
             v = keep_first(load_f32x16(value + 64), n - 16)
             if delta:
-                v = v - decay * vector_of(found, LAST_READ)
+                v = v - decayed(decay, vector_of(found, LAST_READ))
             out = with_vector(out, LAST, gate * v)
         return out
 
     @inline
     def give(inst, ctx, head, out, found, addend, value, decay, both, n):
         """Store decay S^T q + (k . q) d, which is what the changed state gives; a scan adds its skip."""
-        o = fma(both, vector_of(addend, 0), decay * vector_of(found, 0))
+        o = fma(both, vector_of(addend, 0), decayed(decay, vector_of(found, 0)))
         if not delta:
             skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
             o = fma(skip, load_f32x16(value), o)
         store_first(out, o, n)
         if n > 16:
-            o = fma(both, vector_of(addend, LAST), decay * vector_of(found, LAST))
+            o = fma(both, vector_of(addend, LAST), decayed(decay, vector_of(found, LAST)))
             if not delta:
                 skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
                 o = fma(skip, load_f32x16(value + 64), o)
@@ -130,13 +134,13 @@ def _rule(delta):
         keys, values = 4 * (parameter(inst, RULE.keys) + at * rows), 4 * (parameter(inst, RULE.values) + column)
         queries = 4 * (parameter(inst, RULE.queries) - parameter(inst, RULE.first) + at * rows)
         source, row = tile, row_of(inst, ctx, journal, begin, base, stamp - base)
-        asked = keys if stamp < base else queries
         found = zero_tile(READ)
         if delta or stamp == base:
-            found = read(tile, row + asked, keys - asked, rows)
+            query, apart = asked(inst, gates, row, keys, queries, stamp - base, base)
+            found = read(tile, query, apart, rows)
         for i in range(stamp - base, tokens):
-            own = gates + 4 * (JOURNAL_TOKENS + i if i >= 0 else (base + i) & (JOURNAL_TOKENS - 1))
-            decay, gate = splat_f32(load_f32(own)), splat_f32(load_f32(own + GATE_ROW))
+            own = gates + 4 * held(i, base)
+            decay, gate = decay_of(inst, gates, held(i, base)), splat_f32(load_f32(own + GATE_ROW))
             addend = addends(found, row + values, decay, gate, n)
             if i >= 0:
                 out = operand(inst, ctx, 2) + (begin + i) * parameter(inst, RULE.out_stride) + 4 * column
@@ -144,9 +148,9 @@ def _rule(delta):
                 give(inst, ctx, head, out, found, addend, row + values, decay, both, n)
             target = tile if i < stored else gates + 3 * GATE_ROW
             key, row = row + keys, row_of(inst, ctx, journal, begin, base, i + 1)
-            asked = keys if i + 1 < 0 else queries
             if i + 1 < tokens:
-                found = change_and_read(source, target, addend, key, decay, row + asked, keys - asked, rows)
+                query, apart = asked(inst, gates, row, keys, queries, i + 1, base)
+                found = change_and_read(source, target, addend, key, decay, query, apart, rows)
             elif i < stored:
                 change(source, target, addend, key, decay, rows)
             source = target
@@ -176,12 +180,14 @@ def _rule(delta):
         if tokens > JOURNAL_TOKENS:
             stored = ((base + tokens) & -JOURNAL_TOKENS) - base
         while done < tokens:
-            n, journal = min(BLOCK, tokens - done), 0
+            n, journal, least = min(BLOCK, tokens - done), 0, 0
             if done + n < tokens:
                 n = min(n, stored - done)
             if done == 0 and base > 0:
                 journal = slot + parameter(inst, RULE.journal)
-            gates(inst, ctx, head, journal, begin + done, n, scratch)
+                if by_row:
+                    least = oldest(inst, head, tiles, slot)
+            gates(inst, ctx, head, journal, least, begin + done, n, base, scratch)
             for part in range(tiles):
                 one_tile(inst, ctx, head, slot, part, begin + done, n, base + done, min(n, stored - done), scratch)
             done += n
@@ -204,6 +210,7 @@ def _rule(delta):
 
 
 kernel("delta_rule")(_rule(1))
+kernel("delta_rule_rows")(_rule(1, by_row=True))
 kernel("selective_scan")(_rule(0))
 
 

@@ -35,6 +35,7 @@ def store_latent_reference(kv: str) -> Callable[[InstructionView], list[Expected
         p = view.parameters(LATENT)
         n, width, tokens = view.count(p.rows), p.rank + p.rotary, slice(0, view.count(p.rows))
         positions, slots = view.tokens(TOKEN_POSITION)[tokens], view.slots(p.recent)[tokens]
+        positions = positions * (1 - p.still)
         rows = view.array(0, np.float32, (n, p.heads + 1, width), (p.stride, 4 * width, 4))
         shape, strides = (n, p.heads, p.rotary), (p.q_stride, 4 * p.rotary, 4)
         q = view.array(1, np.float32, shape, strides, at=4 * p.q_first).astype(np.float64)

@@ -22,9 +22,10 @@ Doubles = NDArray[np.float64]
 def delta_step(state: Doubles, q: Doubles, k: Doubles, v: Doubles, decay: Doubles, beta: Doubles) -> Doubles:
     """Change `state`, of shape (heads, key_dim, value_dim), by one token and return what its query gives.
 
-    Gated delta rule (arXiv 2412.06464, equation 10); q and k are (heads, key_dim), v is (heads, value_dim).
+    Gated delta rule (arXiv 2412.06464, equation 10); q and k are (heads, key_dim), v is (heads, value_dim), decay is
+    (heads,) or, of Kimi's delta attention (arXiv 2510.26692), (heads, key_dim).
     """
-    state *= decay[:, None, None]
+    state *= decay.reshape(len(decay), -1, 1)
     told = np.einsum("hkv,hk->hv", state, k)
     state += k[:, :, None] * (beta[:, None] * (v - told))[:, None]
     return np.einsum("hkv,hk->hv", state, q)
@@ -37,12 +38,12 @@ def scan_step(state: Doubles, c: Doubles, b: Doubles, x: Doubles, decay: Doubles
     return np.einsum("hkv,hk->hv", state, c)
 
 
-def rule_reference(delta: bool) -> Callable[[InstructionView], list[Expected]]:
-    """The reference of ``delta_rule`` or ``selective_scan``: outputs, stored tiles and their positions."""
+def rule_reference(delta: bool, by_row: bool = False) -> Callable[[InstructionView], list[Expected]]:
+    """The reference of a delta rule or of ``selective_scan``: outputs, stored tiles and their positions."""
     def reference(view: InstructionView) -> list[Expected]:
         found: list[Expected] = []
         for run in runs(view):
-            found += _Sequence(view, run, delta).expected()
+            found += _Sequence(view, run, delta, by_row).expected()
         return found
 
     return reference
@@ -51,9 +52,9 @@ def rule_reference(delta: bool) -> Callable[[InstructionView], list[Expected]]:
 class _Sequence:
     """One sequence of the pass, with its part of the slot."""
 
-    def __init__(self, view: InstructionView, run: Run, delta: bool):
+    def __init__(self, view: InstructionView, run: Run, delta: bool, by_row: bool):
         p: Any = view.parameters(RULE)
-        self.view, self.run, self.delta, self.p = view, run, delta, p
+        self.view, self.run, self.delta, self.by_row, self.p = view, run, delta, by_row, p
         columns = abi.STATE_TILE_COLUMNS
         self.parts = -(-p.value_dim // columns)
         self.tiles = view.array(6, np.float32, (p.heads, self.parts, p.key_dim, columns), None, run.slot)
@@ -99,11 +100,13 @@ class _Sequence:
         p, view = self.p, self.view
         k = np.repeat(row[p.keys :][: p.key_dim * (p.heads // p.group)].reshape(-1, p.key_dim), p.group, 0)
         v = row[p.values :][: p.heads * p.value_dim].reshape(p.heads, p.value_dim)
-        a, shift = (view.array(i, np.float32, (p.heads,)).astype(np.float64) for i in (3, 4))
+        decays = (p.heads, p.key_dim) if self.by_row else (p.heads,)
+        a = view.array(3, np.float32, (p.heads,)).astype(np.float64)
+        shift = view.array(4, np.float32, decays).astype(np.float64)
         if self.delta:
             beta = float_of(p.beta_scale) * sigmoid(gates[: p.heads])
-            time = np.logaddexp(0.0, gates[p.heads :] + shift)
-            return delta_step(state, query, k, v, np.exp(a * time), beta)
+            time = np.logaddexp(0.0, gates[-shift.size :].reshape(decays) + shift)
+            return delta_step(state, query, k, v, np.exp((a * time.T).T), beta)
         time = np.clip(np.logaddexp(0.0, gates + shift), float_of(p.low), float_of(p.high))
         d = view.array(5, np.float32, (p.heads,)).astype(np.float64)
         return scan_step(state, query, k, v, np.exp(a * time), time) + d[:, None] * v

@@ -39,13 +39,13 @@ def _(op: HeadLinear, at: Lowering) -> list[Instruction]:
 
 @lower.register
 def _(op: StoreLatent, at: Lowering) -> list[Instruction]:
-    plan, layer = at.plan, at.layer(op)
+    plan, layer, turned = at.plan, at.layer(op), at.graph.config.table_rows(at.plan.request.ctx)
     parameters = fill(
         LATENT, stride=at.stride(op.out), q_stride=at.stride(op.q), q_first=op.q_first, c_first=op.first,
         c_stride=at.stride(op.compressed), heads=op.heads, rank=op.rank, rotary=op.rotary, rows=rows(op.out),
         table_stride=plan.rope_row_bytes, block_bytes=abi.kv_block_bytes(at.kv, op.rank + op.rotary),
-        eps=op.eps, blocks=at.pool(op), recent=at.recent(op))
+        eps=op.eps, blocks=at.pool(op), recent=at.recent(op), still=int(turned == 1))
     operands = [at.at(op.out), at.at(op.q), at.at(op.compressed),
-                Operand("constants", 0, plan.request.ctx * plan.rope_row_bytes),
+                Operand("constants", 0, turned * plan.rope_row_bytes),
                 Operand(layer.region, layer.offset, layer.nbytes), at.at(op.norm)]
     return [at.instruction(op, op.kernels(at.types, at.kv)[0], operands, parameters)]

@@ -22,7 +22,7 @@ SPLITS = {
     "deepseek-v3": "Don|'t| |123|45|  | x|=|é|!\n\n", "deepseek-llm": "Don|'|t| |12345|  | x|=|é|!|\n|\n",
     "deepseek-coder": "Don|'|t| |1|2|3|4|5|  | x|=|é|!|\n|\n", "tekken": "Don|'t| |1|2|3|4|5|  | x|=é|!\n\n",
     "gpt-4o": "Don't| |123|45|  | x|=é|!\n\n", "bloom": "Don't| 12345|  | x=é|!\n\n",
-    "qwen35": "Don|'t| |1|2|3|4|5|  | x|=é|!\n\n",
+    "qwen35": "Don|'t| |1|2|3|4|5|  | x|=é|!\n\n", "kimi-k2": "Don't| |123|45|  | x|=é|!\n\n",
 }
 
 
@@ -35,6 +35,16 @@ def test_how_families_cut_words(name: str) -> None:
     assert library.pre_tokenizer is not None
     parts = [text[a:b] for _, (a, b) in library.pre_tokenizer.pre_tokenize_str(text)]
     assert "|".join(parts) == SPLITS[name]
+
+
+def test_kimi_cuts_before_and_after_han_characters() -> None:
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_buffer(read(bpe_metadata(*small_bpe(), "kimi-k2")).files["tokenizer.json"])
+    text = "\u4f60\u597dworld \u4e16HelloWorld, \u30ab\u30bf Ab\u4f60c"
+    assert library.pre_tokenizer is not None
+    assert [text[a:b] for _, (a, b) in library.pre_tokenizer.pre_tokenize_str(text)] == [
+        "\u4f60\u597d", "world", " ", "\u4e16", "Hello", "World", ",", " \u30ab\u30bf", " Ab", "\u4f60", "c"]
 
 
 @pytest.mark.slow

@@ -34,6 +34,19 @@ def read(name: str, **fields: Any) -> ModelConfig:
     ("olmo-hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of .*_heads, 2"),
     ("olmo-hybrid", {"layer_types": ["mamba"] * 4}, "layer_types is 'mamba', .* supported: linear_attention"),
     ("olmo-hybrid", {"rope_parameters": 7}, "rope_parameters holds 7; it must be a JSON object"),
+    ("kimi-linear", {"linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [3]}},
+     "linear_attn_config: full_attn_layers and kda_layers must have each of the 3 layers once"),
+    ("kimi-linear", {"linear_attn_config": {"kda_layers": [[1], 2, 3], "full_attn_layers": []}}, "counted from 1"),
+    ("kimi-linear", {"linear_attn_config": {"kda_layers": 7}}, "each of the 3 layers once, counted from 1"),
+    ("kimi-linear", {"linear_attn_config": {"num_heads": 0}}, "num_heads is 0; it must be a whole number from 1"),
+    ("kimi-linear", {"linear_attn_config": {"short_conv_kernel_size": 9}}, "linear_conv_kernel_dim is 9; .* 2 to 8"),
+    ("kimi-linear", {"linear_attn_config": {"gate_rank": 7}}, "gate_rank is 7"),
+    ("kimi-linear", {"linear_attn_config": 7}, "linear_attn_config holds 7; it must be a JSON object"),
+    ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope is False, .* published models have it on"),
+    ("kimi-linear", {"moe_layer_freq": 2}, "moe_layer_freq is 2, .* only 1 is supported"),
+    ("kimi-linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+    ("kimi-linear", {"hidden_act": "gelu"}, "hidden_act is 'gelu', .* supported: silu, swish"),
+    ("kimi-linear-groups", {"layer_types": ["mamba"] * 3}, "layer_types is 'mamba', .* supported: linear_attention"),
     ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob is False, .* add up to 1"),
     ("qwen3-5-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be a whole number from 1 to 6"),
     ("lfm2", {"layer_types": None, "full_attn_idxs": [4]}, r"full_attn_idxs is \[4\], .* layers from 0 to 3"),
@@ -67,6 +80,9 @@ def test_fields_of_published_files_are_known() -> None:
     """As the model cards have them, beside those of the golden cases."""
     assert read("qwen3-5", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, mlp_only_layers=[],
                 attn_output_gate=True, mamba_ssm_dtype="float32", full_attention_interval=4) == read("qwen3-5")
+    assert read("kimi-linear", use_grouped_topk=True, num_expert_group=1, topk_group=1, moe_renormalize=True,
+                moe_layer_freq=1, num_nextn_predict_layers=0, rope_theta=10000.0, rope_scaling=None, pretraining_tp=1,
+                auto_map={"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}) == read("kimi-linear")
     assert read("lfm2", block_dim=60, block_norm_eps=1e-5, block_use_swiglu=True, conv_dim=60, theta=300.0,
                 num_heads=6, use_pos_enc=True, tie_embedding=True) == read("lfm2")
     assert read("lfm2", block_ff_dim=100, intermediate_size=64) == read("lfm2")
