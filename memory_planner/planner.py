@@ -25,7 +25,7 @@ PYTHON_RESERVE_BYTES = 121_000_000
 samples progress bars (docs/measurements/memory.md)."""
 _ALIGNED, _MANY = 64, 1 << 40
 """Bytes by which a region may begin before its contents; blocks of a pool that no sequences fill."""
-VOCABULARY_RESERVE_BYTES = 340
+VOCABULARY_RESERVE_BYTES = 360
 """Of the tokenizer, for each entry of the vocabulary."""
 
 
