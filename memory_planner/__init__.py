@@ -22,7 +22,7 @@ from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BY
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
-from .pool import fill_budget, largest_pool, pool_error
+from .pool import fill_budget, largest_pool, pool_error, within
 from .pool_sizes import largest
 from .reasons import held_words
 from .request import (
@@ -49,4 +49,4 @@ __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "M
            "extents", "fill_budget", "fills", "fit", "fits", "fitting", "held_words", "in_memory", "kept_experts",
            "largest", "largest_ctx", "largest_pool", "masked", "moes", "own_pool", "place_activations", "pool_error",
            "process_budget", "refusal", "resolve", "scratch", "serving_share", "shared_blocks", "sizes_of", "stream",
-           "streamed", "streaming", "to_request", "without"]
+           "streamed", "streaming", "to_request", "within", "without"]

@@ -19,7 +19,7 @@ from edgeinfer.quant import KV_TYPES, WeightType, requestable
 
 from .plan import MemoryPlan, Request
 from .planner import Planner
-from .pool import fewer_checkpoints, fill_budget, largest_pool, pool_error
+from .pool import fewer_checkpoints, fill_budget, largest_pool, pool_error, within
 from .request import DRAFT, budget_of, own_pool, to_request
 from .stream_layers import stream
 
@@ -80,7 +80,7 @@ class Alternative:
 
 def fits(planner: Planner, config: RuntimeConfig) -> bool:
     """Whether a run has all weights in memory within its budget."""
-    return planner.plan(to_request(config)).total_bytes <= budget_of(config)
+    return within(planner, to_request(config), budget_of(config)) is not None
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
@@ -125,22 +125,28 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
 
 def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer | None = None) -> MemoryPlan | None:
     """Return the plan of a run within a budget, as `fit` does; None if there is none."""
-    plan = fill_budget(planner.plan, config, lambda plan: plan.total_bytes <= budget)
-    if plan.total_bytes <= budget:
+    def filled(state_memory: int | None) -> MemoryPlan:
+        return fill_budget(planner.plan, replace(config, state_memory=state_memory),
+                           lambda plan: plan.total_bytes <= budget)
+
+    if (plan := filled(config.state_memory)).total_bytes <= budget:
         return plan
-    if config.state_memory is None and (fewer := fewer_checkpoints(planner.plan, config, budget)):
-        return fewer  # rather than to read weights from storage
+    if fewer := within(planner, plan.request, budget):  # rather than to read weights from storage
+        return filled(fewer.request.state_memory)
     if without(planner, config, budget):
         return None
-    return (place(planner, plan.request, budget) if place else None) or stream(planner, plan.request, budget)
+    found = place(planner, plan.request, budget) if place else None
+    if place and not found and plan.state and config.state_memory is None:
+        found = place(planner, replace(plan.request, state_memory=0), budget)
+    return found or stream(planner, plan.request, budget)
 
 
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
     """Return the same request without the second model; None if there is none, or the model alone is too large."""
     if planner.beside is None:
         return None
-    total = planner.alone().plan(to_request(config)).total_bytes
-    return Alternative(planner.beside.without, total) if total <= budget else None
+    plan = within(planner.alone(), to_request(config), budget)
+    return Alternative(planner.beside.without, plan.total_bytes) if plan else None
 
 
 def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
@@ -169,7 +175,7 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
         return None
     options, config = smaller
     found = stream(planner, to_request(config), budget)
-    if found is None or planner.plan(to_request(config)).total_bytes <= budget:
+    if found is None or within(planner, to_request(config), budget):
         return None
     options = {} if options == {"ctx": asked} else options
     return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
@@ -197,7 +203,7 @@ def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: 
 
     If a smaller KV or weight type does not help alone, it is offered with what helps together with it.
     """
-    if fewer := fewer_checkpoints(planner.plan, config, budget):
+    if fewer := fewer_checkpoints(planner.plan, to_request(config), budget):
         yield Alternative({STATE: int(fewer.request.state_memory or 0)}, fewer.total_bytes)
     kv, smaller = config.kv, _smaller_kv(config.kv)
     least = [kv] if own_pool(config) else smaller[-1:] or [kv]  # whose pool has as many bytes with every type
@@ -236,20 +242,17 @@ def _fitting(
         if not (smaller := _smaller(planner, config, budget, below, kv)):
             return None
         options, config = options | smaller[0], smaller[1]
-    total = planner.plan(to_request(config, kv=kv)).total_bytes
-    return Alternative(options, total) if total <= budget else None
+    plan = within(planner, to_request(config, kv=kv), budget)
+    return Alternative(options, plan.total_bytes) if plan else None
 
 
 def _smaller(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-             place: Placer | None = None) -> tuple[Options, RuntimeConfig] | None:
+             place: Placer = within) -> tuple[Options, RuntimeConfig] | None:
     """The request with the largest context that fits, or the largest KV pool if its size was given."""
-    def placed(request: Request) -> MemoryPlan | None:
-        plan = place(planner, request, budget) if place else planner.plan(request)
-        return plan if plan and plan.total_bytes <= budget else None
-
     if own_pool(config):
         request = to_request(config, kv=kv)
-        pool = largest_pool(placed, request, planner.plan(request).region("kv").nbytes)
+        pool = largest_pool(lambda smaller: place(planner, smaller, budget), request,
+                            planner.plan(request).region("kv").nbytes)
         return ({POOL: pool}, replace(config, kv_tokens=None, kv_memory=pool)) if pool else None
     ctx = largest_ctx(planner, config, budget, at_most, kv, place)
     return ({"ctx": ctx}, replace(config, ctx=ctx)) if ctx else None
@@ -279,15 +282,14 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-                place: Placer | None = None) -> int:
+                place: Placer = within) -> int:
     """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below.
 
     All weights are in memory, or where `place` has them.
     """
 
     def fits(ctx: int) -> bool:
-        request = to_request(config, ctx, kv)
-        return place(planner, request, budget) is not None if place else planner.plan(request).total_bytes <= budget
+        return place(planner, to_request(config, ctx, kv), budget) is not None
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)

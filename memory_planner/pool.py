@@ -11,6 +11,7 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.kernels import abi
 
 from .plan import MemoryPlan, Request
+from .planner import Planner
 from .pool_sizes import largest, pool_sizes
 from .request import fills, to_request
 from .state import too_small
@@ -61,15 +62,23 @@ def largest_pool(place: Callable[[Request], MemoryPlan | None], request: Request
     return PAGE_BYTES * largest(fits, (most - 1) // PAGE_BYTES)
 
 
-def fewer_checkpoints(plan_of: PlanOf, config: RuntimeConfig, budget: int) -> MemoryPlan | None:
-    """Plan a run that does not fit with as many checkpoints of recurrent state as do; None if none would be too many.
-    """
-    if not (state := (plan := plan_of(to_request(config))).state):
+def within(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan a request within a budget, with fewer of the checkpoints that nobody asked for if need be; None if even none
+    of them are too many."""
+    if (plan := planner.plan(request)).total_bytes <= budget:
+        return plan
+    return None if request.state_memory is not None else fewer_checkpoints(planner.plan, request, budget)
+
+
+def fewer_checkpoints(plan_of: PlanOf, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan a request that does not fit with as many checkpoints of recurrent state as do; None if none would be too
+    many."""
+    if not (state := (plan := plan_of(request)).state):
         return None
     fewer = state.checkpoints - -(-(plan.total_bytes - budget) // state.slot_bytes)
     if not 0 <= fewer < state.checkpoints:
         return None
-    found = plan_of(to_request(replace(config, state_memory=fewer * state.slot_bytes)))
+    found = plan_of(replace(request, state_memory=fewer * state.slot_bytes))
     return found if found.total_bytes <= budget else None
 
 

@@ -9,6 +9,7 @@ from edgeinfer.graph import Graph
 
 from .plan import STREAM_BUFFERS, MemoryPlan, Request
 from .planner import Planner
+from .pool import within
 from .request import in_memory
 
 
@@ -16,20 +17,25 @@ def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None
     """Plan with the fewest streamed layers that the budget allows; None if even all of them are not enough.
 
     Weights that are not streamed are in memory of the process: pages of a mapped file would be taken away by the system
-    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
+    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed. Checkpoints
+    that nobody asked for are in what the fewest layers leave.
     """
     layers = _layers(planner.graph)
     request = in_memory(request)
+
+    def of(n: int) -> MemoryPlan | None:
+        return within(planner, _streaming(request, layers, n), budget)
+
     low, high = STREAM_BUFFERS + 1, len(layers)  # fewer would take the place that they are to give
-    if high < low or planner.plan(_streaming(request, layers, high)).total_bytes > budget:
+    if high < low or of(high) is None:
         return None
     while low < high:
         middle = (low + high) // 2
-        if planner.plan(_streaming(request, layers, middle)).total_bytes <= budget:
+        if of(middle):
             high = middle
         else:
             low = middle + 1
-    return planner.plan(_streaming(request, layers, high))
+    return of(high)
 
 
 def _layers(graph: Graph) -> list[list[str]]:

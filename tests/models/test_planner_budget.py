@@ -24,6 +24,7 @@ from edgeinfer.memory_planner import (
     cgroup,
     default_threads,
     fit,
+    fitting,
     largest_ctx,
     process_budget,
     to_request,
@@ -325,3 +326,39 @@ def test_a_run_gives_up_checkpoints_that_nobody_asked_for(tmp_path: Path) -> Non
         with session(path, budget_bytes=plan.total_bytes - (missing - 1) * plan.state.slot_bytes - 1) as opened:
             assert opened.plan.state and opened.plan.state.checkpoints == 4 - missing
             assert not opened.plan.parts
+
+
+def test_what_fits_instead_does_not_count_checkpoints_that_nobody_asked_for(tmp_path: Path) -> None:
+    """Neither contexts that are offered nor the largest one that a plan states."""
+    path = write_model(tmp_path, HYBRID)
+    with session(path, state_memory=0) as opened:
+        least = opened.plan.total_bytes
+    for missing in (1, 100_000, 200_000):
+        with pytest.raises(BudgetError, match="It fits with --ctx") as caught, \
+                session(path, budget_bytes=least - missing):
+            pass
+        offer = next(one for one in caught.value.alternatives if isinstance(one, Alternative) and one.change == "ctx")
+        with session(path, budget_bytes=least - missing, **offer.options) as opened:
+            assert opened.plan.total_bytes == offer.total_bytes <= least - missing
+        with pytest.raises(BudgetError), \
+                session(path, budget_bytes=least - missing, ctx=int(offer.options["ctx"]) + 16, state_memory=0):
+            pass
+
+
+def test_weights_are_read_from_storage_only_without_checkpoints_that_nobody_asked_for() -> None:
+    """As few layers are streamed as in a run without any, within the same budgets."""
+    assert HYBRID.recurrent
+    config = replace(HYBRID, hidden_size=256, num_hidden_layers=16, recurrent=replace(
+        HYBRID.recurrent, layers=tuple(i for i in range(16) if i % 4 != 3)))
+    graph = build_graph(config, requested_types("f32"))
+    planner = Planner(graph, weights_file_bytes(graph))
+    asked = RuntimeConfig(64, threads=1, max_sequences=1)
+    none = replace(asked, state_memory=0)
+    plan, streamed = planner.plan(to_request(none)), set()
+    assert plan.state
+    for limit in range(plan.total_bytes - 1, plan.total_bytes - planner.weight_bytes, -3 * plan.state.slot_bytes):
+        found, exact = (fitting(planner, one, limit) for one in (asked, none))
+        assert (found and len(found.parts)) == (exact and len(exact.parts)), limit
+        assert found is None or found.total_bytes <= limit
+        streamed.add(found and len(found.parts))
+    assert {None, 16} < streamed

@@ -158,7 +158,7 @@ class Conversation:
 
     def larger(self) -> tuple[int, int] | None:
         """Return a larger context that fits the budget, with the bytes of its plan; None if there is none."""
-        from edgeinfer.memory_planner import largest_ctx, to_request
+        from edgeinfer.memory_planner import largest_ctx, to_request, within
 
         from ...runtime import Session, planner_of
 
@@ -166,8 +166,10 @@ class Conversation:
         if not isinstance(runner, Session):
             return None
         planner, own = planner_of(runner.bundle, runner.config.recipe), runner.model.max_position_embeddings
-        most = largest_ctx(planner, runner.config, runner.budget_bytes - EDITOR_BYTES, min(2 * self.ctx, own))
-        return (most, planner.plan(to_request(runner.config, most)).total_bytes) if most > self.ctx else None
+        budget = runner.budget_bytes - EDITOR_BYTES
+        most = largest_ctx(planner, runner.config, budget, min(2 * self.ctx, own))
+        found = within(planner, to_request(runner.config, most), budget) if most > self.ctx else None
+        return (most, found.total_bytes) if found else None
 
     @property
     def no_larger(self) -> str:
