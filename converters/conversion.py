@@ -265,7 +265,7 @@ def packed(
     reading: _Reading, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums]
 ) -> Iterator[NDArray[np.uint8]]:
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
-    name = ", ".join(dict.fromkeys(source.name for source in weight.sources))
+    name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
     if stored.layout == "neuron":
         for parts in reading.parts(weight):
             codes, scales, errors = quantise.quantise(parts, stored.dtype, stored.group_size, name)

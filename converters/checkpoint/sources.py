@@ -55,7 +55,7 @@ class SourceReader:
             for step in source.steps:
                 values = step.apply(values, *indices.pop(), self._elements)
         if source.steps:
-            name = f"{source.name} after its steps"
+            name = f"{self.checkpoint.stored(source.name)} after its steps"
             quantise.check_finite(values, name, lambda row, column: [int(rows[row]), int(columns[column])])
         return values
 
@@ -86,7 +86,7 @@ class SourceReader:
             element = starts[row] + columns[column]
             return [int(i) for i in np.unravel_index(element, shape if len(shape) > 1 else (*shape, 1))]
 
-        quantise.check_finite(values, name, index_of)
+        quantise.check_finite(values, self.checkpoint.stored(name), index_of)
         self.count(name, values.size)
         return values
 

@@ -22,7 +22,7 @@ from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle, read_draft_head
 from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.engine import DraftHead, Generation, Speculation, Times
-from edgeinfer.errors import BudgetError, BundleError, CancelledError, RequestError
+from edgeinfer.errors import BudgetError, BundleError, CancelledError, CheckpointError, RequestError
 from edgeinfer.graph import ExpertsConfig
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from edgeinfer.runtime import DraftHeadPlan, DraftHeadSession, HiddenRows, Session
@@ -380,6 +380,16 @@ def test_a_checkpoint_with_a_part_of_a_head_is_taken_without(tmp_path: Path, nam
         assert not bundle.parts
         with pytest.raises(RequestError, match=r"has no head for further tokens .*Use --speculate lookup"):
             DraftHeadPlan.of_bundle(bundle)
+
+
+@pytest.mark.parametrize(("value", "weights"), [(np.nan, "f32"), (np.inf, "q4"), (7e4, "f16")])
+def test_values_that_are_refused_have_the_names_of_the_checkpoint(tmp_path: Path, value: float, weights: str) -> None:
+    case, name = with_head(golden_cases.load("qwen3-5-moe-wrapped")), "mtp.fc.weight"
+    case.tensors[name] = case.tensors[name].astype(np.float32)
+    case.tensors[name][2, 3] = value
+    source = golden_cases.write_checkpoint(case, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=f"^The tensor {name} has "):
+        convert(source, tmp_path / "bundle", weights=weights)
 
 
 def test_quantised_and_reported(tmp_path: Path) -> None:
