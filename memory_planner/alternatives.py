@@ -12,7 +12,7 @@ from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import GROUP_SIZES, RuntimeConfig
-from edgeinfer.errors import BudgetError, UnsupportedModelError
+from edgeinfer.errors import BudgetError, RequestError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, WeightType, requestable
@@ -168,7 +168,7 @@ def streamed(plan: MemoryPlan) -> Alternative:
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
     """Return the request with layers streamed from storage, with less context or KV pool if need be; None if none fits,
     or a smaller pool does without."""
-    asked = config.ctx or 0
+    asked, given = config.ctx or 0, config
     longest = min(asked, planner.graph.config.max_position_embeddings)
     alone = own_pool(config) and _smaller(planner, config, budget, longest)
     if alone or not (smaller := _smaller(planner, config, budget, longest, place=stream)):
@@ -177,6 +177,12 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
     found = stream(planner, to_request(config), budget)
     if found is None or within(planner, to_request(config), budget):
         return None
+    if beside := planner.beside:
+        try:
+            beside.check(found)
+        except RequestError:
+            model = streaming(planner.alone(), given, budget)
+            return model and replace(model, options=beside.without | model.options)
     options = {} if options == {"ctx": asked} else options
     return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
 

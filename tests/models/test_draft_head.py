@@ -303,6 +303,19 @@ def test_a_model_whose_weights_are_read_from_storage_does_not_draft(path: Path) 
             head.open(own)
 
 
+def test_a_refused_run_is_not_told_to_stream_beside_its_head(tmp_path: Path) -> None:
+    """The run that is offered instead can be had."""
+    model = write_model(tmp_path, replace(TINY, model_type="glm4_moe", hidden_size=256, num_hidden_layers=8))
+    options: dict[str, Any] = {"threads": 1, "max_sequences": 1}
+    with LLM(model, speculate="off", ctx=16, kv="f32", **options) as llm:
+        limit = llm.plan.total_bytes - llm.plan.region("weights").nbytes // 4
+    with pytest.raises(BudgetError, match=r"with --speculate off --ctx [0-9]+ and 8 layers streamed") as caught:
+        LLM(model, speculate="mtp", kv="f32", budget=limit, **options)
+    offer = caught.value.alternatives[-1].options  # type: ignore[attr-defined]
+    with LLM(model, speculate=offer["speculate"], ctx=offer["ctx"], kv="f32", budget=limit, **options) as llm:
+        assert len(llm.plan.parts) == offer["streamed_layers"]
+
+
 def test_models_without_a_head_are_refused_by_name(tmp_path: Path, path: Path) -> None:
     model = write_model(tmp_path, TINY)
     with pytest.raises(RequestError, match=f"{model} has no head for further tokens .*Use --speculate lookup"):
