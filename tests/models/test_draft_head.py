@@ -232,8 +232,11 @@ def test_saved_sequences_draft_and_belong_to_sessions_with_a_head(path: Path, tm
         loaded = own.load(tmp_path / "cache")
         pairs = [own.decode([one], text.tokens[-1:])[0].tobytes() for one in (loaded, text.sequence)]
         assert pairs[0] == pairs[1]
-    with session(path, ctx=CTX) as alone, pytest.raises(BundleError, match="was saved by another model or version"):
-        alone.load(tmp_path / "cache")
+        own.cache_prefix(text.sequence)
+        assert own.save_prefixes(tmp_path / "prefixes")
+    for load, name in ((Session.load, "cache"), (Session.load_prefixes, "prefixes")):
+        with session(path, ctx=CTX) as alone, pytest.raises(BundleError, match="--ctx, --speculate or inst"):
+            load(alone, tmp_path / name)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)

@@ -25,7 +25,7 @@ from tests.helpers.sessions import TINY, session, tokens, write_model
 from tests.models.test_offload import made
 
 OTHER = (r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe, "
-         r"--ctx or instruction set; give another file\.$")
+         r"--ctx, --speculate or instruction set; give another file\.$")
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ class CacheFile(NamedTuple):
         """Return the error for a file with the K and V of another run."""
         return BundleError(
             f"The {self.name} {path} was saved by another model or version of edgeinfer, or with another --kv, "
-            "--recipe, --ctx or instruction set; give another file."
+            "--recipe, --ctx, --speculate or instruction set; give another file."
         )
 
 
