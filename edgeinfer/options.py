@@ -163,7 +163,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("kv_memory", "SIZE", "Memory of the KV pool that all sequences share, such as 1GiB.",
             unset="room for a context of each sequence", group=MEMORY, commands=(_RUN, _PLAN)),
     _option("state_memory", "SIZE", "Memory for checkpoints of recurrent layers, from which later prompts continue; "
-            "0 for none.", unset="four checkpoints", group=MEMORY, commands=(_RUN, _PLAN)),
+            "0 for none.", unset="four checkpoints, or those that fit", group=MEMORY, commands=(_RUN, _PLAN)),
     _option("mlock", "", "Lock the weights in memory so that the system cannot evict them.", group=MEMORY,
             commands=(_RUN, _PLAN)),
     _option("no_mmap", "", "Copy the weights into memory instead of mapping the file.", rule=FLAG, default=False,
