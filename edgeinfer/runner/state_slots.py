@@ -239,11 +239,13 @@ class StateSlots:
     def noted(self, slot: int, note: bytes) -> bool:
         """Take in what another process knew of a slot that is about to be cached; return whether it can be true."""
         base, tail, parent = NOTE.unpack(note)
+        if base < 0 or not 0 <= tail < abi.BLOCK_TOKENS:
+            return False
         self._bases[slot] = base
         self._tails.pop(slot, None)
-        if 0 < tail < abi.BLOCK_TOKENS:
+        if tail:
             self._tails[slot] = parent, tail
-        return base >= 0 and 0 <= tail < abi.BLOCK_TOKENS
+        return True
 
     def clear(self) -> None:
         """Let go of all checkpoints of the cache."""
