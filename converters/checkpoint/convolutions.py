@@ -28,11 +28,13 @@ def with_convolutions_apart(graph: Graph, shape_of: ShapeOf) -> Graph:
             return (source,)
         names = [source.name.replace("conv1d.", f"{part}_conv1d.") for part in "qkv"]
         rows = [shape[0] for shape in map(shape_of, names) if shape]
-        if len(rows) == len(names) and sum(rows) != source.stored[0]:
+        if len(rows) != len(names):
+            return (source,)
+        if sum(rows) != source.stored[0]:
             raise CheckpointError(f"The tensors {', '.join(names)} have {sum(rows)} rows together, but config.json "
                                   f"needs {source.stored[0]}; download the checkpoint again.")
         return tuple(replace(source, name=name, stored=(n, *source.stored[1:]))
-                     for name, n in zip(names, rows, strict=True)) if len(rows) == len(names) else (source,)
+                     for name, n in zip(names, rows, strict=True))
 
     return replace(graph, weights=tuple(
         replace(weight, sources=tuple(piece for source in weight.sources for piece in pieces(source)))
