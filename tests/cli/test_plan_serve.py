@@ -34,7 +34,7 @@ def test_the_pool_of_a_server_as_people_see_it(no_variables: None) -> None:
     lines = done.out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("serving"))
     assert lines[start:start + 4] == [
-        "serving  the KV pool of 355 MB holds 29856 tokens; these fit at once:",
+        "serving  the KV pool of 354 MB holds 29776 tokens; these fit at once:",
         "         64  sequences of   256  tokens",
         "         29  sequences of  1024  tokens",
         "          7  sequences of  4096  tokens"]
