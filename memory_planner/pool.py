@@ -63,16 +63,18 @@ def largest_pool(place: Callable[[Request], MemoryPlan | None], request: Request
 
 
 def within(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan a request within a budget, with fewer of the checkpoints that nobody asked for if need be; None if even none
-    of them are too many."""
+    """Plan a request within a budget; None if it does not fit.
+
+    Without --state-memory the plan may have fewer checkpoints than the default.
+    """
     if (plan := planner.plan(request)).total_bytes <= budget:
         return plan
     return None if request.state_memory is not None else fewer_checkpoints(planner.plan, request, budget)
 
 
 def fewer_checkpoints(plan_of: PlanOf, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan a request that does not fit with as many checkpoints of recurrent state as do; None if none would be too
-    many."""
+    """Plan a request with the most checkpoints of recurrent state that fit the budget; None if it does not fit without
+    any."""
     if not (state := (plan := plan_of(request)).state):
         return None
     fewer = state.checkpoints - -(-(plan.total_bytes - budget) // state.slot_bytes)

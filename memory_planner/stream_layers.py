@@ -17,8 +17,8 @@ def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None
     """Plan with the fewest streamed layers that the budget allows; None if even all of them are not enough.
 
     Weights that are not streamed are in memory of the process: pages of a mapped file would be taken away by the system
-    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed. Checkpoints
-    that nobody asked for are in what the fewest layers leave.
+    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed. Default
+    checkpoints of recurrent state take only memory that is left then.
     """
     layers = _layers(planner.graph)
     request = in_memory(request)
