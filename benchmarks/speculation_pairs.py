@@ -35,12 +35,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "T 0.8, 128": {"temperature": 0.8, "max_tokens": 128},
     "greedy, 20": {"temperature": 0.0, "max_tokens": 20},
 }
+TURN = 4
+"""Pairs of a case before the next case's turn; even, so that both orders count alike."""
 
 
-def pairs(llm: LLM, prompt: str, options: dict[str, Any], mode: str, first: bool, count: int) -> tuple[float, float]:
-    """Return the measured ratio of `mode` to off, and the stated one: medians."""
-    measured, stated = [], []
-    for i in range(count):
+def pairs(llm: LLM, prompt: str, options: dict[str, Any], mode: Any, first: bool,
+          numbers: range) -> list[tuple[float, float]]:
+    """Return the measured ratio of `mode` to off, and the stated one, of the pairs with these numbers."""
+    found: list[tuple[float, float]] = []
+    for i in numbers:
         if first:
             llm._times = Times()
         done = {}
@@ -49,9 +52,27 @@ def pairs(llm: LLM, prompt: str, options: dict[str, Any], mode: str, first: bool
         if done[True].token_ids != done[False].token_ids:
             raise SystemExit(f"{prompt!r}, seed {i}: the text depends on speculation.")
         report = done[True].speculation
-        measured.append((done[True].tok_per_s or 0.0) / (done[False].tok_per_s or 1.0))
-        stated.append(report.gain if report and report.gain else 1.0)
-    return statistics.median(measured), statistics.median(stated)
+        found.append(((done[True].tok_per_s or 0.0) / (done[False].tok_per_s or 1.0),
+                      report.gain if report and report.gain else 1.0))
+    return found
+
+
+def measure(model: str, mode: Any, count: int) -> dict[tuple[str, str, bool], tuple[float, float]]:
+    """Return the medians of the measured and the stated ratios of each prompt, setting and kind of pair.
+
+    All cases take turns of a few pairs, so that what disturbs the machine for some seconds hits no case alone.
+    """
+    cases = [(name, setting, first) for name in PROMPTS for setting in SETTINGS for first in (True, False)]
+    found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {case: [] for case in cases}
+    with LLM(model, speculate=mode, ctx=512) as llm:
+        for prompt in PROMPTS.values():  # the first pages and calls of a process
+            llm.complete(prompt, max_tokens=32, speculate="off")
+        for begin in range(0, count, TURN):
+            numbers = range(begin, min(count, begin + TURN))
+            for name, setting, first in cases:
+                found[name, setting, first] += pairs(llm, PROMPTS[name], SETTINGS[setting], mode, first, numbers)
+    return {case: (statistics.median(one for one, _ in values), statistics.median(other for _, other in values))
+            for case, values in found.items()}
 
 
 def main() -> None:
@@ -62,18 +83,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="of each case")
     parser.add_argument("--output", type=Path, help="a Markdown file whose section is replaced")
     options = parser.parse_args()
-    lines, found = [], []
+    lines: list[str] = []
+    found: list[tuple[float, float]] = []
     for model in options.models:
-        with LLM(model, speculate=options.mode, ctx=512) as llm:
-            for prompt in PROMPTS.values():  # the first pages and calls of a process
-                llm.complete(prompt, max_tokens=32, speculate="off")
-            for name, prompt in PROMPTS.items():
-                for setting, given in SETTINGS.items():
-                    case = [pairs(llm, prompt, given, options.mode, first, options.pairs) for first in (True, False)]
-                    found += case
-                    lines.append(row(Path(model).stem, name, setting,
-                                     *(f"{value:.3f}" for pair in case for value in pair)))
-                    print(lines[-1], flush=True)
+        medians = measure(model, options.mode, options.pairs)
+        found += medians.values()
+        for name in PROMPTS:
+            for setting in SETTINGS:
+                case = [medians[name, setting, first] for first in (True, False)]
+                lines.append(row(Path(model).stem, name, setting, *(f"{value:.3f}" for pair in case for value in pair)))
     off = max(abs(stated / measured - 1) for measured, stated in found)
     command = f"python benchmarks/speculation_pairs.py {' '.join(Path(model).name for model in options.models)}"
     head = (f"{machine()}, {date.today()}, `{command} --pairs {options.pairs} --mode {options.mode}`; least measured "
