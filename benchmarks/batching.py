@@ -85,8 +85,14 @@ def parts(path: Path, rounds: int, clients: int) -> tuple[float, float]:
     return whole, clients * statistics.median(prompts[1:]) + ANSWER * statistics.median(steps[1:])
 
 
-def waits(path: Path) -> tuple[float, float]:
-    """Return the median and the 99th percentile of ITL of four texts at depth 2048 while a prompt of 2000 comes in."""
+def waits(path: Path, rounds: int) -> tuple[float, float]:
+    """Return the median and the 99th percentile of ITL, of all rounds together: see `gaps_beside_prompt`."""
+    gaps = [gap for _ in range(rounds) for gap in gaps_beside_prompt(path)]
+    return float(np.median(gaps)), float(np.percentile(gaps, 99))
+
+
+def gaps_beside_prompt(path: Path) -> list[float]:
+    """Return the ITL in ms of four texts at depth 2048 while a prompt of 2000 comes in."""
     config = GenerationConfig(max_tokens=200, seed=1, ignore_eos=True)
     with session(path, ctx=2400, max_sequences=5) as opened:
         engine, ids = Engine(opened, MAX_ITL), token_ids(opened.model.vocab_size)
@@ -102,11 +108,10 @@ def waits(path: Path) -> tuple[float, float]:
         ended = time.perf_counter()
         for request in texts:
             request.finish()
-        gaps = [1000 * (after - before) for one in texts
-                for before, after in zip(one.task.token_times[1:], one.task.token_times[2:], strict=False)
-                if began <= after <= ended]
         engine.close()
-    return float(np.median(gaps)), float(np.percentile(gaps, 99))
+    return [1000 * (after - before) for one in texts
+            for before, after in zip(one.task.token_times[1:], one.task.token_times[2:], strict=False)
+            if began <= after <= ended]
 
 
 def prefixes(path: Path, rounds: int) -> list[float]:
@@ -185,7 +190,7 @@ def main() -> None:
     out += [table("shape | clients | together | sum of the parts | ratio", rows), ""]
     rows = []
     for shape, path in paths.items():
-        median, p99 = waits(path)
+        median, p99 = waits(path, given.rounds)
         rows.append(f"| {shape} | {median:.0f} ms | {p99:.0f} ms | {p99 / 1000 / MAX_ITL:.2f} | "
                     f"{spread(prefixes(path, given.rounds))} |")
     out += [table("shape | ITL beside a prompt | 99th percentile | over max_itl | TTFT with a cached prefix", rows)]
