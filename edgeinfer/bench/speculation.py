@@ -230,7 +230,9 @@ def _at_acceptance(runner: Runner, draft: Runner | None, head: DraftRunner | Non
             drafter = StatedProposals((*prompt, *text), accept, runner.model.vocab_size)
         else:
             drafter = DraftModel(cast("Runner", OneByOne(draft)), runner.model.vocab_size)
-        proposed.append(Replayed(runner, prompt, text, Speculation(drafter, times, most, rows), accept).run())
+        named = bool(draft or head)  # as `--speculate` and `--draft` name one
+        proposed.append(Replayed(runner, prompt, text, Speculation(drafter, times, most, rows, asked=named),
+                                 accept).run())
         if not repetition:  # a first time, which learns how long forward passes take
             plain, proposed = [], []
     speeds = [statistics.median(one.tok_per_s or 0.0 for one in runs) for runs in (plain, proposed)]
