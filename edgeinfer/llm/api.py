@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.progress import OnProgress
-from ..base.validation import checked, shown
-from ..config import Recipe, RuntimeConfig
+from ..base.validation import shown
+from ..config import Recipe
 from ..errors import RequestError
 from ..models import Storage, resolve
-from ..registry import drafting, settled
+from ..registry import drafting
 from ..rules import plain
 from .embeddings import Embeddings
-from .requests import TEXTS_OR_IDS, reusing, run_together
 from .settings import runtime_config, with_beams, with_techniques
+from .texts import Texts
 
 if TYPE_CHECKING:
     if sys.version_info >= (3, 11):
@@ -26,27 +24,13 @@ if TYPE_CHECKING:
     else:
         from typing_extensions import Unpack
 
-    from ..backends import Provider
-    from ..engine import Completion, Stream
+    from ..engine import Stream
     from ..memory_planner import MemoryPlan
-    from ..runner import Cancellation, Runner
-    from ..text import ChatTemplate
-    from .options import (
-        ChatOptions,
-        Device,
-        GroupSize,
-        KvLayout,
-        KvType,
-        Messages,
-        Prompt,
-        RequestOptions,
-        TechniqueOptions,
-        WeightType,
-    )
-    from .strategy import Choice
+    from ..runner import Cancellation
+    from .options import Device, GroupSize, KvLayout, KvType, TechniqueOptions, WeightType
 
 
-class LLM(Embeddings):
+class LLM(Texts, Embeddings):
     """An open model. A context manager; closing it gives all memory back.
 
     It may be used from several threads: requests wait for each other, and `cancel` and `close` reach the running one.
@@ -212,19 +196,22 @@ class LLM(Embeddings):
         files = plain({"prefix_file": prefix_file})
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress,
                        "max_queue": max_queue})
-        bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
-        self._shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is fill_budget is None
+        shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is fill_budget is None
         self._drafting = drafting(techniques)
         config = replace(config, draft_tokens=self._drafting.rows)
-        from . import open as opening
+        from .open import open_model, provider
 
-        device, provider = asked["device"], opening.provider(asked["device"])
+        executor = provider(asked["device"])
         self.name = asked["model"]
-        self.path = resolve(self.name, progress, storage=storage)
+        self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
         from ..engine import MAX_QUEUE, Engine, Times
 
-        self._open(config, (device, provider, None if kv is None else config.kv), bound, progress)
+        opened = open_model(self.path, config, asked["device"], executor, kv and config.kv, asked["max_kld"],
+                            self._drafting, shares, progress)
+        self._bundle, self._tokenizer, self.chat_template = opened.bundle, opened.tokenizer, opened.chat_template
+        self.runner, self.draft = opened.runner, opened.draft
+        self.choice, self.approximated = opened.choice, opened.approximated
         self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
         self._engine = Engine(self.runner, max_queue=asked["max_queue"] or MAX_QUEUE)
         self._prefix_file, self._closed = files["prefix_file"], False
@@ -234,158 +221,21 @@ class LLM(Embeddings):
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
         if self._prefix_file and Path(self._prefix_file).exists():
-            try:
-                self.runner.load_prefixes(self._prefix_file)
-            except BaseException:
-                self._prefix_file = None  # which stays as it is
-                self.close()
-                raise
+            self._load_prefixes()
 
-    def _open(self, config: RuntimeConfig, on: tuple[str | None, Provider | None, str | None],
-              bound: float | None, progress: OnProgress | None) -> None:
-        """Open the bundle, its tokenizer and template, its executor and its drafter.
-
-        `on` has the device and the type of the KV cache as they were requested, and between them who may run models
-        there.
-        """
-        from ..bundle import Bundle
-        from ..text import ChatTemplate, Tokenizer
-        from . import open as opening
-
-        self._bundle = Bundle.open(self.path)
-        with ExitStack() as opened:  # whatever fails below, nothing stays open
-            opened.callback(self._bundle.close)
-            device, provider, kv = on
-            provider, config = opening.settled(device, provider, self._bundle, config, kv)
-            if config.techniques:
-                config = replace(config, techniques=settled(config.techniques, self._bundle.config.num_hidden_layers))
-            if self._shares and not provider:
-                config = opening.sharing(config, self._bundle.config)
-            asked = config
-            self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
-            self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
-            self.choice: Choice | None = None
-            self.runner: Runner
-            self.draft: Runner | None
-            if provider:
-                self._drafting.check_device(provider.device)
-            companion = self._drafting.companion(self._bundle, self._tokenizer, config, progress, opened)
-            if provider:
-                self.runner, self.draft = opening.opened_on(provider, self._bundle, config, companion, progress, opened)
-            else:
-                beside = companion.beside if companion else None
-                self.choice = opening.choice(self._bundle, config, bound, beside)
-                config = self.choice.strategy.config if self.choice else config
-                session = opening.session(self._bundle, config, progress, beside)
-                opened.callback(session.close)
-                self.runner, self.draft = session, companion.open(session) if companion else None
-            self.approximated = not provider and self.runner.config.recipe != asked.recipe
-            opened.pop_all()
+    def _load_prefixes(self) -> None:
+        """Take the prefix cache from its file; if that is refused, close the model and leave the file as it is."""
+        try:
+            self.runner.load_prefixes(self._prefix_file)
+        except BaseException:
+            self._prefix_file = None
+            self.close()
+            raise
 
     @property
     def plan(self) -> MemoryPlan:
         """The memory plan: `regions` with their bytes, `total_bytes`."""
         return self.runner.plan
-
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> str:
-        """Return the continuation of a text as it is; for a model trained on conversations see `chat`.
-
-        Parameters
-        ----------
-        prompt : str, or token ids
-        options : fields of `GenerationConfig` (``max_tokens``, ``temperature``, ``stop``, ...), and those of `stream`;
-            or ``config``, a `GenerationConfig`, in which options given by name replace its fields
-
-        Raises
-        ------
-        RequestError
-            The prompt is empty, longer than the context, or holds a token id outside the vocabulary.
-        UsageError
-            An option is unknown, of a wrong type or out of its range. None stands for the default.
-        ClosedError
-            The model was closed.
-        """
-        return self.complete(prompt, **options).text
-
-    def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        """As `generate`, with tokens, times, seed, finish reason, log-probabilities and all samples.
-
-        A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
-        """
-        return self.request(prompt, options).finish()
-
-    def batch(self, prompts: Iterable[Prompt], **options: Unpack[RequestOptions]) -> list[Completion]:
-        """Return the outcomes of several prompts, which run together as far as `max_sequences` and memory allow.
-
-        The texts are those of `complete`, whatever runs beside them.
-
-        Parameters
-        ----------
-        prompts : texts or lists of token ids, as many as there are
-        options : as for `complete`, for all of them; `reuse` is on, so that what the prompts have in common is computed
-            once
-
-        Raises
-        ------
-        RequestError
-            One of the prompts cannot be run; the others are cancelled.
-        """
-        listed = checked("prompts", prompts, TEXTS_OR_IDS)
-        requests = (self.request(one, reusing(options)) for one in listed)
-        return run_together(requests, 2 * self.runner.config.max_sequences)
-
-    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
-        """As `generate`, piece by piece.
-
-        Parameters
-        ----------
-        prompt : str, or token ids
-        options : fields of `GenerationConfig`, of which `n` must be 1, and
-
-            * ``reuse`` (bool): start from the common beginning with the last request that had this option, instead of
-              computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
-              was pruned;
-            * ``prompt_cache`` (path): start from the prompt saved there, and save this one;
-            * ``generated`` (token ids): continue after these tokens of the answer, as the run that generated them would
-              have; only new text is given;
-            * ``progress`` (callable): called with ("prompt", done, total, "") in tokens while the prompt is processed.
-
-        Returns
-        -------
-        Stream
-            Iterator of str; closing it ends the request, and `Stream.completion` then has the outcome.
-        """
-        from ..engine import Stream
-
-        return Stream(self.request(prompt, options, stream=True))
-
-    def chat(self, messages: Messages, *, tools: Messages | None = None, **options: Unpack[ChatOptions]) -> str:
-        """Return the answer to a conversation, rendered with the model's chat template.
-
-        Parameters
-        ----------
-        messages : each with ``role`` and ``content``
-        tools : JSON schemas of functions that the model may call, for templates that know them
-        options : as for `stream`, and ``template_options``: a mapping of settings that the template knows; `reuse` is
-            on, so that a turn computes only what is new
-
-        Raises
-        ------
-        RequestError
-            The model has no chat template, or the messages are not of this form.
-        TokenizerError
-            The template refuses these messages.
-        """
-        return self.chat_request(messages, tools, options).finish().text
-
-    def chat_stream(self, messages: Messages, *, tools: Messages | None = None,
-                    **options: Unpack[ChatOptions]) -> Stream:
-        """As `chat`, piece by piece."""
-        from ..engine import Stream
-
-        return Stream(self.chat_request(messages, tools, options, stream=True))
 
     def cancel(self, request: Stream | None = None) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler.

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from .. import registry
 from ..config import CPU, Recipe, RuntimeConfig
 
 SHARING = 4
@@ -23,7 +24,68 @@ if TYPE_CHECKING:
     from ..graph import Graph, ModelConfig
     from ..runner import Runner
     from ..runtime import DraftHeadPlan, SelfDraftPlan, Session
+    from ..technique import Drafting
+    from ..text import ChatTemplate, Tokenizer
     from .strategy import Choice
+
+
+class Opened(NamedTuple):
+    """An open model; the attributes of `LLM` have these names."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    runner: Runner
+    draft: Runner | None
+    choice: Choice | None
+    approximated: bool
+
+
+def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: Provider | None, kv: str | None,
+               max_kld: float | None, drafting: Drafting, shares: bool, progress: OnProgress | None) -> Opened:
+    """Open a bundle, its tokenizer and template, its executor and its drafter.
+
+    Parameters
+    ----------
+    path : Path
+    config : RuntimeConfig
+    device, kv : str, optional
+        As they were requested; `kv` is None if the device may choose the type of the KV cache.
+    provider : Provider, optional
+        What may run models on the device; None: our own kernels.
+    max_kld, progress
+        As for `LLM`.
+    drafting : Drafting
+    shares : bool
+        Whether a few sequences share the memory of one context, because nothing else was requested.
+    """
+    from ..bundle import Bundle
+    from ..text import ChatTemplate, Tokenizer
+
+    with ExitStack() as opened:  # whatever fails below, nothing stays open
+        bundle = Bundle.open(path)
+        opened.callback(bundle.close)
+        provider, config = settled(device, provider, bundle, config, kv)
+        if config.techniques:
+            config = replace(config, techniques=registry.settled(config.techniques, bundle.config.num_hidden_layers))
+        if shares and not provider:
+            config = sharing(config, bundle.config)
+        tokenizer = Tokenizer.of_model(path, bundle.files, bundle.config)
+        template = ChatTemplate.open(path)
+        if provider:
+            drafting.check_device(provider.device)
+        companion = drafting.companion(bundle, tokenizer, config, progress, opened)
+        if provider:
+            runner, draft = opened_on(provider, bundle, config, companion, progress, opened)
+            opened.pop_all()
+            return Opened(bundle, tokenizer, template, runner, draft, None, False)
+        beside = companion.beside if companion else None
+        chosen = choice(bundle, config, max_kld, beside)
+        own = session(bundle, chosen.strategy.config if chosen else config, progress, beside)
+        opened.callback(own.close)
+        draft = companion.open(own) if companion else None
+        opened.pop_all()
+        return Opened(bundle, tokenizer, template, own, draft, chosen, own.config.recipe != config.recipe)
 
 
 def provider(device: str | None) -> Provider | None:
@@ -66,11 +128,11 @@ def sharing(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
 
 def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, beside: Beside | None) -> Session:
     """Open a model for our own kernels."""
-    from ..registry import placer
     from ..runtime import Session
 
     return Session(bundle, config, progress=progress and partial(progress, "compile"),
-                   loading=progress and partial(progress, "load"), place=placer(bundle.config, bundle), beside=beside)
+                   loading=progress and partial(progress, "load"), place=registry.placer(bundle.config, bundle),
+                   beside=beside)
 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
