@@ -5,25 +5,22 @@ from .alternatives import (
     Placer,
     alternatives,
     cold,
-    fit,
-    fits,
-    fitting,
     kept_experts,
     largest_ctx,
-    refusal,
     streamed,
     streaming,
     without,
 )
 from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget, serving_share
+from .budget_fit import fit, fits, fitting, refusal
 from .cold import ColdPlan, masked
 from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, moes
+from .kv_pool import largest
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
-from .pool import fill_budget, largest_pool, pool_error, within
-from .pool_sizes import largest
+from .pool_budget import fill_budget, largest_pool, pool_error, within
 from .reasons import held_words
 from .request import (
     beside_draft,

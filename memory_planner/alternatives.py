@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import GROUP_SIZES, RuntimeConfig
-from edgeinfer.errors import BudgetError, RequestError, UnsupportedModelError
+from edgeinfer.errors import RequestError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, WeightType, requestable
 
+from .kv_pool import largest
 from .plan import MemoryPlan, Request
 from .planner import Planner
-from .pool import fewer_checkpoints, fill_budget, largest_pool, pool_error, within
-from .request import DRAFT, budget_of, own_pool, to_request
+from .pool_budget import fewer_checkpoints, largest_pool, within
+from .request import DRAFT, own_pool, to_request
 from .stream_layers import stream
 
 Options = dict[str, str | int]
@@ -78,69 +78,6 @@ class Alternative:
         return " and ".join(changes)
 
 
-def fits(planner: Planner, config: RuntimeConfig) -> bool:
-    """Whether a run has all weights in memory within its budget."""
-    return within(planner, to_request(config), budget_of(config)) is not None
-
-
-def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
-        place: Placer | None = None) -> tuple[MemoryPlan, int]:
-    """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
-
-    Parameters
-    ----------
-    planner : Planner
-    config : RuntimeConfig
-        Without open fields but its budget: None is what the system can give now.
-    rebuild : callable
-    place : callable, optional
-
-    Returns
-    -------
-    plan : MemoryPlan
-    budget : int
-        That was applied, in bytes.
-
-    Raises
-    ------
-    BudgetError
-        With alternatives that were checked to fit; it carries the plan.
-    RequestError
-        What is to run beside the model cannot, with this plan.
-    """
-    budget = budget_of(config)
-    if error := pool_error(planner.plan, config, budget):
-        raise error
-    if found := fitting(planner, config, budget, place):
-        if planner.beside:
-            planner.beside.check(found)
-        return found, budget
-    plan = planner.plan(to_request(config))
-    if fewer := without(planner, config, budget):
-        options = [fewer, *alternatives(planner, config, budget, rebuild)]
-        raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
-    options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
-    raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
-
-
-def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer | None = None) -> MemoryPlan | None:
-    """Return the plan of a run within a budget, as `fit` does; None if there is none."""
-    def filled(state_memory: int | None) -> MemoryPlan:
-        return fill_budget(planner.plan, replace(config, state_memory=state_memory),
-                           lambda plan: plan.total_bytes <= budget)
-
-    if (plan := filled(config.state_memory)).total_bytes <= budget:
-        return plan
-    if fewer := within(planner, plan.request, budget):  # rather than to read weights from storage
-        return filled(fewer.request.state_memory)
-    if without(planner, config, budget):
-        return None
-    found = place(planner, plan.request, budget) if place else None
-    if place and not found and plan.state and config.state_memory is None:
-        found = place(planner, replace(plan.request, state_memory=0), budget)
-    return found or stream(planner, plan.request, budget)
-
-
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
     """Return the same request without the second model; None if there is none, or the model alone is too large."""
     if planner.beside is None:
@@ -185,22 +122,6 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
             return model and replace(model, options=beside.without | model.options)
     options = {} if options == {"ctx": asked} else options
     return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
-
-
-def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
-    """Return the sentence for a plan that does not fit."""
-    needs, has = format_size(plan.total_bytes), format_size(budget)
-    if needs == has:
-        needs, has = f"{plan.total_bytes:,} bytes", f"{budget:,} bytes"
-    own = sum(region.bytes for region in plan.regions if region.name == "python")
-    advice = f"edgeinfer itself takes {format_size(own)} of that, so no model fits; raise --budget."
-    if options:
-        stored = any("weights" in option.options for option in options)
-        how = " (--weights takes a checkpoint or GGUF file, not a bundle)" if stored else ""
-        advice = f"It fits with {', or with '.join(map(str, options))}{how}."
-    elif budget > own:
-        advice = "No smaller setting of this model fits; use a smaller model or raise --budget."
-    return f"The run needs {needs}, and the budget is {has}. {advice}"
 
 
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
@@ -301,11 +222,4 @@ def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: i
         return max(at_most, 0)
     if at_most < BLOCK or not fits(BLOCK):  # where the weights alone are too much, nothing is searched
         return 0
-    low, high = 1, at_most // BLOCK
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(BLOCK * middle):
-            low = middle
-        else:
-            high = middle - 1
-    return BLOCK * low
+    return BLOCK * largest(lambda blocks: fits(BLOCK * blocks), at_most // BLOCK)

@@ -12,10 +12,10 @@ from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.registry import each, settled
 
+from .kv_pool import ALIGNED, kv_region, place_kv, pool_sizes
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
-from .pool_sizes import pool_sizes
-from .reasons import held_words, pools, rotary, scored
+from .reasons import rotary, scored
 from .state import StatePlan, plan_state
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
@@ -23,8 +23,8 @@ from .windows import Windowed
 PYTHON_RESERVE_BYTES = 121_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux, and 3 MB of the library that
 samples progress bars (docs/measurements/memory.md)."""
-_ALIGNED, _MANY = 64, 1 << 40
-"""Bytes by which a region may begin before its contents; blocks of a pool that no sequences fill."""
+_MANY = 1 << 40
+"""Blocks of a pool that no sequences fill."""
 VOCABULARY_RESERVE_BYTES = 360
 """Of the tokenizer, for each entry of the vocabulary."""
 
@@ -64,7 +64,6 @@ class Planner:
         self._offsets = offsets
         self._kinds = one_of_each(graph)
         self._accesses = [*(access for op in graph.ops if (access := op.kv)), *(beside.stores if beside else ())]
-        self._stores = [access for access in self._accesses if access.stores]
         self._stateful = [op for op in graph.ops if op.state_bytes]
         self._instructions: dict[str, int] = {}
         self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -76,7 +75,6 @@ class Planner:
         other = copy.copy(self)
         other.beside, beside = None, self.beside.stores if self.beside else ()
         other._accesses = [access for access in self._accesses if access not in beside]
-        other._stores = [access for access in self._stores if access not in beside]
         return other
 
     def plan(self, request: Request) -> MemoryPlan:
@@ -91,7 +89,7 @@ class Planner:
         boundaries = boundaries_of(request)
         placements, arena = self._place_activations(request)
         weights = self._place_weights(request)
-        windowed, kv_layers, kv_bytes = self._place_kv(request)
+        windowed, kv_layers, kv_bytes = place_kv(self._accesses, request, bool(boundaries))
         flags = request.kv_blocks * abi.BLOCK_TOKENS  # of a stage
         pruned = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
@@ -105,7 +103,7 @@ class Planner:
         thread, shared = self._scratch[sizes[1:]]
         regions = (
             *weight_regions(graph, self.weight_bytes, request, weights),
-            _kv_region(request, kv_layers, kv_bytes, windowed, pruned),
+            kv_region(request, kv_layers, kv_bytes, windowed, pruned),
             Region("activations", arena + 64, f"{request.tokens} tokens a pass, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", turned + slopes + 64, rotary(c, request.ctx)),
@@ -154,19 +152,9 @@ class Planner:
 
     def _kv_bytes(self, request: Request) -> int:
         """Return the bytes of the KV region."""
-        flags = len(boundaries_of(request)) * request.kv_blocks * abi.BLOCK_TOKENS
-        return self._place_kv(request)[2] + flags + _ALIGNED
-
-    def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
-        """Lay out K and V: layers that keep everything, then those with a window."""
-        windowed = None if boundaries_of(request) else Windowed.of(self._accesses, request)
-        if not windowed:
-            return None, *place_kv(self._stores, request.kv, request.kv_blocks)
-        whole = [access for access in self._stores if access.layer not in windowed.layers]
-        recent = [access for access in self._stores if access.layer in windowed.layers]
-        layers, end = place_kv(whole, request.kv, request.kv_blocks)
-        others, end = place_kv(recent, request.kv, windowed.blocks, end)
-        return windowed, {**layers, **others}, end
+        boundaries = boundaries_of(request)
+        flags = len(boundaries) * request.kv_blocks * abi.BLOCK_TOKENS
+        return place_kv(self._accesses, request, bool(boundaries))[2] + flags + ALIGNED
 
     def _table_bytes(self, request: Request, windowed: Windowed | None) -> int:
         """Return the bytes of the program, of ctx, and of the tables that describe a forward pass."""
@@ -191,16 +179,6 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
     return next((found for one, settings in each(request.techniques) if (found := one.boundaries(settings))), ())
 
 
-def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
-               pruned: Placement | None) -> Region:
-    """The region of K and V, of this many bytes without pruned rows."""
-    held = held_words(request)
-    strides = [layer.stride for layer in layers.values()]
-    return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + _ALIGNED,
-                  f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
-                  + (f"; {pruned.nbytes} bytes say what later layers lack of prompts" if pruned else ""))
-
-
 def one_of_each(graph: Graph) -> list[Op]:
     """Return one operation of each kind and size: what layers have in common is asked once."""
     found = {}
@@ -209,19 +187,6 @@ def one_of_each(graph: Graph) -> list[Op]:
         head = getattr(op, "head_dim", 0)
         found[type(op), rows, head, tuple((w.shape, graph.types[w.name]) for w in op.weights)] = op
     return list(found.values())
-
-
-def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> tuple[dict[int, Placement], int]:
-    """Lay out the K and V of layers that store any, from byte `end` on; gives their allocations and where they end.
-
-    Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
-    """
-    layers = {}
-    for access in stores:
-        stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
-        layers[access.layer] = Placement("kv", end, blocks * stride, stride)
-        end += round_up(blocks * stride, 64)
-    return layers, end
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:

@@ -9,7 +9,7 @@ from edgeinfer.graph import Graph
 
 from .plan import STREAM_BUFFERS, MemoryPlan, Request
 from .planner import Planner
-from .pool import within
+from .pool_budget import within
 from .request import in_memory
 
 

@@ -10,9 +10,9 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError
 from edgeinfer.kernels import abi
 
+from .kv_pool import largest, pool_sizes
 from .plan import MemoryPlan, Request
 from .planner import Planner
-from .pool_sizes import largest, pool_sizes
 from .request import fills, to_request
 from .state import too_small
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from edgeinfer.memory_planner import Request, largest
-from edgeinfer.memory_planner.pool_sizes import pool_sizes
+from edgeinfer.memory_planner.kv_pool import pool_sizes
 
 CTX, SEQUENCES = 8192, 16
 REQUEST = Request(CTX, "int8", 1, 256, 16, SEQUENCES)
