@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import RequestError
 from ..runner import DECODE, PROMPT
+from .prefix_sharing import PrefixSharing
 from .request import Request
 from .task import Ran, Run, shared
 from .token_budget import TokenBudget
@@ -61,13 +62,12 @@ class Scheduler:
     def __init__(self, runner: Runner, max_itl: float):
         self.runner = runner
         self.budget = TokenBudget(max_itl, runner.config.prefill_chunk)
+        self.prefixes = PrefixSharing(runner)
         self.waiting: list[Request[Any]] = []
         self.running: list[Request[Any]] = []
         self.preemptions = 0
         self._retry = False
         """Whether blocks may have become free since the first waiting request did not fit."""
-        self._common: dict[tuple[int, int], int] = {}
-        """Tokens in common of the prompts of two requests."""
 
     def add(self, request: Request[Any]) -> None:
         """Let a request wait."""
@@ -79,7 +79,7 @@ class Scheduler:
         for requests in (self.waiting, self.running):
             if request in requests:
                 requests.remove(request)
-        self._common = {pair: n for pair, n in self._common.items() if request.number not in pair}
+        self.prefixes.forget(request)
         self._retry = True
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Scheduler:
         for request, runs in sorted(prompts, key=lambda one: _urgency(one[0], one[1], now)):
             if budget <= 0:
                 break
-            if self._follows(request, [other for other, _ in prompts]):
+            if self.prefixes.follows(request, [other for other, _ in prompts]):
                 continue
             counts = []
             for run in runs:
@@ -222,65 +222,13 @@ class Scheduler:
                 works.append(Work(request, runs, counts))
         return works
 
-    def _follows(self, request: Request[Any], others: list[Request[Any]]) -> bool:
-        """Whether an older request is computing the next block of this prompt, which is shared when it is there."""
-        if not request.reuse or request.task.sequence is None or not self.runner.caches_prefixes:
-            return False
-        held, block = len(request.task.sequence), self.runner.block_tokens
-        for other in others:
-            if other.number >= request.number or not other.reuse or other.salt != request.salt:
-                continue
-            ahead = len(other.task.sequence) if other.task.sequence is not None else 0
-            common = self._in_common(other, request) // block * block
-            if held < common and ahead < common:
-                return True
-        return False
-
-    def _in_common(self, one: Request[Any], other: Request[Any]) -> int:
-        pair = one.number, other.number
-        found = self._common.get(pair)
-        if found is None:
-            ids = other.task.prompt_ids
-            found = self._common[pair] = shared(one.task.prompt_ids, ids, len(ids) - 1)
-        return found
-
-    def share(self, request: Request[Any]) -> None:
-        """Leave what a request has computed in the prefix cache, and let those that waited for it continue from
-        there."""
-        sequence = request.task.sequence
-        if not request.reuse or sequence is None or not self.runner.caches_prefixes:
-            return
-        self.runner.cache_prefix(sequence, request.salt)
-        for other in self.running:
-            if other is not request and other.reuse and other.salt == request.salt:
-                self._catch_up(other, request)
-
-    def _catch_up(self, request: Request[Any], other: Request[Any]) -> None:
-        """Begin a request again whose prompt has more in common with what is cached now than it holds."""
-        task, block = request.task, self.runner.block_tokens
-        held = task.sequence
-        if held is None or len(held) >= len(task.prompt_ids) - 1:
-            return
-        common = min(self._in_common(other, request) if other.number < request.number else 0,
-                     len(other.task.sequence or ()))
-        if common // block * block <= len(held):
-            return
-        found = self.runner.from_prefix(task.known_ids, request.salt)
-        if len(found) <= len(held):
-            self.runner.release(found)
-            return
-        task.release()
-        task.begin(found)
-        if not request.task.preemptions:
-            task.cached_tokens = max(task.cached_tokens, len(found))
-
     def preempt(self, request: Request[Any]) -> None:
         """Take a request's blocks; it waits again, before all that arrived later, and computes them again."""
         import logging  # here: most runs preempt nothing, and the import takes milliseconds
 
         task, held = request.task, request.task.sequence
         n_tokens = 0 if held is None else len(held)
-        self.share_end(request)
+        self.prefixes.keep(request)
         task.release()
         self.running.remove(request)
         self.waiting.append(request)
@@ -290,12 +238,6 @@ class Scheduler:
         logging.getLogger(__name__).info("Request %d was preempted at %d tokens; %d KV blocks are free.",
                                          request.number, n_tokens, self.runner.free_blocks)
         request.wait_again()
-
-    def share_end(self, request: Request[Any]) -> None:
-        """Leave what a request that ends has computed in the prefix cache."""
-        sequence = request.task.sequence
-        if request.reuse and sequence is not None and len(sequence):
-            self.runner.cache_prefix(sequence, request.salt)
 
 
 def is_reading(runs: Items[Run]) -> bool:

@@ -243,7 +243,7 @@ class Steps:
             if ran and ran[0].run.owner is None:
                 task.tell()
                 self._save(request)
-                self.scheduler.share(request)
+                self.scheduler.prefixes.share(request, self.scheduler.running)
         except BaseException as error:  # its callback may raise anything
             self._conclude(request, error)
             return
@@ -268,7 +268,7 @@ class Steps:
                 if error is None:
                     request.emit(rest)
             if error is None:
-                self.scheduler.share_end(request)
+                self.scheduler.prefixes.keep(request)
             request.task.release()
         except Exception as another:
             error = error or another

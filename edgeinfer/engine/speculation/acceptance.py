@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 PRIOR_ROUNDS, LEAST_SHARE = 3, 0.083
 """Number of rounds that the drafter's own estimate counts for, and the least weight of the latest round (its half-life
@@ -68,11 +67,3 @@ class Level:
             self.rounds[place] += 1
             share = max(1 / self.rounds[place], LEAST_SHARE)
             self.right[place] += share * ((place < accepted) - self.right[place])
-
-
-class Shadow(NamedTuple):
-    """A draft that no pass verified: the text itself will."""
-
-    level: Level
-    start: int
-    proposal: list[int]

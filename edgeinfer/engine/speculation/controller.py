@@ -18,9 +18,10 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from ...config import DEFAULT_DRAFT_TOKENS
-from .acceptance import LONGEST_WAIT, WAIT, Level, Shadow
+from .acceptance import LONGEST_WAIT, WAIT, Level
 from .costs import SHORTEST, Times
 from .drafter import Drafter, Text
+from .shadows import Shadows
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Speculation:
         self._now: list[Level | None] = []
         """Of the drafts of each text for the next pass; None if there is nothing to draft."""
         self._writing: Items[Text] = ()
-        self._shadows: dict[int, Shadow] = {}
+        self._shadows = Shadows()
         self._costs, self._depth = times.of(1), 0
         self._began = self._ended = self._reading = self._drafting = 0.0
         self._rest, self._resting = 0, WAIT
@@ -128,7 +129,7 @@ class Speculation:
 
     def _proposals(self, texts: Items[Text], left: int, cancel: Cancellation | None,
                    room: Callable[[], int] | None, drafting: Items[bool]) -> list[list[int]]:
-        self._resolve(texts)
+        self._shadows.resolve(texts)
         levels = [self.drafter.level(text) if drafted else 0 for text, drafted in zip(texts, drafting, strict=True)]
         for level in set(levels) - {0, *self._levels}:
             learned = () if self.drafter.free else self._times.right.get(self.drafter.name, ())
@@ -137,7 +138,7 @@ class Speculation:
         n = self._choose(texts, left, room) if any(levels) else 0
         if not n:
             if self.drafter.free:
-                self._watch(texts, min(left, DEFAULT_DRAFT_TOKENS))
+                self._shadows.watch(self.drafter, texts, self._now, min(left, DEFAULT_DRAFT_TOKENS))
             return []
         asked = [text for text, level in zip(texts, levels, strict=True) if level]
         unread = self.drafter.unread(asked)
@@ -232,25 +233,6 @@ class Speculation:
         cost = unread * self._costs.read(self.drafter.name)
         return cost < INVESTED * (1 - 1 / max(gain, 1)) * min(left, HORIZON)
 
-    def _watch(self, texts: Items[Text], n: int) -> None:
-        """Draft without verifying, to learn whether the drafts would have been right."""
-        for text, level in zip(texts, self._now, strict=True):
-            if level and n > 0 and text.key not in self._shadows:
-                self._shadows[text.key] = Shadow(level, len(text.tokens), self.drafter.propose([text], n)[0])
-
-    def _resolve(self, texts: Items[Text]) -> None:
-        """Compare drafts that were not verified with the texts' actual tokens."""
-        for text in texts:
-            shadow = self._shadows.get(text.key)
-            if not shadow:
-                continue
-            became = text.tokens[shadow.start : shadow.start + len(shadow.proposal)]
-            right = next((i for i, (a, b) in enumerate(zip(became, shadow.proposal, strict=False)) if a != b),
-                         len(became))
-            if right < len(became) or len(became) == len(shadow.proposal):
-                shadow.level.learn(len(shadow.proposal), right)
-                del self._shadows[text.key]
-
     # -- after a pass -----------------------------------------------------------------------------------------------
 
     def plain(self, n_tokens: int) -> None:
@@ -318,7 +300,7 @@ class Speculation:
         """Release what the drafter keeps of texts that have ended, or whose sequences are taken away."""
         self.drafter.release(texts)
         for text in texts:
-            self._shadows.pop(text.key, None)
+            self._shadows.forget(text)
         for level in self._levels.values():
             if level.right and not self.drafter.free:
                 self._times.right[self.drafter.name] = list(level.right)

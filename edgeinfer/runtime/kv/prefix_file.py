@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.files import open_plain
 from edgeinfer.errors import RequestError
 from edgeinfer.runner import GONE
+from edgeinfer.runner.prefix_cache import PrefixCache
 from edgeinfer.runner.state_slots import NOTE
 
 from .cache_file import CacheFile, Piece, head_pieces, in_pieces, origin, state_pieces
@@ -29,6 +30,24 @@ Keys = dict[str, NDArray[np.uint8]]
 followed by their notes (`StateSlots.note`)."""
 
 
+class Pool(NamedTuple):
+    """One pool of a KV cache, as a file has its blocks: each by its key, perhaps with a note."""
+
+    blocks: PrefixCache
+    take: Callable[[], int]
+    """Takes a free block."""
+    note_bytes: int = 0
+    note: Callable[[int], bytes] = lambda block: b""
+    """Returns the note of a block."""
+    noted: Callable[[int, bytes], bool] = lambda block, note: True
+    """Takes in the note of a block that is about to be cached; returns whether it can be true."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a key with its note."""
+        return KEY_BYTES + self.note_bytes
+
+
 class PrefixFile:
     """Writes and reads the prefix cache of one KV cache.
 
@@ -41,11 +60,11 @@ class PrefixFile:
     """
 
     def __init__(self, kv: KVCache):
-        self._kv, self._pools = kv, {BLOCKS: (kv.pool, kv.take)}
+        self._kv, self._pools = kv, {BLOCKS: Pool(kv.pool, kv.take)}
         if kv.recent:
-            self._pools[RECENT] = kv.recent.pool, kv.recent.take
-        if kv.states:
-            self._pools[STATES] = kv.states.pool, kv.states.pool.take
+            self._pools[RECENT] = Pool(kv.recent.pool, kv.recent.take)
+        if states := kv.states:
+            self._pools[STATES] = Pool(states.pool, states.pool.take, NOTE.size, states.note, states.noted)
 
     def save(self, path: Path, model: str) -> int:
         """Write all cached blocks: the header, the keys, of each layer, plane and KV head the blocks, then the states.
@@ -62,9 +81,9 @@ class PrefixFile:
         RequestError
             Prompts are pruned, so nothing is cached.
         """
-        entries = {name: pool.entries() for name, (pool, _) in self._pools.items()}
-        keys = {name: np.array([list(self._key(name, *entry)) for entry in of_pool], np.uint8).reshape(
-            len(of_pool), self._key_bytes(name)) for name, of_pool in entries.items()}
+        entries = {name: pool.blocks.entries() for name, pool in self._pools.items()}
+        keys = {name: np.array([list(key + pool.note(block)) for key, block in entries[name]], np.uint8).reshape(
+            len(entries[name]), pool.key_bytes) for name, pool in self._pools.items()}
         blocks = {name: [block for _, block in of_pool] for name, of_pool in entries.items()}
         header = self._header(path, model) | {name: len(entries.get(name, ())) for name in COUNTS}
         FILE.write(path, header, lambda: self._pieces(keys, lambda: blocks))
@@ -99,31 +118,30 @@ class PrefixFile:
 
     def _read(self, file: io.BufferedReader, path: Path, header: dict[str, Any]) -> int:
         """Read what follows a header; blocks are cached if the checksum is right, and else given back."""
-        keys = {name: np.empty((header[name], self._key_bytes(name)), np.uint8) for name in self._pools}
+        keys = {name: np.empty((header[name], pool.key_bytes), np.uint8) for name, pool in self._pools.items()}
         taken: dict[str, dict[bytes, int]] = {name: {} for name in self._pools}
         try:
-            if not FILE.read(file, header, self._pieces(keys, lambda: self._take(keys, taken))):
-                raise FILE.damaged(path)
-            if not self._note(keys, taken):
+            if not FILE.read(file, header, self._pieces(keys, lambda: self._take(keys, taken))) \
+                    or not self._note(keys, taken):
                 raise FILE.damaged(path)
         except BaseException:
-            for name, (pool, _) in self._pools.items():
+            for name, pool in self._pools.items():
                 for block in taken[name].values():
-                    pool.drop(block)
+                    pool.blocks.drop(block)
             raise
-        for name, (pool, _) in self._pools.items():
-            pool.adopt(taken[name])
+        for name, pool in self._pools.items():
+            pool.blocks.adopt(taken[name])
         return len(taken[BLOCKS])
 
     def _take(self, keys: Keys, taken: dict[str, dict[bytes, int]]) -> dict[str, list[int]]:
         """Take free blocks for new keys; return a block for each key of a file, GONE for the others."""
         found: dict[str, list[int]] = {name: [] for name in keys}
-        for name, (pool, take) in self._pools.items():
+        for name, pool in self._pools.items():
             blocks = taken[name]
             for key in map(bytes, keys[name][:, :KEY_BYTES]):
-                new = pool.n_free and key not in blocks and pool.find(key) is None
+                new = pool.blocks.n_free and key not in blocks and pool.blocks.find(key) is None
                 if new:
-                    blocks[key] = take()
+                    blocks[key] = pool.take()
                 found[name].append(blocks[key] if new else GONE)
         return found
 
@@ -136,20 +154,13 @@ class PrefixFile:
         for slot in found.get(STATES, ()):
             yield from state_pieces(self._kv, slot)
 
-    # -- what a file has beside a key --------------------------------------------------------------------------------
-
-    def _key(self, name: str, key: bytes, block: int) -> bytes:
-        return key + self._kv.states.note(block) if name == STATES and self._kv.states else key
-
     def _note(self, keys: Keys, taken: dict[str, dict[bytes, int]]) -> bool:
-        """Note what a file says of its states; return whether it can be true."""
-        if not self._kv.states:
-            return True
-        rows = {row[:KEY_BYTES].tobytes(): row[KEY_BYTES:].tobytes() for row in reversed(keys[STATES])}
-        return all(self._kv.states.noted(slot, rows[key]) for key, slot in taken[STATES].items())
-
-    def _key_bytes(self, name: str) -> int:
-        return KEY_BYTES + (NOTE.size if name == STATES else 0)
+        """Take in the notes of new blocks; return whether they can be true."""
+        for name, pool in self._pools.items():
+            notes = {row[:KEY_BYTES].tobytes(): row[KEY_BYTES:].tobytes() for row in reversed(keys[name])}
+            if not all(pool.noted(block, notes[key]) for key, block in taken[name].items()):
+                return False
+        return True
 
     def _header(self, path: Path, model: str) -> dict[str, Any]:
         """Return the fields that a file must have to be of use here."""
@@ -163,7 +174,9 @@ class PrefixFile:
         """Return whether a file is as long as its header says, before memory is taken for that."""
         if not all(type(header.get(name)) is int and header[name] >= 0 for name in COUNTS):
             return False
-        sizes = {name: self._key_bytes(name) for name in COUNTS}
+        if any(header[name] for name in COUNTS if name not in self._pools):
+            return False
+        sizes = {name: pool.key_bytes for name, pool in self._pools.items()}
         for planes in self._kv.planes:
             name = BLOCKS if self._kv.window_layers.isdisjoint(planes.layers) else RECENT
             sizes[name] += sum(array.nbytes // array.shape[2] for array in planes.arrays)
