@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.base.process import say
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
 from edgeinfer.bundle import DRAFT_HEAD_FILE, BundleWriter, pack_draft_head, weights_file_bytes, weights_identity
-from edgeinfer.errors import CheckpointError, TokenizerError
-from edgeinfer.graph import Graph, Weight, is_quantised, requested_types
-from edgeinfer.quant import WeightType, layouts, quantise
+from edgeinfer.errors import TokenizerError
+from edgeinfer.graph import Graph, is_quantised, requested_types
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
-from .assembly import assembled
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
-from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
+from .packing import WeightReader, stored_bytes
 from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
 
-F16_MAX = 65504.0
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
 """Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
 ENTRY_BYTES = 1024
@@ -107,8 +101,7 @@ def convert(
         files, made = checkpoint.travelling_files, checkpoint.made_files
         both = graph if drafts is None else replace(
             graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
-        reading = _Reading(checkpoint, both, progress)
-        tensors: list[TensorReport] = []
+        reading = WeightReader(checkpoint, both, progress)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
             nbytes = bundle_bytes(graph, list(files.values())) + sum(map(len, made.values()))
@@ -122,40 +115,27 @@ def convert(
                 writer.add_file(name, content)
             if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
-            strides, entries = graph.strides, []
-            for weight in graph.weights:
-                data, report = _stored(reading, weight, graph.types[weight.name])
-                entries.append(writer.add(weight.name, graph.types[weight.name], weight.shape, data, weight.pieces,
-                                          strides.get(weight.name, 0)))
-                tensors.append(report())
-            if drafts:
-                tensors += _write_draft_head(writer, reading, drafts, weights_identity(entries))
+            tensors = _write_weights(writer, reading, graph, drafts)
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
 
 
-def _stored(reading: _Reading, weight: Weight, stored: WeightType
-            ) -> tuple[Iterator[NDArray[np.uint8]], Callable[[], TensorReport]]:
-    """Return the stored bytes of a weight, block by block, and the report of it once they were read."""
-    checkpoint, sums = reading.checkpoint, list[quantise.ErrorSums]()
-    moved = checkpoint.moved(weight, stored, reading.count, sums)
-
-    def report() -> TensorReport:
-        errors = sum(sums, quantise.ErrorSums())
-        return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
-                            checkpoint.file_types(weight), not errors.squared_error, moved is not None)
-
-    return moved or packed(reading, weight, stored, sums), report
-
-
-def _write_draft_head(writer: BundleWriter, reading: _Reading, head: Graph, identity: str) -> list[TensorReport]:
-    """Write the head that drafts further tokens, a part of its own."""
-    each = {weight.name: _stored(reading, weight, head.types[weight.name]) for weight in head.weights}
-    content = pack_draft_head(head, {name: data for name, (data, _) in each.items()}, identity)
+def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, head: Graph | None) -> list[TensorReport]:
+    """Write the weights, and those of a head that drafts further tokens, a part of its own."""
+    strides, entries, tensors = graph.strides, [], []
+    for weight in graph.weights:
+        data, report = stored_bytes(reading, weight, graph.types[weight.name])
+        entries.append(writer.add(weight.name, graph.types[weight.name], weight.shape, data, weight.pieces,
+                                  strides.get(weight.name, 0)))
+        tensors.append(report())
+    if head is None:
+        return tensors
+    each = {weight.name: stored_bytes(reading, weight, head.types[weight.name]) for weight in head.weights}
+    content = pack_draft_head(head, {name: data for name, (data, _) in each.items()}, weights_identity(entries))
     writer.add_file(DRAFT_HEAD_FILE, content, "draft_head")
-    return [report() for _, report in each.values()]
+    return [*tensors, *(report() for _, report in each.values())]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -232,69 +212,3 @@ def open_texts(folder: Path, files: Mapping[str, Path], checkpoint: Checkpoint) 
             message = message.replace(str(folder / name), str(path))
         raise TokenizerError(message.replace(str(folder), str(checkpoint.path))) from None
     return found
-
-
-class _Reading(SourceReader):
-    """Reads the sources of stored weights in stored order."""
-
-    def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
-        """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
-        cols = prod(weight.shape[1:])
-        return assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS)
-
-    def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
-        """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ...
-
-        Without a gate: all rows, then all columns.
-        """
-        gate, *up, down = weight.sources
-        total, _, hidden = weight.shape
-        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, this many at a time
-        for start in range(0, total, step):
-            yield self.rows(gate, start, min(start + step, total))
-        for start in range(0, total, step):
-            stop = min(start + step, total)
-            block = np.empty((stop - start, 1 + len(up), hidden), np.float32)
-            for i, source in enumerate(up):
-                block[:, i] = self.rows(source, start, stop)
-            block[:, -1] = self.columns(down, start, stop).T
-            yield block.reshape(-1, hidden)
-
-
-def packed(
-    reading: _Reading, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums]
-) -> Iterator[NDArray[np.uint8]]:
-    """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
-    name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
-    if stored.layout == "neuron":
-        for parts in reading.parts(weight):
-            codes, scales, errors = quantise.quantise(parts, stored.dtype, stored.group_size, name)
-            sums.append(errors)
-            yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
-        return
-    for block in reading.blocks(weight):
-        if stored.layout == "plain":
-            yield np.ascontiguousarray(block, "<f4").reshape(-1).view(np.uint8)
-        elif stored.quantised:
-            codes, scales, errors = quantise.quantise(block, stored.dtype, stored.group_size, name)
-            sums.append(errors)
-            yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
-        else:
-            values: NDArray[np.float16 | np.float32] = block
-            if stored.dtype == "f16":
-                values, errors = halves_of(block, name)
-                sums.append(errors)
-            yield layouts.pack_tile16(values, stored.dtype)
-
-
-def halves_of(block: NDArray[np.float32], name: str) -> tuple[NDArray[np.float16], quantise.ErrorSums]:
-    """Weights in fp16, which must be able to hold them, and the squared error of rounding."""
-    largest = float(np.abs(block).max())
-    if largest > F16_MAX:
-        raise CheckpointError(
-            f"The tensor {name} has the value {largest:.3g}, too large for f16; convert with weights f32."
-        )
-    halves, rounded = quantise.to_halves(np.ascontiguousarray(block))
-    difference = block - rounded
-    error = float(np.einsum("rc,rc->", difference, difference))
-    return halves, quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))

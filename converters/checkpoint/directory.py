@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -237,7 +238,7 @@ class Checkpoint:
         their tensors."""
         return None if self._without_head else self._draft_head(type_of)
 
-    @property
+    @cached_property
     def _without_head(self) -> str:
         """Say why there is no such head; empty if there is."""
         head = self._draft_head(requested_types("f32"))

@@ -56,8 +56,9 @@ def names_of_text(stored: Collection[str], config: ModelConfig, sees: bool) -> N
         aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
     if family.further_tokens:
         block = f"model.layers.{config.num_hidden_layers}."
-        aliases |= {block + own + name.removeprefix("mtp." + part): aliases.get(name, name)
-                    for name in (*stored, *aliases) for part, own in _DRAFTS.items() if name.startswith("mtp." + part)}
+        aliases |= {block + module + name.removeprefix("mtp." + part): aliases.get(name, name)
+                    for name in (*stored, *aliases) for part, module in _DRAFTS.items()
+                    if name.startswith("mtp." + part)}
     return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
 
 

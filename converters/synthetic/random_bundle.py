@@ -46,7 +46,8 @@ from edgeinfer.graph import (
 from edgeinfer.quant import WeightType, layouts
 
 from ..checkpoint.directory import quantisation_of
-from ..conversion import BLOCK_WEIGHTS, graph_bytes
+from ..checkpoint.sources import BLOCK_WEIGHTS
+from ..conversion import graph_bytes
 from .random_experts import Routing
 from .random_neurons import APART, Neurons, Sparsity, random_codes
 

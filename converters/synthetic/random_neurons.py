@@ -30,7 +30,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import ModelConfig, Weight, family_of
 from edgeinfer.quant import WeightType, layouts
 
-from ..conversion import BLOCK_WEIGHTS
+from ..checkpoint.sources import BLOCK_WEIGHTS
 
 Codes = tuple[NDArray[np.int8], NDArray[np.float16]]
 Floats = NDArray[np.float32]

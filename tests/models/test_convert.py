@@ -109,7 +109,7 @@ def test_source_types_and_shards(tmp_path: Path, dtype: str, shards: int) -> Non
 def test_blocks_of_rows_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_checkpoint(tmp_path / "hf")
     convert(source, tmp_path / "whole")
-    monkeypatch.setattr("edgeinfer.converters.conversion.BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr("edgeinfer.converters.packing.BLOCK_WEIGHTS", 1)
     convert(source, tmp_path / "pieces")
     whole, pieces = Bundle.open(tmp_path / "whole"), Bundle.open(tmp_path / "pieces")
     assert whole.header.tensors == pieces.header.tensors

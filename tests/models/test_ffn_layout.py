@@ -124,7 +124,7 @@ def test_conversion_puts_rows_and_columns_of_a_neuron_together(
     got = layouts.unpack_neuron(tensor_bytes(bundle, "layers.1.ffn"), weights, ffn.group_size, want.shape)
     assert ((got - want) ** 2).sum() < {"q4": 0.01, "int8": 4e-5}[weights] * (want**2).sum()
     assert [t.name for t in report.tensors].count("layers.1.ffn") == 1
-    monkeypatch.setattr("edgeinfer.converters.conversion.BLOCK_WEIGHTS", 1000)
+    monkeypatch.setattr("edgeinfer.converters.packing.BLOCK_WEIGHTS", 1000)
     convert(source, tmp_path / "blocks", weights=weights, ffn_layout="neuron")
     assert Bundle.open(tmp_path / "blocks").weights.tobytes() == bundle.weights.tobytes()
 
@@ -134,7 +134,7 @@ def test_a_column_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytes
     shape = read_tensors(make_checkpoint(tmp_path / "good"))[name].shape
     damaged = np.zeros(shape, np.float32)
     damaged[3, 50] = np.inf
-    monkeypatch.setattr("edgeinfer.converters.conversion.BLOCK_WEIGHTS", 1000)
+    monkeypatch.setattr("edgeinfer.converters.packing.BLOCK_WEIGHTS", 1000)
     with pytest.raises(CheckpointError, match=rf"The tensor {name} has the value inf at \[3, 50\]"):
         convert(make_checkpoint(tmp_path / "bad", tensors={name: damaged}), tmp_path / "m", ffn_layout="neuron")
 

@@ -1,0 +1,99 @@
+"""The stored bytes of weights: moved as they are, or read, quantised and packed block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CheckpointError
+from edgeinfer.graph import Weight
+from edgeinfer.quant import WeightType, layouts, quantise
+
+from .assembly import assembled
+from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
+from .report import TensorReport
+
+F16_MAX = 65504.0
+
+
+class WeightReader(SourceReader):
+    """Reads the sources of stored weights in stored order."""
+
+    def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
+        """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
+        cols = prod(weight.shape[1:])
+        return assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS)
+
+    def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
+        """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ...
+
+        Without a gate: all rows, then all columns.
+        """
+        gate, *up, down = weight.sources
+        total, _, hidden = weight.shape
+        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, this many at a time
+        for start in range(0, total, step):
+            yield self.rows(gate, start, min(start + step, total))
+        for start in range(0, total, step):
+            stop = min(start + step, total)
+            block = np.empty((stop - start, 1 + len(up), hidden), np.float32)
+            for i, source in enumerate(up):
+                block[:, i] = self.rows(source, start, stop)
+            block[:, -1] = self.columns(down, start, stop).T
+            yield block.reshape(-1, hidden)
+
+
+def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType
+                 ) -> tuple[Iterator[NDArray[np.uint8]], Callable[[], TensorReport]]:
+    """Return the stored bytes of a weight, block by block, and the report of it once they were read."""
+    checkpoint, sums = reading.checkpoint, list[quantise.ErrorSums]()
+    moved = checkpoint.moved(weight, stored, reading.count, sums)
+
+    def report() -> TensorReport:
+        errors = sum(sums, quantise.ErrorSums())
+        return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
+                            checkpoint.file_types(weight), not errors.squared_error, moved is not None)
+
+    return moved or _packed(reading, weight, stored, sums), report
+
+
+def _packed(
+    reading: WeightReader, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums]
+) -> Iterator[NDArray[np.uint8]]:
+    """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
+    name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
+    if stored.layout == "neuron":
+        for parts in reading.parts(weight):
+            codes, scales, errors = quantise.quantise(parts, stored.dtype, stored.group_size, name)
+            sums.append(errors)
+            yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
+        return
+    for block in reading.blocks(weight):
+        if stored.layout == "plain":
+            yield np.ascontiguousarray(block, "<f4").reshape(-1).view(np.uint8)
+        elif stored.quantised:
+            codes, scales, errors = quantise.quantise(block, stored.dtype, stored.group_size, name)
+            sums.append(errors)
+            yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
+        else:
+            values: NDArray[np.float16 | np.float32] = block
+            if stored.dtype == "f16":
+                values, errors = halves_of(block, name)
+                sums.append(errors)
+            yield layouts.pack_tile16(values, stored.dtype)
+
+
+def halves_of(block: NDArray[np.float32], name: str) -> tuple[NDArray[np.float16], quantise.ErrorSums]:
+    """Weights in fp16, which must be able to hold them, and the squared error of rounding."""
+    largest = float(np.abs(block).max())
+    if largest > F16_MAX:
+        raise CheckpointError(
+            f"The tensor {name} has the value {largest:.3g}, too large for f16; convert with weights f32."
+        )
+    halves, rounded = quantise.to_halves(np.ascontiguousarray(block))
+    difference = block - rounded
+    error = float(np.einsum("rc,rc->", difference, difference))
+    return halves, quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))
