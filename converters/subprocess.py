@@ -37,8 +37,7 @@ def convert_apart(
     Returns
     -------
     list of str
-        Sentences for the user: remarks, and the errors of both steps where quantised weights were quantised
-        again.
+        Sentences for the user: remarks, and the errors of both steps where quantised weights were quantised again.
 
     Raises
     ------

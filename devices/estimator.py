@@ -1,12 +1,11 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
-A token takes ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]``
-where token and attention_ms are known for machines that were probed, and layers that are streamed add what their
-reading takes longer than all that; a prompt takes the longer of
-its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
-its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its
-class (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman and Patterson, CACM
-52(4), 2009.
+A token takes ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]`` where
+token and attention_ms are known for machines that were probed, and layers that are streamed add what their reading
+takes longer than all that; a prompt takes the longer of its operations at ``mfu`` of the peak and of one reading of the
+weights, plus attention, which grows with the square of its length. The constants are this machine's where runs have
+calibrated it, else the device's own, else those of its class (classes.toml says what each was fitted to). A roofline in
+the sense of Williams, Waterman and Patterson, CACM 52(4), 2009.
 """
 
 from __future__ import annotations

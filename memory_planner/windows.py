@@ -41,8 +41,7 @@ class Windowed:
     def of(cls, accesses: Iterable[KvAccess], request: Request) -> Windowed | None:
         """Plan the windows, given the K and V of all operations; None if all layers keep everything.
 
-        Not used if prompts are pruned: every layer's K and V of a whole prompt are there at
-        once.
+        Not used if prompts are pruned: every layer's K and V of a whole prompt are there at once.
         """
         windows: dict[int, list[int]] = {}
         for access in accesses:

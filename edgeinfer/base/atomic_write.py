@@ -26,9 +26,8 @@ Own = TypeVar("Own", bound="Destination")
 class Destination(abc.ABC):
     """Something in the making; a context manager that leaves it complete in its place, or nothing.
 
-    It is made in a hidden folder beside its place, under a unique name. Its maker holds a lock, and
-    removes what killed processes have left. If locks do not exist, two at once do the work twice, and what stays is
-    that of one of them.
+    It is made in a hidden folder beside its place, under a unique name. Its maker holds a lock, and removes what killed
+    processes have left. If locks do not exist, two at once do the work twice, and what stays is that of one of them.
 
     Parameters
     ----------

@@ -145,8 +145,7 @@ class MachineProbe:
         return reading
 
     def _executor(self, kernel: str, threads: int | None, *parameters: int) -> Executor:
-        """Return an executor of one instruction, which is kept as long as readings are of the same number of
-        threads.
+        """Return an executor of one instruction, which is kept as long as readings are of the same number of threads.
         """
         threads = threads or self.threads
         if any(executor.threads != threads for executor in self._executors.values()):

@@ -160,10 +160,9 @@ class Weight:
     sources: tuple[Source, ...] = ()
     combine: str = "concat"
     """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
-    ``neurons``: a row of each of the first sources, then a column of the last; ``stacked16`` and
-    ``stacked_pairs16``: items of stacks one after the other, padded to 16 rows, those of two stacks alternating by
-    tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
-    short or empty."""
+    ``neurons``: a row of each of the first sources, then a column of the last; ``stacked16`` and ``stacked_pairs16``:
+    items of stacks one after the other, padded to 16 rows, those of two stacks alternating by tile of 16; ``folded16``:
+    each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps short or empty."""
     pieces: int = 0
     """Experts whose matrices it has. Weights of as many that follow each other share an allocation, expert by expert,
     so that all of an expert is in one piece; 0: it is in one piece itself."""

@@ -39,8 +39,7 @@ class LLM(Texts, Embeddings):
     ----------
     model : str or Path
         A bundle or checkpoint directory, a GGUF file (also ``ollama:NAME`` or ``hf:OWNER/REPO:TYPE``), a known name
-        (``demo``), or an id on the hub. A checkpoint or GGUF file is converted once
-        into the user's cache.
+        (``demo``), or an id on the hub. A checkpoint or GGUF file is converted once into the user's cache.
     ctx : int, optional
         Context size: maximum number of prompt and generated tokens together; by default min(the model's, 4096).
     budget : int or str, optional

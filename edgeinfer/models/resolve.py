@@ -21,9 +21,8 @@ def resolve(model: str | Path, progress: OnProgress | None = None, convert: bool
             ) -> Path:
     """Return the bundle that a user means.
 
-    A directory goes before a known name if it holds a model, and a known name before the hub. A checkpoint is
-    converted once into the user's cache and again when its files change; a model of the hub is downloaded and
-    converted once.
+    A directory goes before a known name if it holds a model, and a known name before the hub. A checkpoint is converted
+    once into the user's cache and again when its files change; a model of the hub is downloaded and converted once.
 
     Parameters
     ----------

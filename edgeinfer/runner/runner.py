@@ -239,9 +239,8 @@ class Runner(Caching, abc.ABC):
         cancel : ends the forward pass within 100 ms
         sample_specs : one for each sequence, see `Segment.sample_specs`; or none at all
         further : after how many more tokens the caller needs to look at the latest. A runner may continue
-            automatically that
-            often, with the tokens that it samples, until a text ends; all sequences are as much longer afterwards, and
-            the tokens are theirs
+            automatically that often, with the tokens that it samples, until a text ends; all sequences are as much
+            longer afterwards, and the tokens are theirs
 
         Returns
         -------

@@ -47,11 +47,9 @@ JSON_FIELDS = {
         "`at_the_moment` (with the bandwidth or peak beside the test; null on a GPU); `basis`, `error`, "
         "`error_source`; else null",
         "speculation": "with --speculate: `walks`, milliseconds of a forward pass over 1, 2, ... tokens, and `ratios` "
-                       "to one; "
-        "`draft_ms`, `self_ms` and `mtp_ms` of a draft token; `pays_from`, per drafter the least acceptance with which "
-        "draft tokens "
-        "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
-        "`tokens_per_walk`",
+                       "to one; `draft_ms`, `self_ms` and `mtp_ms` of a draft token; `pays_from`, per drafter the "
+                       "least acceptance with which draft tokens pay, null where none does; with --accept `stated`: "
+                       "`accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, `tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
         "serving": "with --concurrency, instead of `rows`: per load `concurrency`, `requests`, `rate`, `duration_s`, "
         "`total_input_tokens`, `total_output_tokens`, `request_throughput`, `output_throughput`, "

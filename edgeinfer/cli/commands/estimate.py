@@ -61,10 +61,9 @@ JSON_FIELDS = {
         "file_types": "of a GGUF file or a quantised checkpoint: bytes by type, else null; `file_note` says what the "
         "figures mean",
         "fits": "as in `plan`: whether a run fits the device's memory, `memory_bytes`, of which the system keeps a "
-        "part, "
-        "on cards `device_bytes`, with weights read from storage where `run` does so automatically, as `mode` says; "
-        "`total_bytes` is all that it takes (`unstreamed_bytes` with all weights in memory), of the "
-        "process beside a card, and `run_kv` its type of the KV cache",
+        "part, on cards `device_bytes`, with weights read from storage where `run` does so automatically, as `mode` "
+        "says; `total_bytes` is all that it takes (`unstreamed_bytes` with all weights in memory), of the process "
+        "beside a card, and `run_kv` its type of the KV cache",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",

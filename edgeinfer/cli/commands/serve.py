@@ -92,10 +92,9 @@ def serve(
 
     Requests run together, as many as the KV pool has room for; without --kv-memory it gets what the budget leaves
     ('edgeinfer plan --serve' shows it). The server listens on this machine alone, and on other addresses only with a
-    key. It answers on the paths of OpenAI's API (/v1/chat/completions, /v1/completions, /v1/responses,
-    /v1/embeddings), of ollama's (/api/chat, /api/generate) and of Anthropic's (/v1/messages), and has a page to chat
-    at /. Each request is one line of JSON on standard error. Ctrl-C and SIGTERM let running requests end; the second
-    one ends at once.
+    key. It answers on the paths of OpenAI's API (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings),
+    of ollama's (/api/chat, /api/generate) and of Anthropic's (/v1/messages), and has a page to chat at /. Each request
+    is one line of JSON on standard error. Ctrl-C and SIGTERM let running requests end; the second one ends at once.
 
     \b
     Examples:

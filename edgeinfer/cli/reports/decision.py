@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from ...models.description import ModelDescription
     from ...runner import Runner
 
-FIELD = ("of bundles with a predictor or a screen: `name` of what run chooses on this machine (resident, "
-         "sparse, sparse from flash, experts from flash, streamed, or refused), `tok_per_s` and `read_bytes` from "
-         "storage per token as predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, "
-         "`said`; else null")
+FIELD = ("of bundles with a predictor or a screen: `name` of what run chooses on this machine (resident, sparse, "
+         "sparse from flash, experts from flash, streamed, or refused), `tok_per_s` and `read_bytes` from storage per "
+         "token as predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, `said`; else null")
 """Description of the field `decision` of a JSON object."""
 _RUNTIME = RuntimeConfig()
 

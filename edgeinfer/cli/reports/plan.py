@@ -17,11 +17,9 @@ JSON_FIELDS = {
         "model": "as given",
         "source": "where its description comes from",
         "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
-        "itself; "
-        "null with --device cuda where no GPU was found",
+        "itself; null with --device cuda where no GPU was found",
         "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
-        "refused "
-        "where it does not fit",
+        "refused where it does not fit",
         "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",
         "parameters": "of the model; tied matrices count once",
         "weights": "type of the layers' matrices",
@@ -31,8 +29,7 @@ JSON_FIELDS = {
         "threads": "worker threads",
         "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
         "`device_budget_bytes` (what is free of a GPU, or a card's memory, null without one), `device_budget_source` "
-        "and "
-        "`max_sequences` that fit",
+        "and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
         "unstreamed_bytes": "what it would be with all weights in memory",
@@ -51,18 +48,16 @@ JSON_FIELDS = {
         "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
-        "alternatives": "where not all weights fit into memory: `change` (state_memory, ctx, kv, weights or "
-        "several joined by +; on a device ctx or "
-        "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
-        "order in which to try them, each checked to fit. The last may be "
-        "`cold_neurons` and `streamed_layers`, which `run` does automatically, with `streamed_bytes` read from storage "
-        "for each token and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with "
-        "`experts` in all and `routing`: what is expected where choices are `alike` and `skewed`, each `busier_half` "
-        "(the share that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
+        "alternatives": "where not all weights fit into memory: `change` (state_memory, ctx, kv, weights or several "
+        "joined by +; on a device ctx or samples; draft or speculate for the run without), `value`, `options` (each by "
+        "name), `total_bytes`; in the order in which to try them, each checked to fit. The last may be `cold_neurons` "
+        "and `streamed_layers`, which `run` does automatically, with `streamed_bytes` read from storage for each token "
+        "and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with `experts` in "
+        "all and `routing`: what is expected where choices are `alike` and `skewed`, each `busier_half` (the share "
+        "that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
-        "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, "
-        "and as in `estimate` `program`, `unit`, `unit_words`, `others`; `reading`: where weights are read from "
-        "storage "
+        "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and "
+        "as in `estimate` `program`, `unit`, `unit_words`, `others`; `reading`: where weights are read from storage "
         "whether the speed counts that, else null; null without a profile",
         "file_types": "of a GGUF file or a quantised checkpoint: bytes of its tensors by type; else null",
         "notes": "remarks",

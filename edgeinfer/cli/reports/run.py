@@ -39,15 +39,13 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
         "`measured` (of decoding with draft tokens: what it would have been without, by `gain` of `speculation`), "
-        "`miss`; "
-        "`basis`, `error`, `error_source`; else null",
+        "`miss`; `basis`, `error`, `error_source`; else null",
         "offload": "where weights do not fit and are read from storage: `decision` (streamed, sparse from flash, or "
         "experts from flash), `walks`, `flash_bytes` read in them, `flash_bytes_per_token` (streamed: of a forward "
-        "pass, which "
-        "draft tokens and samples share; else of a token that was run, a draft token or not), `io_wait_ms`, `direct` "
-        "(past the "
-        "page cache); `layers` that are streamed; or `hot_share` of the neurons, which is in memory, and `hit_rate` of "
-        "the cache of the others; or `kept_share` of the experts, which the cache holds, and its `hit_rate`; else null",
+        "pass, which draft tokens and samples share; else of a token that was run, a draft token or not), "
+        "`io_wait_ms`, `direct` (past the page cache); `layers` that are streamed; or `hot_share` of the neurons, "
+        "which is in memory, and `hit_rate` of the cache of the others; or `kept_share` of the experts, which the "
+        "cache holds, and its `hit_rate`; else null",
         "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
         "whether it was added automatically; else null",
         "decision": decision.FIELD,
@@ -55,8 +53,7 @@ JSON_FIELDS = {
         "speculation": "unless --speculate off: `drafter`, `state` (on; off, where it was measured to be slower; idle, "
         "where there was nothing to draft), `walks` that verified draft tokens, `drafted`, `accepted`, "
         "`accepted_per_position`, `tokens_per_walk`, and `gain`: speed over that without draft tokens; the last two "
-        "null "
-        "without a forward pass",
+        "null without a forward pass",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`, "
         "`score`; the best beams first",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
@@ -37,10 +38,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, head_norms=True)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer, head_norms=True)
 
 
 EVERY, LAYERS_OF_32B = 4, 64

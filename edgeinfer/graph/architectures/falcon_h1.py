@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import CheckpointError
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_scan, scan_layer
 from ..config import ModelConfig
@@ -65,10 +66,7 @@ def read_multipliers(c: ConfigReader) -> tuple[float, ...]:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.final_layernorm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer, "model.final_layernorm.weight")
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

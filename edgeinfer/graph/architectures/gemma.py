@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
@@ -48,10 +49,7 @@ def norm(name: str, width: int) -> Source:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
+    return llama_like(g, c, layer, norm("model.norm", c.hidden_size))
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = False, qk_norm: bool = False) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import CheckpointError
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig, RopeConfig
 from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama, Seeing
@@ -58,10 +59,7 @@ def _rotations(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = gemma.layer(g, c, x, i, sandwich=True, qk_norm=True)
-    return g.build(g.logits(x, gemma.norm("model.norm", c.hidden_size), "lm_head.weight"))
+    return llama_like(g, c, gemma.layer, gemma.norm("model.norm", c.hidden_size), sandwich=True, qk_norm=True)
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:

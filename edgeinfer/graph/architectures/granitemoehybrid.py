@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import mamba, read_kinds, read_scan, scan_layer
 from ..builder.moe import moe, read_experts
@@ -50,10 +51,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = moe(g, c, mix(g, c, x, i), i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, lambda g, c, x, i: moe(g, c, mix(g, c, x, i), i))
 
 
 def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import read_conv_width, read_kinds
 from ..config import ModelConfig
@@ -57,10 +58,7 @@ def read_lfm2(c: ConfigReader, types: list[str], **own: Any) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = ffn(g, mix(g, c, x, i), i)
-    return g.build(g.logits(x, "model.embedding_norm.weight", "lm_head.weight"))
+    return llama_like(g, c, lambda g, c, x, i: ffn(g, mix(g, c, x, i), i), "model.embedding_norm.weight")
 
 
 def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
@@ -28,10 +29,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = moe(g, c, attend(g, c, x, i), i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i), i))
 
 
 def _has_experts(m: GgufMetadata) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
@@ -22,10 +23,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, head_norms: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
@@ -24,10 +25,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = moe(g, c, attend(g, c, x, i, wide_norm=True), i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i, wide_norm=True), i))
 
 
 FAMILY = Family((Gguf("olmoe", experts=GgufExperts(normalise=False)),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, Ollama, Seeing
@@ -23,10 +24,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, qk_norm=True)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer, qk_norm=True)
 
 
 SEEING = ("rope.dimension_sections", "n_deepstack_layers")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
 from ..builder.moe import moe
@@ -66,10 +67,7 @@ def mixer(c: ModelConfig, hf: str) -> Mixer:
 
 def forward(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Mixer] = mixer) -> Graph:
     """Tokens to logits; `parts` has the tensors of a layer's delta rule."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = block(g, c, x, i, parts)
-    return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
+    return llama_like(g, c, block, norm("model.norm", c.hidden_size), parts=parts)
 
 
 def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Callable[[ModelConfig, str], Mixer] = mixer

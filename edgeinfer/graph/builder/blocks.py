@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 from ..graph import Graph
@@ -48,13 +48,16 @@ GPT_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_atten
 """Names of the sizes in configs of GPT-2's kind (`ConfigReader.called`)."""
 
 
-def llama_like(g: GraphBuilder, c: ModelConfig, block: Callable[[GraphBuilder, ModelConfig, Tensor, int], Tensor]
-               ) -> Graph:
-    """Write tokens to logits where embedding, last norm and head have Llama's names; `block` writes a layer."""
+def llama_like(g: GraphBuilder, c: ModelConfig, block: Callable[..., Tensor], norm: Name = "model.norm.weight",
+               **how: Any) -> Graph:
+    """Write tokens to logits where embedding and head have Llama's names, and the last norm has that name or another.
+
+    ``block(g, c, x, i, **how)`` writes a layer.
+    """
     x = g.embed("model.embed_tokens.weight")
     for i in range(c.num_hidden_layers):
-        x = block(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+        x = block(g, c, x, i, **how)
+    return g.build(g.logits(x, norm, "lm_head.weight"))
 
 
 def gpt_like(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Layer]) -> Graph:

@@ -13,6 +13,7 @@ from ..hf_config.reader import ConfigReader
 from ..ops.rope import stretch_factor
 from ..tensors import Tensor
 from ..weights import Source
+from .blocks import llama_like
 from .builder import GraphBuilder
 from .moe import count_experts, moe, with_dense_layers
 
@@ -88,10 +89,7 @@ def read_routed(c: ConfigReader, defaults: dict[str, Any], dense: tuple[int, ...
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = block(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, block)
 
 
 def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -32,8 +32,7 @@ at once, and a trial ends; from the third on already where its forward passes do
 
 @dataclass(slots=True)
 class _Kind:
-    """Measured times of passes of the same instructions over about as many tokens; index 0: one thread, 1: all of
-    them.
+    """Measured times of passes of the same instructions over about as many tokens; index 0: one thread, 1: all of them.
     """
 
     mode: int

@@ -136,8 +136,7 @@ class Readers:
         return self.file.direct
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
-        """Make ready for a forward pass over these instructions; returns early once `ended`: it is not wanted any
-        more.
+        """Make ready for a forward pass over these instructions; returns early once `ended`: it is not wanted any more.
         """
         raise NotImplementedError
 

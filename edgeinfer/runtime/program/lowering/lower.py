@@ -249,8 +249,7 @@ def _(op: RopeStore | RotateQueries, at: Lowering) -> list[Instruction]:
 
 def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequence[str], operands: Sequence[Operand],
             count: int, **chosen: int | float) -> list[Instruction]:
-    """Instructions of attention of the tokens that a count says; of the forward pass's last ones where V is
-    `chosen`.
+    """Instructions of attention of the tokens that a count says; of the forward pass's last ones where V is `chosen`.
     """
     parameters = fill(
         ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
