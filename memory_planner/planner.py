@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from .kv_pool import ALIGNED, kv_region, place_kv, pool_sizes
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
 from .reasons import rotary, scored
-from .state import StatePlan, plan_state
+from .state import plan_state
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
 
@@ -97,7 +97,8 @@ class Planner:
         turned = len(c.rotations) * c.table_rows(request.ctx) * rope_row
         slopes = round_up(4 * c.num_attention_heads, 64) if c.alibi else 0
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-        sizes, state = sizes_of(graph.types, splits, request), self._state(request)
+        sizes = sizes_of(graph.types, splits, request)
+        state = plan_state(self._stateful, request.sequences, request.state_memory)
         if sizes[1:] not in self._scratch:
             self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
         thread, shared = self._scratch[sizes[1:]]
@@ -110,7 +111,7 @@ class Planner:
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),
             *([Region("state", state.nbytes, state.reason)] if state else []),
-            *self._of_techniques(request),
+            *(region for one, settings in each(request.techniques) for region in one.regions(graph, request, settings)),
             Region("tables", self._table_bytes(request, windowed) + weights.table_bytes,
                    "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
@@ -165,13 +166,6 @@ class Planner:
         return abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES
                                                  + 24) + abi.INSTRUCTION_BYTES * self._instructions[request.kv] \
             + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
-
-    def _state(self, request: Request) -> StatePlan | None:
-        return plan_state(self._stateful, request.sequences, request.state_memory)
-
-    def _of_techniques(self, request: Request) -> Iterator[Region]:
-        for one, settings in each(request.techniques):
-            yield from one.regions(self.graph, request, settings)
 
 
 def boundaries_of(request: Request) -> tuple[int, ...]:

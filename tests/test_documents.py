@@ -262,6 +262,12 @@ def test_the_demos_plan_and_program_are_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == demo_program(), "run: python -m tests.make_documents"
 
 
+def test_the_glossary_has_few_words_of_our_own() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Glossary\n")[1].split("\n## ")[0]
+    head, _, *words = [line for line in section.splitlines() if line.startswith("|")]
+    assert head == "| word | meaning |" and 1 <= len(words) <= 5, words
+
+
 def test_the_table_of_layers_is_the_enforced_one() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (-?\d\w?) \| (.*?) \|", text, re.MULTILINE)

@@ -15,6 +15,7 @@ from ..text import Tokenizer
 from .candidate import Sample
 from .completion import Completion
 from .sampler import Sampler
+from .speculation.usage import Usage
 from .task import MORE, Ran, Run, Task, check_blocks
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Generation(Task[Completion]):
         self._check_room(what)
         self._begin_form, self._skip_special = begin_form, skip_special
         self._samples: Items[Sample] = self._new_samples(tokenizer)
-        self._usage = speculation.usage() if speculation else None
+        self._usage = Usage() if speculation else None
         for sample in self._samples:
             sample.usage = self._usage
         self._base: Sequence | None = None

@@ -1,4 +1,4 @@
-"""What requests that run together have in common: computed once, and taken from the prefix cache by the others."""
+"""Common beginnings of requests that run together: computed once, taken from the prefix cache by the others."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +18,10 @@ from .settings import runtime_config, with_beams, with_techniques
 from .texts import Texts
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from typing import Unpack
-    else:
-        from typing_extensions import Unpack
-
     from ..engine import Stream
     from ..memory_planner import MemoryPlan
     from ..runner import Cancellation
-    from .options import Device, GroupSize, KvLayout, KvType, TechniqueOptions, WeightType
+    from .options import Device, GroupSize, KvLayout, KvType, TechniqueOptions, Unpack, WeightType
 
 
 class LLM(Texts, Embeddings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -13,13 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .api import LLM
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from typing import Unpack
-    else:
-        from typing_extensions import Unpack
-
     from ..engine import Completion, Request, Score
-    from .options import ChatOptions, Messages, Prompt, RequestOptions
+    from .options import ChatOptions, Messages, Prompt, RequestOptions, Unpack
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -13,6 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ..base.progress import OnProgress as OnProgress
 
 if TYPE_CHECKING:
+    if sys.version_info >= (3, 11):
+        from typing import Unpack as Unpack
+    else:
+        from typing_extensions import Unpack as Unpack
+
     from ..config import GenerationConfig, Recipe
     from ..runner.pruning import Schedule
 

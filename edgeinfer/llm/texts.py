@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,8 @@ from ..base.validation import checked
 from .requests import TEXTS_OR_IDS, Requests, reusing, run_together
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from typing import Unpack
-    else:
-        from typing_extensions import Unpack
-
     from ..engine import Completion, Stream
-    from .options import ChatOptions, Messages, Prompt, RequestOptions
+    from .options import ChatOptions, Messages, Prompt, RequestOptions, Unpack
 
 
 class Texts(Requests):

@@ -103,10 +103,10 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if parse_special or not token.special]
     normalizer, words = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer)
     if _is_split_at_spaces(normalizer, words):
-        return None if any(map(_is_near_words, added)) else Cuts(_searching(_WORDS))
+        return None if any(_is_near(token, _ACROSS_WORDS) for token in added) else Cuts(_searching(_WORDS))
     if type(model).__name__ != "BPE":
         return None
-    narrow = not any(_is_near_spaces(token) for token in added)
+    narrow = not any(_is_near(token, _ACROSS) for token in added)
     alone = not normalizer and [step["type"] for step in words] == ["Metaspace"]
     if alone or (normalizer == _MARKS and not words) or (normalizer == _MARKS[1:] and words in ([], _SPLIT_MARKED)):
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -174,16 +174,10 @@ def _is_split_at_spaces(normalizer: list[dict[str, Any]], words: list[dict[str, 
                or (step["type"] == "Strip" and not step.get("strip_left")) for step in normalizer)
 
 
-def _is_near_words(token: Any) -> bool:
-    """Return whether an added token may reach over a cut between a letter, a space and another letter."""
+def _is_near(token: Any, across: re.Pattern[str]) -> bool:
+    """Return whether an added token may reach over a cut of this form beside a letter."""
     strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
-    return bool(strips or _ACROSS_WORDS.search(token.content))
-
-
-def _is_near_spaces(token: Any) -> bool:
-    """Return whether an added token may reach over a cut between a letter and a space."""
-    strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
-    return bool(strips or _ACROSS.search(token.content))
+    return bool(strips or across.search(token.content))
 
 
 def _any_across(vocabulary: Iterable[str]) -> bool:

@@ -323,7 +323,7 @@ class Clock:
         Proposer.free = free
         self.speculation = Speculation(Proposer(), times or Times(), 7, 64,
                                        asked=not free if asked is None else asked)
-        self.usage = self.speculation.usage()
+        self.usage = Usage()
         self.texts = [_Text(key, self.usage) for key in range(samples)]
 
     def report(self) -> SpeculationReport:

@@ -292,10 +292,6 @@ class Speculation:
         """Statistics of the requests whose texts took part in this pass."""
         return tuple({id(text.usage): text.usage for text in self._writing if text.usage}.values())
 
-    def usage(self) -> Usage:
-        """Return the statistics of a request that begins."""
-        return Usage()
-
     def release(self, texts: Items[Text]) -> None:
         """Release what the drafter keeps of texts that have ended, or whose sequences are taken away."""
         self.drafter.release(texts)

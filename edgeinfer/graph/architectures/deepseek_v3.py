@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..builder.latent import block, forward
 from ..config import ModelConfig
 from ..families.family import Family
-from ..families.gguf_metadata import GgufMetadata
 from ..hf_config.reader import ConfigReader
 from .deepseek_v2 import GGUF, SIGMOID, TENSORS
 from .glm4_moe_lite import read_sigmoid
@@ -33,8 +32,4 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_sigmoid(c, DEFAULTS)
 
 
-def _has_sigmoids(m: GgufMetadata) -> bool:
-    return bool(m.get("expert_gating_func") == SIGMOID)
-
-
-FAMILY = Family((replace(GGUF, when=_has_sigmoids),), TENSORS, further_tokens=True)
+FAMILY = Family((replace(GGUF, when=lambda m: m.get("expert_gating_func") == SIGMOID),), TENSORS, further_tokens=True)

@@ -25,14 +25,10 @@ def read(c: ConfigReader) -> ModelConfig:
 SHARED = "expert_shared_feed_forward_length"
 
 
-def _has_shared(m: GgufMetadata) -> bool:
-    return bool(m.get(SHARED))
-
-
 def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {**granite.gguf_fields(m), "shared_intermediate_size": m.get(SHARED)}
 
 
 FAMILY = Family(
-    (replace(granitemoe.GGUF, when=_has_shared, fields=_fields),), neighbours=True,
+    (replace(granitemoe.GGUF, when=lambda m: bool(m.get(SHARED)), fields=_fields),), neighbours=True,
     experts=replace(granitemoe.EXPERTS, shared=("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight")))

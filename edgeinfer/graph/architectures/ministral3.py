@@ -53,10 +53,6 @@ def _query_scale(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
     return c.instead(**plain), found.pop()
 
 
-def _queries_grow(m: GgufMetadata) -> bool:
-    return bool(m.get("attention.temperature_scale"))
-
-
 def _fields(m: GgufMetadata) -> dict[str, Any]:
     kind, _ = m.scaling()
     if kind != "yarn":
@@ -65,4 +61,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {}
 
 
-FAMILY = Family((replace(MISTRAL_3, when=_queries_grow, fields=_fields),), neighbours=True)
+GGUF = replace(MISTRAL_3, when=lambda m: bool(m.get("attention.temperature_scale")), fields=_fields)
+FAMILY = Family((GGUF,), neighbours=True)

@@ -9,7 +9,6 @@ from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
 from ..families.family import ExpertModules, Family, GgufExperts
-from ..families.gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
@@ -32,10 +31,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i), i))
 
 
-def _has_experts(m: GgufMetadata) -> bool:
-    return bool(m.get("expert_count"))
-
-
 FAMILY = Family(
-    (replace(llama.GGUF, when=_has_experts, experts=GgufExperts("num_local_experts")),), neighbours=True,
+    (replace(llama.GGUF, when=lambda m: bool(m.get("expert_count")), experts=GgufExperts("num_local_experts")),),
+    neighbours=True,
     experts=ExpertModules("block_sparse_moe", ("w1", "w3", "w2"), "block_sparse_moe.gate"))
