@@ -57,7 +57,7 @@ def unknown_name(name: str) -> str:
     if missing := missing_path(name):
         return missing
     typed, here = name.lower(), (DEMO, *KNOWN_NAMES, *_models_in(Path()))
-    near = _ollamas(name)[:SHOWN_NAMES] or _nearest(typed, here, 0.7) or _nearest(typed, (*here, *shapes), 0.5)
+    near = [*_ollamas(name), *_nearest(typed, here, 0.7)][:SHOWN_NAMES] or _nearest(typed, (*here, *shapes), 0.5)
     return unknown_model(name, near, RUNNABLE)
 
 
@@ -88,15 +88,17 @@ def _nearest(typed: str, known: Iterable[str], cutoff: float) -> list[str]:
 
 
 def _ollamas(name: str) -> list[str]:
-    """Names in ollama's store, as `run` takes them, of models that are called so but for owner and tag."""
+    """Names in ollama's store, as `run` takes them, of models that are called so, or nearly, but for owner and tag."""
     from ..converters import ollama_models
 
     try:
         called = [model.name for model in ollama_models() if not model.problem]
     except OSError:
         return []
+    bare = {other: other.removeprefix(OLLAMA).partition(":")[0].rpartition("/")[2].lower() for other in called}
     typed = name.partition(":")[0].lower()
-    return [other for other in called if other.removeprefix(OLLAMA).partition(":")[0].rpartition("/")[2] == typed]
+    closest = {typed} & {*bare.values()} or _nearest(typed, bare.values(), 0.8)
+    return [other for other, own in bare.items() if own in closest]
 
 
 def _shape_only(name: str, shape: Shape) -> str:

@@ -77,6 +77,8 @@ def test_a_bare_name_is_looked_up_in_the_stores(
         checkpoint_path("small")
     with pytest.raises(ModelNotFoundError, match=r"Unknown model 'tiny:3b'.*did you mean 'ollama:someone/tiny:1b' or"):
         checkpoint_path("tiny:3b")
+    with pytest.raises(ModelNotFoundError, match=r"Unknown model 'tinny'; did you mean 'ollama:someone/tiny:1b' or"):
+        checkpoint_path("tinny")
     with pytest.raises(ModelNotFoundError, match="'llama-2-7b' is a built-in shape without weights"):
         checkpoint_path("llama-2-7b")
 
@@ -98,6 +100,14 @@ def test_names_that_ollama_does_not_have(store: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("OLLAMA_MODELS", root)
         with pytest.raises(ModelNotFoundError, match="has no models; pull one"):
             resolve("ollama:tiny")
+
+
+def test_a_file_of_several_names_is_converted_once(store: Path) -> None:
+    bundle = resolve("tiny")
+    stamp = (bundle / "weights.bin").stat().st_mtime_ns
+    for name in ("ollama:tiny", "ollama:tiny:latest", "ollama:someone/tiny:1b", f"{store}/blobs/sha256-{DIGEST}"):
+        assert resolve(name) == bundle and (bundle / "weights.bin").stat().st_mtime_ns == stamp
+    assert [path.name for path in bundle.parent.iterdir()] == [bundle.name]
 
 
 def test_a_bundle_is_made_once_and_again_when_its_file_changes(store: Path, tmp_path: Path) -> None:
