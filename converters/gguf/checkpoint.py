@@ -43,7 +43,7 @@ from .moved_blocks import moved
 from .names import CONVOLUTIONS, SHARED_GATE, VECTORS, with_gguf_names
 from .tensors import GgufFile
 from .tokenizer import GgufTokenizer, read_gguf_tokenizer
-from .types import ANEW, ERROR_ANEW, EXACT, INEXACT, smallest
+from .types import ANEW, ERROR_ANEW, EXACT, INEXACT, KLD_ANEW, smallest
 
 SPARE_GROUP = 32
 """Group size in a header whose types of weights leave no choice."""
@@ -214,9 +214,13 @@ def kept(kinds: Kinds) -> str:
 
 
 def _errors_anew(kinds: list[str]) -> str:
-    """Return the squared errors of types requantised beside those of the types themselves, for a sentence."""
-    return "; ".join(f"{kind} itself {own:.1e}, as {ANEW.dtype} {both:.1e}, {both / own - 1:+.0%}"
-                     for kind, (own, both) in ((kind, ERROR_ANEW[kind]) for kind in kinds))
+    """Return the errors of types requantised beside those of the types themselves, for a sentence."""
+    def both(own: float, anew: float, form: str) -> str:
+        return f"{own:{form}}, as {ANEW.dtype} {anew:{form}}, {anew / own - 1:+.0%}"
+
+    return "; ".join(f"{kind} itself {both(*ERROR_ANEW[kind], '.1e')}"
+                     + (f", its KL divergence {both(*KLD_ANEW[kind], '.3f')}" if kind in KLD_ANEW else "")
+                     for kind in kinds)
 
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:

@@ -73,6 +73,9 @@ ERROR_ANEW = {
 }
 """Squared error / squared norm of each of `INEXACT` in its file and once it is stored as `ANEW`, both measured on the
 same matrices (docs/reference/gguf.md)."""
+KLD_ANEW = {"IQ3_S": (0.016, 0.023), "IQ3_XXS": (0.029, 0.036), "Q3_K": (0.020, 0.022), "Q2_K": (0.070, 0.076)}
+"""KL divergence of a small trained model whose layers are of such a type, dequantised and stored as `ANEW`, where it
+was measured (docs/reference/gguf.md)."""
 OWN_ERROR = {
     "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
     "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "NVFP4": 9.1e-3, "MXFP4": 1.3e-2, "IQ3_S": 1.9e-2, "Q3_K": 2.3e-2,

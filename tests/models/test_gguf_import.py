@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.converters.gguf.blocks import pack_blocks, restated
-from edgeinfer.converters.gguf.types import ANEW, BY_NAME, ERROR_ANEW, EXACT, INEXACT, OWN_ERROR, TERNARY
+from edgeinfer.converters.gguf.types import ANEW, BY_NAME, ERROR_ANEW, EXACT, INEXACT, KLD_ANEW, OWN_ERROR, TERNARY
 from edgeinfer.converters.gguf.values import dequantise
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.models.describe import describe
@@ -222,7 +222,9 @@ def test_types_of_which_none_has_the_levels_are_quantised_anew_and_it_is_said(tm
     assert f"except {kind}, which no type of edgeinfer's holds exactly: requantised to q4" in describe(path).file_note
     own, both = ERROR_ANEW[kind]
     assert f"{kind} itself {own:.1e}, as q4 {both:.1e}, +" in describe(path).file_note
-    assert ERROR_ANEW.keys() == set(INEXACT)
+    assert ("its KL divergence 0.016, as q4 0.023, +44%" in describe(path).file_note) == (kind == "IQ3_S")
+    assert ("KL divergence" in describe(path).file_note) == (kind in KLD_ANEW)
+    assert ERROR_ANEW.keys() == set(INEXACT) > set(KLD_ANEW)
     done = edgeinfer("convert", path, tmp_path / "out")
     assert f"were requantised, because no type of edgeinfer's holds {kind} exactly. " in " ".join(done.err.split())
     with Bundle.open(tmp_path / "out") as bundle:
