@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 from .base.dataclass import dataclass
@@ -26,8 +27,8 @@ from .rules import RULES
 
 COMMANDS = ("run", "plan", "estimate", "bench", "eval", "info")
 """Commands that take options of this table, and those of techniques."""
-SERVE = "serve"
-"""The command that takes the options of run with which a model is opened."""
+SERVE, BATCH = SERVING = "serve", "batch"
+"""Commands that take the options of run with which a model is opened."""
 GROUPS = MODEL, SAMPLING, MEMORY, SPEED, OUTPUT = "Model", "Sampling", "Memory", "Speed", "Output"
 """Headings of the help, in order."""
 _RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL, _INFO = COMMANDS
@@ -196,7 +197,8 @@ OPTIONS: tuple[Option, ...] = (
 
 def of_command(command: str) -> Iterator[Option]:
     """Yield the options of this table that a command has."""
-    if command == SERVE:
-        return (one for one in OPTIONS if _RUN in one.commands and one.group in (MODEL, MEMORY, SPEED)
-                and (one.shared or one.name == "prefix_file"))
+    if command in SERVING:
+        opening = (one for one in OPTIONS if _RUN in one.commands and one.group in (MODEL, MEMORY, SPEED)
+                   and (one.shared or one.name == "prefix_file"))
+        return chain(opening, (one for one in OPTIONS if command == BATCH and one.name == "json"))
     return (one for one in OPTIONS if command in one.commands)

@@ -24,7 +24,8 @@ from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
 
 COMMANDS = {
-    "run": "run", "serve": "serve", "chat": "chat", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps",
+    "run": "run", "serve": "serve", "batch": "batch", "chat": "chat", "models": "models", "pull": "pull", "rm": "rm",
+    "ps": "ps",
     "info": "info", "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench", "eval": "evaluate",
     "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify", "embed": "embed",
     "warmup": "warmup", "cache": "app", "config": "app",

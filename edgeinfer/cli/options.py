@@ -16,7 +16,7 @@ from .. import registry
 from ..base.validation import checked
 from ..config import CPU, DEVICES, SAMPLING, RuntimeConfig
 from ..errors import UsageError
-from ..options import COMMANDS, OPTIONS, SERVE, Option, of_command
+from ..options import COMMANDS, OPTIONS, SERVING, Option, of_command
 from .help import REST, show_all
 from .output import say
 
@@ -140,7 +140,7 @@ def takes(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     They are where its parameter `given` is, which gets their values.
     """
-    like = COMMANDS[0] if command == SERVE else command
+    like = COMMANDS[0] if command in SERVING else command
     of_techniques = tuple(registry.options(like))
     known = (*of_command(command), *of_techniques)
 

@@ -25,12 +25,13 @@ STAGES = {
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
     "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
+    "answer": "answering requests",
 }
 WAITING = "waiting for the process that compiles the kernels"
 IN_BYTES = ("download", "convert", "verify", "write", "load", "export", "lower")
-IN_TOKENS, ONE_BY_ONE = ("prompt", "evaluate"), ("compile", "look", "calibration")
+IN_TOKENS, ONE_BY_ONE = ("prompt", "evaluate"), ("compile", "look", "calibration", "answer")
 COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "look": " models",
-           "calibration": " models"}
+           "calibration": " models", "answer": " requests"}
 """Units of the stages that count something other than bytes and have a name for it."""
 REPEAT_SECONDS, TICK_SECONDS, LINE_SECONDS = 0.1, 0.25, 10.0
 """Between two drawings of the bar, between two looks at the clock while nothing is reported, and between two lines."""
@@ -163,7 +164,8 @@ class ProgressLine:
         left = f"{_clock(max(seconds, 1.0))} left"
         if self._stage in IN_BYTES:
             return f"{format_size(round(rate))}/s", left
-        return f"{speed(rate)} tok/s" if self._stage in IN_TOKENS else "", left
+        unit = "tok" if self._stage in IN_TOKENS else "requests" if self._stage == "answer" else ""
+        return f"{speed(rate)} {unit}/s" if unit else "", left
 
     def _left(self) -> float:
         """Return the seconds that a prompt still takes: each token attends to all before it, so a parabola through the

@@ -176,6 +176,19 @@ class Endpoint:
             if not started:
                 await respond(send, Reply(self.failed(found), found.status, headers=found.headers))
 
+    async def reply(self, call: Call) -> Reply:
+        """Return the answer to a request without a connection, and no stream."""
+        try:
+            self.server.check_ready()
+            with self._counted(call):
+                answer = await self.handler(call)
+            assert isinstance(answer, Reply)
+            return answer
+        except Exception as error:
+            found = failure(error, call)
+            self._note(call.note, found, error)
+            return Reply(self.failed(found), found.status)
+
     def _note(self, note: dict[str, Any], found: ApiError, error: Exception) -> None:
         note["error"] = found.logged or found.message
         if found.status == 500 and error is not found:

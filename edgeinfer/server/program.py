@@ -22,13 +22,11 @@ from ..base.process import printable
 from ..errors import UsageError
 from .errors import ApiError, openai_error
 from .http import encode
-from .server import Server, application
+from .server import SWITCH_SECONDS, Server, application
 
 BACKLOG = 1024
 MAX_HEADERS = 64 << 10
 """Bytes of the headers of a request."""
-SWITCH_SECONDS = 0.0005
-"""Time that a thread of Python may keep others waiting: the engine's thread has a few microseconds to do at a time."""
 IDLE_SECONDS = 75
 """Time that a connection may be open between two requests."""
 

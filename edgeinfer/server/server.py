@@ -38,6 +38,10 @@ ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
+SWITCH_SECONDS = 0.0005
+"""Time that a thread of Python may keep others waiting: the engine's thread has a few microseconds to do at a time."""
+
+
 async def openapi(call: Call) -> Reply:
     """Return the OpenAPI description of the server."""
     from .openapi import description

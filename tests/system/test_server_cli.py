@@ -84,7 +84,7 @@ def test_the_client_reads_events(running: Running, key: None) -> None:
 
 
 def test_serve_reports_progress_while_it_opens_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeinfer.cli.commands.serve import _open
+    from edgeinfer.cli.commands.serve import open_served
 
     def opening(source: str, **options: Any) -> Any:
         options["progress"]("convert", 5, 5, "")
@@ -92,5 +92,5 @@ def test_serve_reports_progress_while_it_opens_a_model(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("edgeinfer.llm.LLM", opening)
     given = MagicMock(**{"stored.return_value": (None, None)})
-    progress: Any = _open("a", None, given=given, techniques={}, sequences=1, queue=1, alone=False)
+    progress: Any = open_served("a", None, given=given, techniques={}, sequences=1, queue=1, alone=False)
     assert not progress._stage and progress._ended.is_set()  # nothing more is printed

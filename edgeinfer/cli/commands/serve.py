@@ -115,8 +115,8 @@ def serve(
     return _serve(config, sources, given, int(checked("--max-sequences", sequences, RULES["max_sequences"])))
 
 
-def _config(**settings: Any) -> ServerConfig:
-    """Return the settings of the server; raises `UsageError` where the packages that it needs are missing."""
+def check_packages() -> None:
+    """Raise `UsageError` where the packages that a server needs are missing."""
     try:
         import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -125,6 +125,11 @@ def _config(**settings: Any) -> ServerConfig:
     except ImportError as error:
         raise UsageError(f"The server needs the package {error.name}; install it with: "
                          "pip install 'edgeinfer[server]'") from None
+
+
+def _config(**settings: Any) -> ServerConfig:
+    """Return the settings of the server."""
+    check_packages()
     from ...server import ServerConfig
 
     try:
@@ -158,7 +163,7 @@ def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
 
 def _sources(model: str, name: str | None, others: list[str]) -> dict[str, str]:
     """Return the models by the names that requests use."""
-    sources = {name or _short(model): model}
+    sources = {name or short_name(model): model}
     for one in others:
         other, separator, source = one.partition("=")
         if not separator or not other or not source:
@@ -169,7 +174,7 @@ def _sources(model: str, name: str | None, others: list[str]) -> dict[str, str]:
     return sources
 
 
-def _short(model: str) -> str:
+def short_name(model: str) -> str:
     """Return the end of a path or id, without the ending of a file, as the name of a model."""
     tail = model.rstrip("/").rpartition("/")[2] if not model.startswith(("ollama:", "hf:")) else model.partition(":")[2]
     return tail.removesuffix(".gguf") or model
@@ -180,7 +185,7 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
 
     techniques = registry.agreed(given.techniques, given.flags, 1)
     with bound(config.host, config.port) as listener:
-        opener = partial(_open, given=given, techniques=techniques, sequences=sequences, queue=config.max_queue,
+        opener = partial(open_served, given=given, techniques=techniques, sequences=sequences, queue=config.max_queue,
                          alone=len(sources) == 1)
         models = Models(sources, opener, given.budget, config.keep_alive_seconds)
         host, port = listener.getsockname()[:2]
@@ -190,7 +195,7 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
     return 0
 
 
-def _open(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
+def open_served(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
           queue: int, alone: bool) -> LLM:
     """Open a model within what the budget leaves."""
     from ...llm import LLM
