@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.units import round_up
+from edgeinfer.graph import Tensor
 from edgeinfer.kernels import abi
 from edgeinfer.technique import Settings
 
@@ -67,6 +68,10 @@ class Request:
     def decoded_tokens(self) -> int:
         """Most tokens of a forward pass in decode role: one of each sequence, or as many as rows of logits."""
         return min(self.tokens, max(self.sequences, self.outputs))
+
+    def rows_of(self, tensor: Tensor) -> int:
+        """Most rows of a tensor in one forward pass: of every token, or of those whose logits are wanted."""
+        return tensor.times * (self.outputs if tensor.rows == "outputs" else self.tokens)
 
     @property
     def shares_prompt(self) -> bool:

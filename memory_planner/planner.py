@@ -92,7 +92,8 @@ class Planner:
         windowed, kv_layers, kv_bytes = place_kv(self._accesses, request, bool(boundaries))
         flags = request.kv_blocks * abi.BLOCK_TOKENS  # of a stage
         pruned = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
-        logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
+        rows = request.rows_of(graph.logits)
+        logits = Placement("logits", 0, rows * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
         turned = len(c.rotations) * c.table_rows(request.ctx) * rope_row
         slopes = round_up(4 * c.num_attention_heads, 64) if c.alibi else 0
@@ -106,7 +107,7 @@ class Planner:
             *weight_regions(graph, self.weight_bytes, request, weights),
             kv_region(request, kv_layers, kv_bytes, windowed, pruned),
             Region("activations", arena + 64, f"{request.tokens} tokens a pass, shared by lifetimes"),
-            Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
+            Region("logits", logits.nbytes, f"{rows} x {graph.logits.width} values"),
             Region("constants", turned + slopes + 64, rotary(c, request.ctx)),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),

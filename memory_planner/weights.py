@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
@@ -105,7 +105,8 @@ def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: Pla
 
     if any(allocation.region == "weights" and name not in weights.filed for name,
            allocation in weights.allocations.items()):
-        yield Region("weights", file_bytes - weights.filed_bytes, stored("weights"),
+        spans = mapped_spans(weights.allocations.values()) if graph.layers else [(0, file_bytes - weights.filed_bytes)]
+        yield Region("weights", sum(stop - start for start, stop in spans), stored("weights"),
                      LOCKED if request.mlock else MAPPED)
     if weights.filed:
         yield _rows(graph, request, weights)
@@ -122,6 +123,19 @@ def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: Pla
     if experts := weights.experts:
         yield Region("experts", experts.nbytes, f"{experts.slots} slots of {experts.slot_bytes} bytes for "
                                                 f"{experts.total} experts that are read when they are wanted")
+
+
+def mapped_spans(placements: Iterable[Placement]) -> list[tuple[int, int]]:
+    """Return the parts of the mapped file that hold these weights, in whole pages, as (first byte, byte after the
+    last)."""
+    mapped = sorted((one.offset, one.offset + one.nbytes) for one in placements if one.region == "weights")
+    spans: list[tuple[int, int]] = []
+    for start, stop in mapped:
+        start, stop = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
+        if spans and start <= spans[-1][1]:
+            start, stop = spans[-1][0], max(stop, spans.pop()[1])
+        spans.append((start, stop))
+    return spans
 
 
 def _rows(graph: Graph, request: Request, weights: PlacedWeights) -> Region:

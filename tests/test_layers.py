@@ -27,7 +27,7 @@ LAYERS = {  # compared as strings
     **dict.fromkeys(["quality"], "4b"),
     **dict.fromkeys(["runtime", "backends"], "5"),
     **dict.fromkeys(["calibration"], "5a"),
-    **dict.fromkeys(["sparse", "offload", "models"], "5b"),
+    **dict.fromkeys(["sparse", "offload", "models", "pipeline"], "5b"),
     **dict.fromkeys(["engine"], "5c"),
     **dict.fromkeys(["techniques"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),

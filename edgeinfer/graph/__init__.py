@@ -23,6 +23,7 @@ from .families.registry import (
 from .graph import Graph
 from .hf_config.fields import QUANTISED, is_quantised
 from .hf_config.reader import ConfigReader
+from .layer_range import LAYER_RANGE, cut_before
 from .ops.alibi import alibi_bias, alibi_slopes
 from .ops.attention import Attention, RopeStore, RotateQueries
 from .ops.base import Op, RowOp
@@ -68,6 +69,7 @@ __all__ = [
     "DRAFT_WORDS",
     "GPT2",
     "INSTEAD",
+    "LAYER_RANGE",
     "MOST_OF_A_LAYER",
     "ORDER",
     "OUTER_TYPE",
@@ -170,6 +172,7 @@ __all__ = [
     "builtin_shapes",
     "check",
     "check_runnable",
+    "cut_before",
     "draft_head_prefix",
     "expected_types",
     "family_of",

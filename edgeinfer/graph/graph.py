@@ -24,6 +24,9 @@ class Graph:
     types: Types
     """Storage of each weight, by name."""
     logits: Tensor
+    """Of a range of layers without the head, the residual rows of all tokens after its last layer."""
+    layers: tuple[int, int] | None = None
+    """First and last layer of a range (layer_range.py); None if the model is whole."""
 
     @property
     def weight_count(self) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .self_draft import SelfDraftPlan, SelfDraftSession
     from .session import Session
     from .sparse_fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
+    from .stage import Rows, StageSession, check_stage_config
     from .weights.on_demand import read_on_demand
     from .weights.slots import EXPERTS_KERNEL, RESOLVE_KERNEL, Slots
     from .weights.stream import Stream
@@ -31,13 +32,16 @@ __all__ = [
     "Lowering",
     "Program",
     "PruningStages",
+    "Rows",
     "SelfDraftPlan",
     "SelfDraftSession",
     "Session",
     "Slots",
     "SparseFfn",
+    "StageSession",
     "Stream",
     "allocate",
+    "check_stage_config",
     "decide",
     "dense_layers",
     "everywhere",
@@ -53,7 +57,7 @@ __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
     "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
-    "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
+    "stage": "Rows StageSession check_stage_config", "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
     "prompt_pruning": "PruningStages", "weights.stream": "Stream",
     "memory": "allocate", "draft_head": "DraftHeadPlan DraftHeadSession", "hidden": "HiddenRows",
 })

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig, check_own_layout
 from edgeinfer.errors import BudgetError
-from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types, without_approximations
+from edgeinfer.graph import LAYER_RANGE, Graph, TypeOf, build_graph, expected_types, without_approximations
 from edgeinfer.memory_planner import (
     Alternative,
     Beside,
@@ -112,8 +112,9 @@ def planner_of(bundle: Bundle, recipe: Recipe | None = None) -> Planner:
 def _graph(bundle: Bundle, asked: Recipe,
            beside: Beside | None) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
     recipe, sparse = decide(asked, bundle)
-    graph = build_graph(bundle.config, expected_types(bundle.types), recipe)
-    bundle.check_graph(graph)
+    types, whole = expected_types(bundle.types), recipe.replacing(LAYER_RANGE, None)
+    graph = build_graph(bundle.config, types, recipe)
+    bundle.check_graph(build_graph(bundle.config, types, whole) if graph.layers else graph)
     return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle), beside)
 
 

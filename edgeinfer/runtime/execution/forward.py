@@ -58,7 +58,7 @@ class ModelRunner(Runner):
     def _link(self, program: Program, kernels: Kernels, regions: dict[str, NDArray[np.uint8]], pool: Pool | None,
               tuner: ThreadTuner) -> None:
         """Make a program ready to run over these regions."""
-        n, self.program = self.config.outputs, program
+        n, self.program = self.plan.request.rows_of(self.graph.logits), program
         self.selects = self.graph.chooses_values
         self._logits: Logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
         self._logits = self._logits.reshape(n, -1)[:, : self.graph.logits.width]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle, part_extents, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
-from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
+from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents, mapped_spans
 
 from ...base.progress import OnStageProgress
 from ..memory import copy_in, lock, read_in, read_seldom
@@ -32,7 +32,7 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
         parts += _sources(regions["resident"], plan.allocations[name], own[name], offsets[name], copied[name], nbytes)
     copy_in(parts, bundle.weights_path, loading)
     load_parts(bundle, graph.weights, plan, regions)
-    spans = _read_at_once(plan, bundle.weights_bytes)
+    spans = _read_at_once(graph, plan, bundle.weights_bytes)
     if spans or plan.filed:
         regions["weights"] = bundle.weights
         for name in plan.filed:
@@ -46,10 +46,12 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
                 lock(regions[name])
 
 
-def _read_at_once(plan: MemoryPlan, nbytes: int) -> list[tuple[int, int]]:
+def _read_at_once(graph: Graph, plan: MemoryPlan, nbytes: int) -> list[tuple[int, int]]:
     """Parts of the mapped file that every token needs, from whole pages on: all but tables that stay there."""
     if not any(region.name == "weights" for region in plan.regions):
         return []
+    if graph.layers:
+        return [(start, min(stop, nbytes)) for start, stop in mapped_spans(plan.allocations.values())]
     spans, start = [], 0
     for allocation in sorted((plan.allocations[name] for name in plan.filed), key=lambda allocation: allocation.offset):
         spans.append((start, allocation.offset))

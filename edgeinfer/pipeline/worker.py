@@ -1,0 +1,115 @@
+"""The process of a stage: opens a session over its layers and carries out the calls that come through standard input.
+
+It ends when its input does, so also when the process that started it has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime import Rows, StageSession
+
+from . import wire
+from .calls import Part, StageCalls, StageSegment
+from .process import config_of
+
+CALLS = frozenset("""abort accept blocks cache_prefix can_truncate checkpoint commit drop drop_prefixes find_prefix fits
+    fork open settle truncate""".split())
+"""Calls of `StageCalls` beside `run`."""
+
+
+class _Wish:
+    """The wish to end a part of a forward pass; see `runner.Cancellation`."""
+
+    def __init__(self, worker: Worker, number: int):
+        self._worker, self._number = worker, number
+
+    @property
+    def asked(self) -> bool:
+        """Whether the part with this number, or a later one, was given up."""
+        return self._worker.given_up >= self._number
+
+
+class Worker:
+    """Carries out messages in order; cancellations take effect as they come."""
+
+    def __init__(self, source: BinaryIO, target: BinaryIO):
+        self._source, self._target = source, target
+        self._messages: SimpleQueue[tuple[dict[str, Any], Rows | None]] = SimpleQueue()
+        self._failed: EdgeInferError | None = None
+        self.given_up = 0
+        """Number of the last message that was given up, with those before."""
+
+    def run(self) -> None:
+        """Open the session and carry out what comes, until the process ends."""
+        threading.Thread(target=self._read, daemon=True, name="edgeinfer-calls").start()
+        opening, _ = self._messages.get()
+        try:
+            path, config, first, last = opening["with"]
+            calls = StageCalls(StageSession(Bundle.open(path), config_of(config), first, last))
+        except EdgeInferError as error:
+            self._say(opening, error)
+            return
+        self._say(opening, calls.info())
+        while True:
+            message, rows = self._messages.get()
+            try:
+                answer, made = self._carry_out(calls, message, rows)
+            except EdgeInferError as error:
+                if message["answer"]:
+                    self._say(message, error)
+                else:
+                    self._failed = self._failed or error
+                continue
+            if message["answer"]:
+                failed, self._failed = self._failed, None
+                self._say(message, failed or answer, made)
+
+    def _carry_out(self, calls: StageCalls, message: dict[str, Any], rows: Rows | None) -> tuple[Any, Rows | None]:
+        name, arguments = message["call"], message["with"]
+        if name == "run":
+            segments, offset, begins = arguments
+            part = Part([StageSegment(*one) for one in segments], offset, begins)
+            return None, calls.run(part, rows, _Wish(self, message["number"]))
+        if name not in CALLS:
+            raise EdgeInferError(f"A stage of the pipeline has no call {name!r:.40}; run the same version of edgeinfer "
+                                 "everywhere.")
+        return getattr(calls, name)(*arguments), None
+
+    def _say(self, message: dict[str, Any], answer: Any, rows: Rows | None = None) -> None:
+        said = {"error": (type(answer).__name__, str(answer))} if isinstance(answer, EdgeInferError) else {
+            "answer": answer}
+        wire.send(self._target, {"number": message["number"], **said}, rows)
+
+    def _read(self) -> None:
+        try:
+            while (message := wire.receive(self._source)) is not None:
+                if message[0]["call"] == "cancel":
+                    self.given_up = message[0]["with"][0]
+                else:
+                    self._messages.put(message)
+        finally:
+            os._exit(0)  # in the middle of a part, too: nobody is there to take it
+
+
+def serve() -> None:
+    """Run a stage on standard input and output, which libraries may no longer print to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        Worker(sys.stdin.buffer, target).run()
+    except BrokenPipeError:
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
