@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of a model in several stages, each with its own part of the weights and the KV cache.
+"""Pipeline parallelism: a model's layers in several stages, each with its own part of the weights and the KV cache.
 
 A stage is a session over a range of layers (`StageSession`), in this process or in one of its own. `PipelineRunner` is
 a `Runner` over the stages: it sends token ids to the first, residual rows from each to the next, and takes the logits

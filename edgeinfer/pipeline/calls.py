@@ -131,7 +131,7 @@ class StageCalls:
         """Run a part of a forward pass; see `StageSession.run_part`."""
         if part.begins:
             self.session.begin([(self._sequences[number], n) for number, n in part.begins])
-        segments = [Segment(self._sequences[number], *rest) for number, *rest in part.segments]
+        segments = [Segment(self._sequences[one.number], *one[1:]) for one in part.segments]
         return self.session.run_part(segments, part.offset, given, cancel)
 
     def commit(self, ran: Items[tuple[int, Items[int], int]]) -> None:

@@ -1,4 +1,4 @@
-"""Opens a bundle as a pipeline on this machine: the last stage in this process, the others in processes of their own."""
+"""Opens a bundle as a pipeline on this machine: the last stage in this process, the others each in one of its own."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ def open_pipeline(bundle: Bundle, config: RuntimeConfig, split: Split, processes
     with ExitStack() as opened:
         before: list[Stage] = []
         for first, last in split[:-1]:
-            stage = ProcessStage(bundle.path, config, first, last) if processes else \
-                LocalStage(StageSession(Bundle.open(bundle.path), config, first, last))
-            opened.callback(stage.close)
-            before.append(stage)
+            before.append(ProcessStage(bundle.path, config, first, last) if processes else
+                          LocalStage(StageSession(Bundle.open(bundle.path), config, first, last)))
+            opened.callback(before[-1].close)
         last_stage = LocalStage(StageSession(bundle, config, *split[-1], progress, loading))
         opened.callback(last_stage.close)
         for stage in before:

@@ -41,7 +41,8 @@ class PartCounts:
     def choices(self, n_tokens: int, most: int, prompt: bool) -> list[int]:
         """Return the numbers of parts that a pass may have, the most promising first."""
         least = LEAST_PROMPT if prompt else 1
-        fitting = [k for k in (self._stages * 4, self._stages * 2, self._stages) if k <= most and n_tokens // k >= least]
+        counts = (self._stages * 4, self._stages * 2, self._stages)
+        fitting = [k for k in counts if k <= most and n_tokens // k >= least]
         if self._stages == 1 or not fitting:
             return [1]
         return [*fitting, 1] if prompt else [1, *reversed(fitting)]
@@ -68,7 +69,8 @@ class PartCounts:
         yield chosen
         seconds = (time.perf_counter() - began) / n_tokens
         before, passes = known.get(chosen, (seconds, 0))
-        known[chosen] = before + SHARE * (seconds - before), passes + 1
+        latest = min(before, seconds) if passes < TRIES else before + SHARE * (seconds - before)
+        known[chosen] = latest, passes + 1  # the first pass touches memory for the first time
 
     @staticmethod
     def _choose(choices: list[int], known: dict[int, tuple[float, int]]) -> int:
@@ -124,5 +126,6 @@ def _piece(number: int, segment: Segment, start: int, stop: int, prepares: bool)
     """Tokens start .. stop - 1 of a segment, with those of its outputs that are after them."""
     outputs = [i for i, output in enumerate(segment.outputs) if start <= output < stop]
     specs = tuple(segment.sample_specs[i] for i in outputs) if segment.sample_specs else ()
-    return StageSegment(number, list(segment.ids[start:stop]), [segment.outputs[i] - start for i in outputs], segment.role,
-                        segment.parents, specs, segment.prepare if prepares else None)
+    after = [segment.outputs[i] - start for i in outputs]
+    return StageSegment(number, list(segment.ids[start:stop]), after, segment.role, segment.parents, specs,
+                        segment.prepare if prepares else None)

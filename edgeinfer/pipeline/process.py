@@ -62,7 +62,9 @@ class ProcessStage(Stage):
                                  f"{error.strerror or error}.") from None
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True, name="edgeinfer-stage").start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True,
+                                        name="edgeinfer-stage")
+        self._reader.start()
         self._opening = self._send("start", [str(path), plain_config(config), first, last])
 
     def wait(self) -> None:
@@ -107,6 +109,7 @@ class ProcessStage(Stage):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join()
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -140,14 +143,16 @@ class ProcessStage(Stage):
             return answer
 
     def _read(self, stream: BinaryIO) -> None:
-        try:
-            while (message := wire.receive(stream)) is not None:
-                self._answers.put(message)
-            self._answers.put(None)
-        except EdgeInferError as error:
-            self._answers.put(error)
-        except (OSError, ValueError):
-            self._answers.put(None)
+        end: EdgeInferError | None = None
+        with stream:
+            try:
+                while (message := wire.receive(stream)) is not None:
+                    self._answers.put(message)
+            except EdgeInferError as error:
+                end = error
+            except OSError:  # as the end of the stream
+                pass
+        self._answers.put(end)
 
     def _ended(self) -> EdgeInferError:
         first, last = self._layers

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PipelineRunner(PipelineSequences):
     """Runs a model whose layers are in several stages; its logits are those of one session, to the last bit.
 
-    A sequence that runs alone gains memory, not speed: its tokens go through one stage after the other. Parts of prompts
-    and of several sequences are in all stages at once, where these are separate processes.
+    A sequence that runs alone gains memory, not speed: its tokens go through one stage after the other. Parts of
+    prompts and of several sequences are in all stages at once, where these are separate processes.
 
     Parameters
     ----------
@@ -80,8 +80,9 @@ class PipelineRunner(PipelineSequences):
             raise UsageError(f"The stages end with layer {wanted - 1}; the model has {self.model.num_hidden_layers}.")
         for name in ("arithmetic", "kv_blocks"):
             if len(found := sorted({str(getattr(stage.info, name)) for stage in self.stages})) > 1:
-                raise UsageError(f"The stages differ in their {name} ({', '.join(found)}), so the text would not be that "
-                                 "of one process; run all stages on the same kind of machine with the same settings.")
+                raise UsageError(f"The stages differ in their {name} ({', '.join(found)}), so the text would not be "
+                                 "that of one process; run all stages on the same kind of machine with the same "
+                                 "settings.")
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
@@ -134,7 +135,8 @@ class PipelineRunner(PipelineSequences):
             busy = [(stage, i) for s, stage in enumerate(self.stages) if 0 <= (i := step - s) < len(parts)]
             for stage, i in busy:
                 stage.start(parts[i], rows.pop(i, None))
-            for stage, i in sorted(busy, key=lambda one: one[0].apart):  # those of this process run when asked
+            # Stages of this process run when they are finished, the last first: it reads where those before write.
+            for stage, i in sorted(reversed(busy), key=lambda one: one[0].apart):
                 made = stage.finish(cancel)
                 if stage is not self.stages[-1]:
                     rows[i] = made

@@ -36,6 +36,7 @@ class Stage(abc.ABC):
     def finish(self, cancel: Cancellation | None) -> Rows:
         """Return the rows of the part that was started; they are valid until the next part is."""
 
+    @abc.abstractmethod
     def give_up(self) -> None:
         """End the part that was started, if one was: nobody finishes it."""
 

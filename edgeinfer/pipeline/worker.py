@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Rows, StageSession
 
 from . import wire
@@ -25,14 +27,14 @@ CALLS = frozenset("""abort accept blocks cache_prefix can_truncate checkpoint co
 """Calls of `StageCalls` beside `run`."""
 
 
-class _Wish:
+class _Wish(Cancellation):
     """The wish to end a part of a forward pass; see `runner.Cancellation`."""
 
     def __init__(self, worker: Worker, number: int):
         self._worker, self._number = worker, number
 
     @property
-    def asked(self) -> bool:
+    def asked(self) -> bool:  # type: ignore[override]
         """Whether the part with this number, or a later one, was given up."""
         return self._worker.given_up >= self._number
 
@@ -104,10 +106,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    try:
+    with suppress(BrokenPipeError):  # nobody is there any more
         Worker(sys.stdin.buffer, target).run()
-    except BrokenPipeError:
-        pass
     os._exit(0)
 
 

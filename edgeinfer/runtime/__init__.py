@@ -57,7 +57,8 @@ __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
     "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
-    "stage": "Rows StageSession check_stage_config", "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
+    "weights.slots": "EXPERTS_KERNEL RESOLVE_KERNEL Slots", "weights.on_demand": "read_on_demand",
+    "stage": "Rows StageSession check_stage_config",
     "prompt_pruning": "PruningStages", "weights.stream": "Stream",
     "memory": "allocate", "draft_head": "DraftHeadPlan DraftHeadSession", "hidden": "HiddenRows",
 })
