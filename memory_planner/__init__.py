@@ -46,5 +46,5 @@ __all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "M
            "available_bytes", "beside_draft", "budget_of", "cold", "default_ctx", "default_threads", "draft_config",
            "extents", "fill_budget", "fills", "fit", "fits", "fitting", "held_words", "in_memory", "kept_experts",
            "largest", "largest_ctx", "largest_pool", "mapped_spans", "masked", "moes", "own_pool", "place_activations",
-           "pool_error", "process_budget", "refusal", "resolve", "scratch", "serving_share", "shared_blocks", "sizes_of",
-           "stream", "streamed", "streaming", "to_request", "within", "without"]
+           "pool_error", "process_budget", "refusal", "resolve", "scratch", "serving_share", "shared_blocks",
+           "sizes_of", "stream", "streamed", "streaming", "to_request", "within", "without"]

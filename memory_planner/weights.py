@@ -18,6 +18,9 @@ from .plan import LOCKED, MAPPED, STREAM_BUFFERS, Region, Request
 from .reasons import types_of
 from .shared_allocations import allocation_bytes, settle
 
+MAPPED_BYTES = 1 << 16
+"""Linux maps the pages around one that is touched, up to the next multiples of it (fault_around_bytes)."""
+
 
 @dataclass(frozen=True)
 class PlacedWeights:
@@ -105,7 +108,9 @@ def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: Pla
 
     if any(allocation.region == "weights" and name not in weights.filed for name,
            allocation in weights.allocations.items()):
-        spans = mapped_spans(weights.allocations.values()) if graph.layers else [(0, file_bytes - weights.filed_bytes)]
+        spans = [(0, file_bytes - weights.filed_bytes)]
+        if graph.layers:
+            spans = mapped_spans(weights.allocations.values(), file_bytes)
         yield Region("weights", sum(stop - start for start, stop in spans), stored("weights"),
                      LOCKED if request.mlock else MAPPED)
     if weights.filed:
@@ -125,13 +130,13 @@ def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: Pla
                                                 f"{experts.total} experts that are read when they are wanted")
 
 
-def mapped_spans(placements: Iterable[Placement]) -> list[tuple[int, int]]:
-    """Return the parts of the mapped file that hold these weights, in whole pages, as (first byte, byte after the
+def mapped_spans(placements: Iterable[Placement], file_bytes: int) -> list[tuple[int, int]]:
+    """Return the parts of the mapped file that come into memory with these weights, as (first byte, byte after the
     last)."""
     mapped = sorted((one.offset, one.offset + one.nbytes) for one in placements if one.region == "weights")
     spans: list[tuple[int, int]] = []
     for start, stop in mapped:
-        start, stop = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
+        start, stop = start // MAPPED_BYTES * MAPPED_BYTES, min(round_up(stop, MAPPED_BYTES), file_bytes)
         if spans and start <= spans[-1][1]:
             start, stop = spans[-1][0], max(stop, spans.pop()[1])
         spans.append((start, stop))

@@ -51,7 +51,7 @@ def _read_at_once(graph: Graph, plan: MemoryPlan, nbytes: int) -> list[tuple[int
     if not any(region.name == "weights" for region in plan.regions):
         return []
     if graph.layers:
-        return [(start, min(stop, nbytes)) for start, stop in mapped_spans(plan.allocations.values())]
+        return mapped_spans(plan.allocations.values(), nbytes)
     spans, start = [], 0
     for allocation in sorted((plan.allocations[name] for name in plan.filed), key=lambda allocation: allocation.offset):
         spans.append((start, allocation.offset))
