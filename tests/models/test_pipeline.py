@@ -244,7 +244,8 @@ def test_texts_of_the_engine_are_those_of_one_session(processes: bool) -> None:
 
 
 def test_plans_of_stages_have_the_bytes_of_their_layers_alone(folder: Path) -> None:
-    path = write_model(folder / "large", replace(LLAMA, num_hidden_layers=6, hidden_size=256, intermediate_size=1024, head_dim=32))
+    model = replace(LLAMA, num_hidden_layers=6, hidden_size=256, intermediate_size=1024, head_dim=32)
+    path = write_model(folder / "large", model)
     for options in ({}, {"mmap": False}):
         where = "resident" if options else "weights"
         with session(path, ctx=512, **options) as one:
@@ -263,15 +264,15 @@ def test_plans_of_stages_have_the_bytes_of_their_layers_alone(folder: Path) -> N
             assert planned < 0.6 * whole.region(where).nbytes and set(stage.plan.kv_layers) == {first, last}
             kv += stage.plan.region("kv").nbytes - 64
             if sys.platform.startswith("linux") and where == "weights":
-                logits = stage.run_part  # nothing of other layers is touched, before or after a pass
+                # Nothing of other layers is touched, before or after a pass.
                 sequence = stage.new_sequence()
                 stage.begin([(sequence, 40)])
                 given = None if first == 0 else np.zeros((40, 256), np.float32)
-                logits([Segment(sequence, tokens(40), (39,) if last == 5 else ())], 0, given)
+                stage.run_part([Segment(sequence, tokens(40), (39,) if last == 5 else ())], 0, given)
                 assert mapped_bytes(path) <= planned + 4095  # the last page counts whole
             found |= own
             stage.close()
-            del stage, logits
+            del stage
             gc.collect()
         assert found == names and kv == whole.region("kv").nbytes - 64
 

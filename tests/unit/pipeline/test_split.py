@@ -113,5 +113,5 @@ def test_all_other_families_can_be_split_before_any_layer(case: str) -> None:
 def test_a_range_is_one_of_the_model() -> None:
     for first, last in ((-1, 2), (3, 2), (0, 8), (0.0, 3)):
         step = Step("layer_range", (("first", first), ("last", last)))
-        with pytest.raises(UsageError, match="layer_range has layers .* the model has 0 to 7"):
+        with pytest.raises(UsageError, match=r"layer_range has layers .* the model has 0 to 7"):
             build_graph(replace(TINY, num_hidden_layers=8), requested_types("q4", 32), Recipe((step,)))
