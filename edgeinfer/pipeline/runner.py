@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from .calls import Part
 from .parts import PartCounts, divide, most_parts
 from .sequences import PipelineSequences
 from .stage import LocalStage, Stage
-
-if TYPE_CHECKING:
-    from edgeinfer.runner.interfaces import Logits
 
 
 class PipelineRunner(PipelineSequences):
@@ -63,7 +59,7 @@ class PipelineRunner(PipelineSequences):
         self._alike = not whole.windowed and not whole.state
         self._samples = self.stages[-1].samples
         self._counts = PartCounts(len(self.stages) if any(stage.apart for stage in self.stages) else 1)
-        self._logits: Logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
+        self._logits: Rows = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
         self._open_sequences()
 
     def _check_stages(self) -> None:
@@ -86,7 +82,7 @@ class PipelineRunner(PipelineSequences):
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
-    def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+    def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Rows:
         """Run the model once over the new tokens of several sequences; see `Runner.forward`."""
         segments = plain_segments(segments)
         numbers = self._admit(segments)
@@ -127,7 +123,7 @@ class PipelineRunner(PipelineSequences):
                 raise RequestError("Recurrent layers run no trees of tokens; run them as a chain, without parents.")
         return numbers
 
-    def _run(self, parts: list[Part], cancel: Cancellation | None) -> Logits:
+    def _run(self, parts: list[Part], cancel: Cancellation | None) -> Rows:
         """Run parts: in each step every stage runs the part that the stage before has run in the last one."""
         rows: dict[int, Rows | None] = {}
         n_logits = 0
