@@ -81,7 +81,8 @@ class StageCalls:
     def drop(self, numbers: Items[int]) -> None:
         """Release sequences that the runner has forgotten."""
         for number in numbers:
-            self.session.release(self._sequences.pop(number))
+            if (sequence := self._sequences.pop(number, None)) is not None:  # one stage may have failed to make it
+                self.session.release(sequence)
 
     def truncate(self, number: int, n_tokens: int) -> None:
         """Forget all tokens but the first n."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.graph import build_graph, expected_types
+from edgeinfer.memory_planner import default_threads, process_budget
 from edgeinfer.runtime import StageSession, check_stage_config
 
 from .process import ProcessStage
@@ -26,7 +28,7 @@ def open_pipeline(bundle: Bundle, config: RuntimeConfig, split: Split, processes
     ----------
     bundle : Bundle
     config : RuntimeConfig
-        Of each stage: budget and threads are those of a process.
+        Of each stage: budget and threads are those of a process. Processes get equal shares of what is not given.
     split : of (first layer, last layer)
         As `parse_split` or `auto_split` returns it.
     processes : bool
@@ -43,6 +45,9 @@ def open_pipeline(bundle: Bundle, config: RuntimeConfig, split: Split, processes
     """
     check_stage_config(config)
     check_split(split, build_graph(bundle.config, expected_types(bundle.types), Recipe(())))
+    if processes:
+        config = replace(config, threads=config.threads or max(1, default_threads() // len(split)),
+                         budget_bytes=config.budget_bytes or process_budget() // len(split))
     with ExitStack() as opened:
         before: list[Stage] = []
         for first, last in split[:-1]:

@@ -119,7 +119,8 @@ def divide(segments: Items[Segment], numbers: Items[int], n_parts: int) -> list[
 
 
 def _divisible(segment: Segment) -> bool:
-    return segment.role == PROMPT and segment.parents is None
+    in_order = list(segment.outputs) == sorted(segment.outputs)  # of the parts, as of the whole
+    return segment.role == PROMPT and segment.parents is None and in_order
 
 
 def _piece(number: int, segment: Segment, start: int, stop: int, prepares: bool) -> StageSegment:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
 
 from edgeinfer import errors
-from edgeinfer.base.process import check_process
+from edgeinfer.base.process import check_process, python_command
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import ClosedError, EdgeInferError
 from edgeinfer.runner import Cancellation
@@ -28,12 +27,11 @@ WAIT_SECONDS = 0.02
 """Longest wait before a cancellation is looked at again."""
 END_SECONDS = 5.0
 """Time in which a process whose input is closed ends by itself."""
-COMMAND = (sys.executable, "-m", "edgeinfer.pipeline.worker")
 Answer = tuple[dict[str, Any], Rows | None]
 
 
 class ProcessStage(Stage):
-    """A stage in another process of this machine. The process ends when this one does, however that ends.
+    """A stage in another process of this machine, which ends when this one and its forks have, however they end.
 
     Parameters
     ----------
@@ -42,7 +40,7 @@ class ProcessStage(Stage):
     config : RuntimeConfig
     first, last : int
         Its layers.
-    command : of str
+    command : of str, optional
         Starts a process that `worker.serve` runs in.
 
     Raises
@@ -51,18 +49,22 @@ class ProcessStage(Stage):
         As `StageSession`, by `wait`: the process opens its session meanwhile.
     """
 
-    def __init__(self, path: Path, config: RuntimeConfig, first: int, last: int, command: tuple[str, ...] = COMMAND):
+    def __init__(self, path: Path, config: RuntimeConfig, first: int, last: int,
+                 command: Sequence[str] = ()):
         self._layers, self._opener = (first, last), os.getpid()
         self._sent, self._closed, self._lock = 0, False, threading.Lock()
         self._answers: SimpleQueue[Answer | EdgeInferError | None] = SimpleQueue()
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            worker, path_of_python = python_command("edgeinfer.pipeline.worker")
+            self._process = subprocess.Popen(  # in a session of its own: Ctrl-C on a terminal is for this process
+                command or worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path_of_python})
         except OSError as error:
             raise EdgeInferError(f"The process for the layers {first}-{last} cannot be started: "
                                  f"{error.strerror or error}.") from None
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True,
+        self._reader = threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True,
                                         name="edgeinfer-stage")
         self._reader.start()
         self._opening = self._send("start", [str(path), plain_config(config), first, last])
@@ -120,6 +122,9 @@ class ProcessStage(Stage):
             wire.send(self._to, {"number": self._sent, "call": name, "with": arguments, "answer": answers}, rows)
         except (OSError, ValueError):  # it has ended, or the stage was closed
             raise self._ended() from None
+        except BaseException:  # half of a message may have been sent, and nothing behind it would be understood
+            self._process.kill()
+            raise
         return self._sent
 
     def _answer(self, number: int, cancel: Cancellation | None = None) -> Answer:
@@ -142,18 +147,6 @@ class ProcessStage(Stage):
                 raise error_of(*answer[0]["error"])
             return answer
 
-    def _read(self, stream: BinaryIO) -> None:
-        end: EdgeInferError | None = None
-        with stream:
-            try:
-                while (message := wire.receive(stream)) is not None:
-                    self._answers.put(message)
-            except EdgeInferError as error:
-                end = error
-            except OSError:  # as the end of the stream
-                pass
-        self._answers.put(end)
-
     def _ended(self) -> EdgeInferError:
         first, last = self._layers
         if self._closed:
@@ -162,6 +155,21 @@ class ProcessStage(Stage):
             self._process.wait(1.0)
         return EdgeInferError(f"The process of the layers {first}-{last} has ended (exit code "
                               f"{self._process.returncode}); open the model again.")
+
+
+def _read(stream: BinaryIO, answers: SimpleQueue[Answer | EdgeInferError | None]) -> None:
+    """Put messages into a queue, and last what ended them."""
+    end: EdgeInferError | None = None
+    try:
+        with stream:
+            while (message := wire.receive(stream)) is not None:
+                answers.put(message)
+    except EdgeInferError as error:
+        end = error
+    except OSError:  # as the end of the stream
+        pass
+    finally:
+        answers.put(end)
 
 
 def plain_config(config: RuntimeConfig) -> dict[str, Any]:
@@ -177,5 +185,5 @@ def config_of(given: dict[str, Any]) -> RuntimeConfig:
 
 def error_of(name: str, message: str) -> EdgeInferError:
     """Return an error of another process as the class that it has here."""
-    kind: Callable[[str], EdgeInferError] = getattr(errors, name, EdgeInferError)
-    return kind(message)
+    kind = getattr(errors, name, None)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, EdgeInferError) else EdgeInferError(message)

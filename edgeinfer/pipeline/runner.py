@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -104,10 +104,11 @@ class PipelineRunner(PipelineSequences):
 
     def close(self) -> None:
         """End a pass that runs and all stages; callable twice, and from any thread."""
-        for stage in self.stages:
-            stage.close()
-        self._logits = self._logits[:0]
-        self.bundle.close()
+        self._logits = np.zeros((0, 0), np.float32)
+        with ExitStack() as closing:
+            closing.callback(self.bundle.close)
+            for stage in reversed(self.stages):
+                closing.callback(stage.close)
 
     # -- parts of a pass ---------------------------------------------------------------------------------------------
 

@@ -159,7 +159,11 @@ class PipelineSequences(Runner):
         n = len(ids) - 1
         while True:
             number = self._next()
-            found = [stage.ask("find_prefix", number, ids[: n + 1], salt.hex()) for stage in self.stages]
+            try:
+                found = [stage.ask("find_prefix", number, ids[: n + 1], salt.hex()) for stage in self.stages]
+            except BaseException:
+                self._gone.append(number)
+                raise
             if min(found) == max(found):
                 return self._numbered(number, ids[: found[0]])
             self._post("drop", [number])

@@ -49,7 +49,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], NDArray[np.float32] | Non
         message = json.loads(header)
         shape = message.pop("rows", None)
         rows = None if shape is None else np.frombuffer(data, "<f4").reshape(shape)
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise EdgeInferError("A stage of the pipeline sent what is no message; run the same version of edgeinfer "
                              "everywhere.") from None
     return message, rows

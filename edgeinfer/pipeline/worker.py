@@ -56,19 +56,19 @@ class Worker:
         try:
             path, config, first, last = opening["with"]
             calls = StageCalls(StageSession(Bundle.open(path), config_of(config), first, last))
-        except EdgeInferError as error:
-            self._say(opening, error)
+        except Exception as error:
+            self._say(opening, _as_error(error))
             return
         self._say(opening, calls.info())
         while True:
             message, rows = self._messages.get()
             try:
                 answer, made = self._carry_out(calls, message, rows)
-            except EdgeInferError as error:
+            except Exception as error:
                 if message["answer"]:
-                    self._say(message, error)
+                    self._say(message, _as_error(error))
                 else:
-                    self._failed = self._failed or error
+                    self._failed = self._failed or _as_error(error)
                 continue
             if message["answer"]:
                 failed, self._failed = self._failed, None
@@ -101,14 +101,23 @@ class Worker:
             os._exit(0)  # in the middle of a part, too: nobody is there to take it
 
 
+def _as_error(error: Exception) -> EdgeInferError:
+    """Return an error that the runner can raise again."""
+    return error if isinstance(error, EdgeInferError) else EdgeInferError(
+        f"A stage of the pipeline failed ({type(error).__name__}: {error}); open the model again.")
+
+
 def serve() -> None:
     """Run a stage on standard input and output, which libraries may no longer print to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with suppress(BrokenPipeError):  # nobody is there any more
-        Worker(sys.stdin.buffer, target).run()
-    os._exit(0)
+    try:
+        with suppress(BrokenPipeError):  # nobody is there any more
+            Worker(sys.stdin.buffer, target).run()
+        os._exit(0)
+    finally:
+        os._exit(1)  # the thread that reads holds a lock that Python needs at its end
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig, Step
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import LAYER_RANGE, GivenRows
 from edgeinfer.memory_planner import own_pool
 from edgeinfer.registry import in_use
@@ -94,7 +94,9 @@ class StageSession(Session):
         n = sum(len(segment.ids) for segment in segments)
         with self.executor.pool.turn:
             if self._given is not None:
-                assert given is not None
+                if given is None or given.shape != (n, self._given.shape[1]):
+                    raise EdgeInferError(f"A stage was given rows of shape {given if given is None else given.shape} "
+                                         f"for {n} tokens of {self._given.shape[1]} values.")
                 self._given[:n] = given
             logits = self._run(segments, 0, None, offset, cancel)
         if self.kv.states:
