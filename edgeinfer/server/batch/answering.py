@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 HANDLERS = {"/v1/chat/completions": chat.complete, "/v1/completions": completions.complete,
             "/v1/embeddings": embeddings.embed}
 assert HANDLERS.keys() == URLS.keys()
-LATER = (429, 503)
-"""Statuses of requests that were not answered and may be asked again."""
+LATER = (429, 500, 503)
+"""Statuses of requests that were not answered, because of the server and not of the request: they end the run."""
 NO_LIMIT, ENDLESS_SECONDS = 1 << 20, 1e9
 
 

@@ -105,6 +105,7 @@ class Results:
                 written += os.write(self._handle, data[written:])
         except OSError as error:
             os.ftruncate(self._handle, self._size)
+            os.lseek(self._handle, self._size, os.SEEK_SET)  # another request may be about to write
             raise self._unwritten(error, CONTINUE) from None
         self._size += len(data)
         self.done.add(custom_id)
