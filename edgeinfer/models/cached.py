@@ -18,7 +18,7 @@ from .storage import Storage
 
 def cached_bundle(
     model: str, name: str, make: Callable[[Path], None], may_make: bool = True, format_1: str = "",
-    changed: Iterable[str] = (), progress: OnProgress | None = None,
+    changed: Iterable[str] = (), progress: OnProgress | None = None, ending: str = "",
 ) -> Path:
     """Return a bundle in the user's cache; make it where it is absent or this version cannot open it.
 
@@ -33,6 +33,7 @@ def cached_bundle(
     format_1 : the directory's name in format 1, if that was another
     changed : patterns of the names of bundles that a new one replaces, because they were made of other files
     progress : called while another process makes it
+    ending : with which the names of all bundles of the same files end, `name` among them; one of them is as good
 
     Raises
     ------
@@ -41,13 +42,14 @@ def cached_bundle(
     """
     directory = cache_dir.cache_root() / "bundles"
     target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
+    made, target = target, _of_same_files(directory, ending) or target
     older += [directory / format_1] if format_1 else []
     usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1, progress)
     if usable:
         return usable
     if not may_make:
         raise ModelNotFoundError(f"{model} has not been converted yet; 'edgeinfer run' or 'edgeinfer convert' does it.")
-    turn = DestinationLock(directory / f"{target.name}.making")
+    turn = DestinationLock(directory / f"{ending or target.name}.making")
     try:
         cache_dir.make_directories(directory)
         turn.acquire(_Waiting(model, progress))
@@ -57,7 +59,8 @@ def cached_bundle(
             "directory, or convert the checkpoint with edgeinfer convert."
         ) from error
     try:
-        usable, reason = _usable((target, *older), 1, progress)  # another process may have made it meanwhile
+        target = _of_same_files(directory, ending) or made  # another process may have made it meanwhile
+        usable, reason = _usable((target, *older), 1, progress)
         if usable:
             return usable
         if reason:
@@ -68,6 +71,11 @@ def cached_bundle(
     finally:
         turn.release()
     return target
+
+
+def _of_same_files(directory: Path, ending: str) -> Path | None:
+    """Return a bundle that was made of the same files, perhaps under another name."""
+    return next(directory.glob(f"*-{ending}-v{FORMAT_VERSION}"), None) if ending else None
 
 
 def _usable(paths: tuple[Path, ...], n_allowed: int, progress: OnProgress | None = None) -> tuple[Path | None, str]:

@@ -8,7 +8,6 @@ import re
 from functools import partial
 from pathlib import Path
 
-from ..base.cache_dir import cache_root
 from ..base.progress import OnProgress
 from ..bundle import FORMAT_VERSION, is_bundle
 from ..errors import CheckpointError, ModelNotFoundError
@@ -176,17 +175,10 @@ def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: boo
     if not convert:  # what cannot be converted is said here, because there is nothing to find
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
-    return cached_bundle(model, _name_in_cache(f"{origin}-{stamps}") or f"{_plain_name(label)}-{origin}-{stamps}",
+    return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",
                          lambda target: convert_into(path, target, progress, storage, said), convert,
                          changed=[f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)],
-                         progress=progress)
-
-
-def _name_in_cache(ending: str) -> str:
-    """Return the name of a bundle that was made of the same file under another name; empty for none."""
-    ending += f"-v{FORMAT_VERSION}"
-    there = next((cache_root() / "bundles").glob(f"*-{ending}"), None)
-    return there.name.removesuffix(f"-v{FORMAT_VERSION}") if there else ""
+                         progress=progress, ending=f"{origin}-{stamps}")
 
 
 def _from_hub(repo_id: str, progress: OnProgress | None, convert: bool, storage: Storage) -> Path:
