@@ -58,6 +58,7 @@ NOT_RUN = {
     "edgeinfer serve": "runs until a signal; tests/system/test_server_guards.py sends one",
     "edgeinfer bench --serve": "needs a server; tests/system/test_server_cli.py has one",
     "edgeinfer chat": "needs a server; tests/system/test_server_cli.py has one",
+    "edgeinfer batch requests.jsonl": "needs a file of requests; docs/how-to/batch.md writes one and runs it",
     "edgeinfer pull": "needs a download; tests/cli/test_local.py has a server",
     "edgeinfer rm smollm2-135m": "needs what was pulled; tests/cli/test_local.py removes it",
     "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; test_convert_hub.py has a server",

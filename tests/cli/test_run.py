@@ -184,7 +184,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--logprobs", "1"], 2, "--logprobs requires --json."),
         (["run", "demo", "x", "--system", "s"], 2, "--system cannot be used: demo has no chat template"),
         (["rnu"], 2, "There is no command 'rnu'; did you mean run? See 'edgeinfer --help'."),
-        (["zzzz"], 2, "There is no command 'zzzz'; commands are bench, cache, chat, config,"),
+        (["zzzz"], 2, "There is no command 'zzzz'; commands are batch, bench, cache, chat,"),
         (["cache", "lst"], 2, "There is no command 'lst'; did you mean list? See 'edgeinfer cache --help'."),
         (["convert", "demo"], 2, "See 'edgeinfer convert --help'."),
         (["convert", "no-such-checkpoint", "dst"], 1, "Unknown model 'no-such-checkpoint'"),

@@ -159,7 +159,7 @@ def test_blocks_do_not_show_and_bound_what_is_read(
         return read(self, name, starts, count)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
-    for module in ("conversion", "checkpoint.sources"):
+    for module in ("packing", "checkpoint.sources"):
         monkeypatch.setattr(f"edgeinfer.converters.{module}.BLOCK_WEIGHTS", 2048)
     convert(source, tmp_path / "pieces", weights="int8")
     assert max(sizes) <= 16 * 208  # a tile of rows is the least that is stored at a time

@@ -93,10 +93,10 @@ def test_a_killed_child_is_told_of(source: Path, tmp_path: Path, monkeypatch: py
 
 SLOWLY = """
 import os, sys, time
-from edgeinfer.converters import conversion
+from edgeinfer.converters import packing
 from edgeinfer.converters import subprocess as apart
 
-convert = conversion.packed
+convert = packing._packed
 if sys.argv[1:]:
     from edgeinfer.converters import convert_apart
     start = apart.subprocess.Popen
@@ -106,7 +106,7 @@ else:
     def packed(*given):
         time.sleep(0.2)
         yield from convert(*given)
-    conversion.packed = packed
+    packing._packed = packed
     sys.exit(apart.main())
 """
 
