@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -74,6 +73,8 @@ def batch(
     """
     check_packages()
     registry.check_served(given.techniques)
+    import asyncio
+
     from ...server import Models, Results, Rows
 
     sequences = int(checked("--max-sequences", max_sequences, RULES["max_sequences"]))

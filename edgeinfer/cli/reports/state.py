@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...base.units import format_size
-from ...graph import StateRule
-from ...kernels import abi
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import MemoryPlan
@@ -23,6 +21,9 @@ def state_object(plan: MemoryPlan, graph: Graph, kv_bytes: int) -> dict[str, Any
     """Return the JSON object, or None if no layer is recurrent."""
     if plan.state is None:
         return None
+    from ...graph import StateRule  # `--help` imports all commands, and has no use for graphs
+    from ...kernels import abi
+
     stateful = [op for op in graph.ops if op.state_bytes]
     rules = [op for op in stateful if isinstance(op, StateRule)]
     matrices = sum(abi.rule_stamps(op.heads, op.key_dim, op.value_dim) for op in rules)
