@@ -197,18 +197,27 @@ def test_the_cache_is_listed_and_cleared(tmp_path: Path, cache: Path, monkeypatc
 
 
 FIRST_RUN = """
-import sys, time
+import sys, time, uuid
 from pathlib import Path
 from edgeinfer.models import cached_bundle
 from tests.helpers.bundles import write_bundle
 
+others, waiting = int(sys.argv[1]), Path(sys.argv[2])
+mark = waiting / str(uuid.uuid4())
+
 def make(target):
     print("makes", flush=True)
-    time.sleep(1.0)
+    while len(list(waiting.iterdir())) < others:  # however long they take to start
+        time.sleep(0.05)
     write_bundle(target, overwrite=True)
 
+def progress(*args):
+    told.append(args)
+    if args[0] == "wait":
+        mark.touch()
+
 told = []
-path = cached_bundle("m", "m", make, progress=lambda *args: told.append(args))
+path = cached_bundle("m", "m", make, progress=progress)
 print(path, sorted(set(told)))
 """
 
@@ -217,11 +226,13 @@ print(path, sorted(set(told)))
 @pytest.mark.parametrize("count", [2, 5])
 def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, count: int) -> None:
     """Each in a PID namespace of its own where that is possible: their process ids mean nothing to each other."""
-    command = [sys.executable, "-c", FIRST_RUN]
+    cache, waiting = tmp_path / "cache", tmp_path / "waiting"
+    waiting.mkdir()
+    command = [sys.executable, "-c", FIRST_RUN, str(count - 1), str(waiting)]
     alone = ["unshare", "--pid", "--fork"]
     if sys.platform == "linux" and subprocess.run([*alone, "true"], capture_output=True).returncode == 0:
         command = [*alone, *command]
-    environment = os.environ | {"EDGEINFER_CACHE": str(tmp_path)}
+    environment = os.environ | {"EDGEINFER_CACHE": str(cache)}
     running = [subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE) for _ in range(count)]
     answers = [process.communicate(timeout=600) for process in running]
@@ -231,7 +242,7 @@ def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, 
     assert len(made) == 1 and len(waited) == count - 1
     said = [err for _, err in answers if err]
     assert said == ["edgeinfer: Another process is converting m; waiting for it.\n"] * (count - 1)
-    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [f"m-v{FORMAT_VERSION}"]
+    assert [path.name for path in (cache / "bundles").iterdir()] == [f"m-v{FORMAT_VERSION}"]
 
 
 def test_a_checkpoint_that_cannot_be_converted_is_not_told_to_be(tmp_path: Path) -> None:
