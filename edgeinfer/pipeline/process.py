@@ -139,7 +139,7 @@ class ProcessStage(Stage):
             except Empty:
                 continue
             if answer is None or isinstance(answer, EdgeInferError):
-                self._answers.put(answer)  # for whoever asks next
+                self._answers.put(answer)  # the next call raises it, too
                 raise answer or self._ended()
             if answer[0]["number"] != number:
                 continue

@@ -29,7 +29,7 @@ class PipelineSequences(Runner):
         self._numbers: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._last = 0
         self._gone: deque[int] = deque()
-        """Numbers of sequences that nobody holds any more, which the stages have not released yet."""
+        """Numbers of discarded sequences that the stages have not released yet."""
         near = next((stage for stage in self.stages if not stage.apart), self.stages[0])
         self._asked = (near,) if self._alike else self.stages
 
