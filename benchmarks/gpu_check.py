@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,7 @@ class Check:
         except BudgetError as error:
             self.failed(what, str(error), "not run")
         except Exception as error:  # onnxruntime's own classes, too
+            traceback.print_exc()
             self.failed(what, f"{type(error).__name__}: {error}")
         gc.collect()  # memory of a runner that failed
 

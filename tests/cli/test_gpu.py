@@ -71,15 +71,15 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     out = edgeinfer(*seven, "--json").json
     kinds = {region["name"]: region["kind"] for region in out["regions"]}
     on_device = [name for name in kinds if kinds[name] == "device"]
-    assert on_device == ["weights", "prepacked", "kv", "arena", "steps", "context"]
+    assert on_device == ["weights", "kv", "arena", "steps", "context"]
     assert out["device_budget_bytes"] is None and out["max_sequences"] is None and out["kv"] == "f16"
-    assert next(r["bytes"] for r in out["regions"] if r["name"] == "kv") == 8 * 4096 * 524288
+    assert next(r["bytes"] for r in out["regions"] if r["name"] == "kv") == (8 * 17 + 1) * 256 * 524288
     monkeypatch.setattr(driver, "load_driver", Driver)
     monkeypatch.setattr(driver, "load_management", Management)
     out = edgeinfer(*seven, "--json")
-    assert out.code == 3 and out.json["device_budget_bytes"] == 11_000_000_000 and out.json["max_sequences"] == 1
+    assert out.code == 3 and out.json["device_budget_bytes"] == 11_000_000_000 and out.json["max_sequences"] == 2
     fits, fewer = out.json["alternatives"]
-    assert 512 <= fits["options"]["ctx"] < 1024 and fewer["options"] == {"samples": 1}
+    assert 1024 <= fits["options"]["ctx"] < 2048 and fewer["options"] == {"samples": 2}
     assert "of the GPU's memory" in json.dumps(out.json["error"])
     assert "GPU      " in edgeinfer(*seven).out
     told = edgeinfer("plan", "demo", "--device", "cuda", "--kv", "f32")
@@ -87,7 +87,8 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("options", "copied"), [
-    (("--weights", "q4"), 0), (("--weights", "q4", "--samples", "32"), 0), (("--weights", "int8"), 0),
+    (("--weights", "q4", "--samples", "2"), 0), (("--weights", "q4", "--samples", "32"), 0),
+    (("--weights", "int8", "--samples", "2"), 0), (("--weights", "q4", "--speculate", "off"), 11008 * 4096 * 2),
     (("--weights", "q4", "--group-size", "64"), 32000 * 4096 * 2),
     (("--weights", "q4", "--group-size", "64", "--speculate", "off"), 11008 * 4096 * 2),
     (("--weights", "int8", "--group-size", "128", "--speculate", "off"), 11008 * 4096 * 2),

@@ -21,6 +21,7 @@ LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvi
 
 It starts without cuDNN, but attention on GPUs of compute capability 9.0 and above then uses slower kernels.
 """
+FAST_MATMULS = "ep.cuda.fpa_intb_gemm"
 
 
 class Provider(NamedTuple):
@@ -42,6 +43,21 @@ class Provider(NamedTuple):
     """Whether decode steps are recorded and replayed."""
     page_positions: int = 0
     """Of a page of KV, as its kernels want them; 0 if it has no attention over pages."""
+
+    def for_sequences(self, sequences: int) -> Provider:
+        """Return the provider with the matmuls that are fastest where at most so many sequences decode together.
+
+        CUDA's fast matmuls pay from two rows on: one row of the 7B shape took 4.1 ms with them and 3.2 ms without, 32
+        took 8.9 and 15.4 ms (docs/measurements/gpu.md).
+        """
+        if sequences > 1:
+            return self
+        return self._replace(entries={key: value for key, value in self.entries.items() if key != FAST_MATMULS})
+
+    @property
+    def fast_matmuls(self) -> bool:
+        """Whether it repacks matrices of 4 and 8 bits for the matmuls of several rows."""
+        return FAST_MATMULS in self.entries
 
     def open(self, model: str, threads: int) -> Any:
         """Open a model, and see that all of it is there.
@@ -82,7 +98,7 @@ PROVIDERS = {
         {"device_id": "0", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0",
          "enable_cuda_graph": "1"},
         {"session.disable_cpu_ep_fallback": "1",  # else a broken installation gives a session on the CPU
-         "session.use_device_allocator_for_initializers": "1", "ep.cuda.fpa_intb_gemm": "1"},
+         "session.use_device_allocator_for_initializers": "1", FAST_MATMULS: "1"},
         ("f16",), True, 256),  # pages that all kernels of PagedAttention take (1.31.1)
 }
 

@@ -17,6 +17,8 @@ LEAST = (1, 29)
 """Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
 
 LEAST_PYTHON = (3, 11)
+_ERRORS = 3
+"""Level of its log: the CUDA provider warns of plugins at every opening, and of a setting that has no successor."""
 
 
 def installed(name: str) -> str:
@@ -56,10 +58,11 @@ def check_wheels() -> str:
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime; raises as `check_wheels`."""
+    """Import onnxruntime, whose own log then has errors alone; raises as `check_wheels`."""
     check_wheels()
     import onnxruntime
 
+    onnxruntime.set_default_logger_severity(_ERRORS)
     return onnxruntime
 
 

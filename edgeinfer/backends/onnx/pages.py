@@ -15,6 +15,7 @@ from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
+from .step import step_size
 
 LAYOUT = Layout("paged", ("key_cache.{}", "value_cache.{}"), ("key_cache_out.{}", "value_cache_out.{}"),
                 lambda positions, heads: (positions, heads.kv, heads.stored_dim))
@@ -45,9 +46,11 @@ class Pages(BlockTables):
 class PageCalls(Calls):
     """Prompts, draft tokens and single tokens of all sequences go through together, as one flat list of tokens."""
 
-    def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, ctx: int):
+    def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, ctx: int, sequences: int):
         super().__init__(sessions, slabs, outputs, vocab_size)
-        self._most = -(-ctx // slabs.positions)
+        self._most, self._sequences = -(-ctx // slabs.positions), sequences
+        self._spare = slabs.shape[0] - 1
+        """The last page, which no sequence holds: idle rows of a step write there."""
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
         """Yield the one call of a forward pass."""
@@ -62,14 +65,17 @@ class PageCalls(Calls):
             fixed = _fixed(ends, max(counts), int((past + counts).max()))
             yield self._several({**inputs, **fixed, "block_table": _table(segments, width)}, rows, targets)
             return
-        width = table_width(width, self._most)
-        inputs["block_table"] = _table(segments, width)
+        width, size = table_width(width, self._most), step_size(len(segments), self._sequences)
+        idle = size - len(segments)
+        inputs = {name: np.pad(values, (0, idle)) for name, values in inputs.items()}
+        inputs["block_table"] = np.pad(_table(segments, width), ((0, idle), (0, 0)), constant_values=self._spare)
 
         def bound() -> Inputs:
-            return {**inputs, **_fixed(ends, 1, width * self.slabs.positions), "output_rows": np.arange(len(segments))}
+            ends = np.arange(size + 1, dtype=np.int32)
+            return {**inputs, **_fixed(ends, 1, width * self.slabs.positions), "output_rows": np.arange(size)}
 
         sample_specs = [one for segment in segments for one in sampled(segment)]
-        yield self._one_each((len(segments), width), inputs, rows, targets, sample_specs, bound)
+        yield self._one_each((size, width), inputs, rows, targets, sample_specs, bound)
 
 
 def table_width(pages: int, most: int) -> int:

@@ -1,7 +1,7 @@
 """The memory of a run on onnxruntime, on both sides: the device that runs the model, and this process beside it.
 
-What onnxruntime takes for itself is not known before it runs. Such regions say so in their reason; those of CUDA come
-from its sources and documents and were not measured yet.
+What onnxruntime takes for itself is not known before it runs. Such regions say so in their reason; those of CUDA were
+measured on an H100 (docs/measurements/gpu.md).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
 from .slabs import FLOATS, Layout, block_bytes
 from .slots import LAYOUT as SLOT_LAYOUT
-from .step import step_outputs
+from .step import step_outputs, step_sizes
 from .weights import Stored
 
-LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 600_000_000
-"""Of this process: onnxruntime on its CPU provider (52 MB measured); with CUDA's libraries (an estimate)."""
-CONTEXT_BYTES = 500_000_000
-"""Of a GPU's memory: CUDA's context and the code of the libraries (an estimate)."""
+LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 850_000_000
+"""Of this process: onnxruntime on its CPU provider (52 MB measured); with CUDA's libraries (650 to 860 MB measured)."""
+CONTEXT_BYTES = 1_170_000_000
+"""Of a GPU's memory: CUDA's context, code and workspaces of the libraries (1.04 to 1.13 GB measured)."""
 GRAPH_BYTES = 10_000_000
-"""Of the graph of a decode step (an estimate): by number of slots, or of sequences and width of the table of pages."""
+"""Of the graph of a decode step (measured): by number of slots, or of sequences and width of the table of pages."""
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
 """Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
@@ -71,7 +71,7 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     for name, asked in (*others, ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
         if asked:
             raise UsageError(f"{name} is not available on device {device}; leave it out, or run with --device cpu.")
-    layout = config.kv_layout or SLOTS
+    layout = config.kv_layout or (PAGES if provider.page_positions else SLOTS)
     if layout == PAGES and not provider.page_positions:
         raise UsageError(f"--kv-layout pages is not available on device {device}, because PagedAttention has no CPU "
                          "kernel; choose slots, or run with --device cuda.")
@@ -145,6 +145,11 @@ class DevicePlanner:
             self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
         return self._stored[flavour]
 
+    @property
+    def spare(self) -> int:
+        """Pages that no sequence holds: the idle rows of recorded steps write to one."""
+        return int(self.paged)
+
     def positions(self, request: Request) -> int:
         """Return the positions of a slot or of a page."""
         return self.provider.page_positions if self.paged else request.ctx
@@ -163,7 +168,7 @@ class DevicePlanner:
             return request
         page = block_bytes(self.graph.config.num_hidden_layers, Heads.of(self.graph.config), self.positions(request),
                            request.kv)
-        pages = max(1, request.kv_memory // page)
+        pages = max(1, request.kv_memory // page - self.spare)
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
@@ -171,26 +176,33 @@ class DevicePlanner:
         stored, cuda = self.lower(request), self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
+        provider = self.provider.for_sequences(request.sequences)
         yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",
                      DEVICE if cuda else "mapped")
-        yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
+        if not cuda:  # CUDA's provider frees what it has repacked
+            yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
         positions = self.positions(request)
         block = block_bytes(c.num_hidden_layers, heads, positions, kv)
         held = held_words(request) if self.paged else ""
-        yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
-                                           f"positions, {block} bytes each", here)
-        copy = self._written_out(request) if cuda else 0
+        spare = ", and one for idle rows" if self.spare else ""
+        yield Region("kv", (blocks + self.spare) * block,
+                     f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} positions, "
+                     f"{block} bytes each{spare}", here)
+        copy = self._written_out(request, provider.fast_matmuls) if cuda else 0
         yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
         most = request.sequences
         row = sum(width * np.dtype(kind).itemsize for width, kind in step_outputs(c.vocab_size).values())
-        yield Region("steps", most * (most + 1) // 2 * row, f"logits of steps of 1 to {most} sequences", here)
+        sizes = step_sizes(most) if provider.graphs else range(1, most + 1)
+        yield Region("steps", sum(sizes) * row, f"logits of steps of 1 to {most} sequences", here)
         if cuda:
-            graphs = request.sequences * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
+            graphs = len(sizes) * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
             yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
-                         f"CUDA's context and code, {graphs} graphs of decode steps, an estimate", DEVICE)
-            yield Region("staging", max(one.nbytes for one in stored) + blocks * block // (2 * c.num_hidden_layers),
-                         "the largest tensor, and K of a layer, on their way")
+                         f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
+                         DEVICE)
+            slab = (blocks + self.spare) * block // (2 * c.num_hidden_layers)
+            yield Region("staging", 2 * max(one.nbytes for one in stored) + slab,
+                         "the largest tensor, read and repacked, and K of a layer, on their way")
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
         yield Region("onnxruntime", CUDA_LIBRARY_BYTES if cuda else LIBRARY_BYTES, "its libraries", "reserve")
         yield Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
@@ -205,10 +217,10 @@ class DevicePlanner:
         scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
         return rows + scores if cuda else 2 * (rows + scores)
 
-    def _written_out(self, request: Request) -> int:
+    def _written_out(self, request: Request, fast: bool) -> int:
         """Bytes of the largest matrix that CUDA's matmuls write out as f16 before they multiply by it."""
         return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
-                                else request.tokens) for node in self._products[request.kv]), default=0)
+                                else request.tokens, fast) for node in self._products[request.kv]), default=0)
 
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
@@ -224,11 +236,11 @@ class DevicePlanner:
                 "otherwise run with --device cpu.")
 
 
-def written_out(matmul: Node, tokens: int) -> int:
+def written_out(matmul: Node, tokens: int, fast_matmuls: bool) -> int:
     """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for this many tokens, else 0; see
     docs/explanation/onnx.md.
     """
     rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))
-    fast = group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
+    fast = fast_matmuls and group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
     read = tokens <= READ_TOKENS[bits] and rows % READ_MULTIPLE == columns % READ_MULTIPLE == 0
     return 0 if fast or read else rows * round_up(columns, group) * 2

@@ -83,13 +83,13 @@ class OnnxRunner(Runner):
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
         kv = self.config.kv
         with ExitStack() as opened:
-            self.slabs = Slabs(planner.layout, self.model.num_hidden_layers, Heads.of(self.model), self.plan.kv_blocks,
-                               self.block_tokens, kv, provider)
+            self.slabs = Slabs(planner.layout, self.model.num_hidden_layers, Heads.of(self.model),
+                               self.plan.kv_blocks + planner.spare, self.block_tokens, kv, provider)
             opened.callback(self.slabs.close)
             bundle.check_contents(self.config.threads)
             names = [past for past, _ in self.slabs.names]
             folder = model_folder(bundle, planner.flavour(self.plan.request), names, progress)
-            self.sessions = Sessions(folder, provider, int(self.config.threads or 1))
+            self.sessions = Sessions(folder, provider.for_sequences(sequences), int(self.config.threads or 1))
             opened.pop_all()
         self._arrange(planner.paged)
         self._logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
@@ -100,7 +100,7 @@ class OnnxRunner(Runner):
         given = self.sessions, self.slabs, self.config.outputs, self.model.vocab_size
         if paged:
             self.kv = Pages(self.plan.kv_blocks, self.block_tokens, copy)
-            self._calls = PageCalls(*given, int(self.config.ctx or 0))
+            self._calls = PageCalls(*given, int(self.config.ctx or 0), self.config.max_sequences)
         else:
             self.kv = Slots(self.plan.kv_blocks, copy)
             self._calls = SlotCalls(*given, self.kv.pool)

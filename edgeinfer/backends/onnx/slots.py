@@ -16,6 +16,7 @@ from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
+from .step import step_size
 
 LAYOUT = Layout("gqa", ("past_key_values.{}.key", "past_key_values.{}.value"), ("present.{}.key", "present.{}.value"),
                 lambda positions, heads: (heads.kv, positions, heads.stored_dim))
@@ -136,13 +137,20 @@ class SlotCalls(Calls):
         owner = self._pool.owner(slot)
         return len(owner.tokens) if owner else 0
 
+    def _padded(self, first: int, count: int) -> int:
+        """Return the number of slots of a recorded step, idle ones after the last included where these have room."""
+        slots = len(self._pool)
+        size = step_size(count, slots - first)
+        full = any(self._length(slot) >= self.slabs.positions for slot in range(first + count, first + size))
+        return count if full or not self.sessions.provider.graphs else size
+
     def _together(self, part: list[_Single]) -> Call:
         """The call of single tokens of a range of slots; where it is recorded, from slot 0 on if that can be, because
         each range is a graph of its own."""
         first = part[0][0]
         while self.sessions.provider.graphs and first and self._length(first - 1) < self.slabs.positions:
             first -= 1
-        count = part[-1][0] - first + 1
+        count = self._padded(first, part[-1][0] - first + 1)
         ids = np.zeros((count, 1), np.int64)
         lengths = _lengths(np.array([self._length(slot) + 1 for slot in range(first, first + count)], np.int32))
         rows, targets, sample_specs = list[int](), list[int](), list[tuple[int, int]]()

@@ -19,6 +19,21 @@ def step_outputs(vocab_size: int) -> dict[str, tuple[int, type[Any]]]:
     return {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
 
 
+def step_size(sequences: int, most: int) -> int:
+    """Return how many sequences the step has that runs this many: 1, 2, 3, 4, 6, 8, 12, 16, ..., or `most`.
+
+    Steps are recorded once for each size, so that few graphs serve all numbers and at most a third of a step is idle.
+    """
+    power = 1 << (sequences - 1).bit_length()
+    half = 3 * power // 4
+    return min(half if sequences <= half and power > 2 else power, most)
+
+
+def step_sizes(most: int) -> list[int]:
+    """Return all sizes of steps of up to `most` sequences."""
+    return sorted({step_size(sequences, most) for sequences in range(1, most + 1)})
+
+
 class Step:
     """One token of each of several sequences.
 

@@ -51,7 +51,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     unknown, fitting = device == CUDA and memory is None, fits(alone) and not error
     options = [] if fits(alone) else list(smaller(planner, config, fits))
     speed, remarks = _speed(card, device, model, config)
-    held = alone.region("kv").nbytes // (alone.kv_blocks * planner.positions(alone.request))
+    held = alone.region("kv").nbytes // ((alone.kv_blocks + planner.spare) * planner.positions(alone.request))
     report = {
         **plan_fields(model, config, plan, card.name if card else device, None if unknown and fitting else fitting,
                       host, _source(config, card)),
