@@ -9,7 +9,6 @@ import pytest
 
 from edgeinfer.backends import PROVIDERS
 from edgeinfer.backends.onnx import devices, driver
-from edgeinfer.errors import BudgetError
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.fake_gpu import Driver, Management
 
@@ -104,44 +103,3 @@ def test_the_plan_has_the_matrix_that_matmuls_write_out(options: tuple[str, ...]
     assert arena["bytes"] - copied < 60_000_000
     if copied:
         assert arena["bytes"] > copied
-
-
-@pytest.mark.slow
-def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole check on the CPU provider; without a GPU every part of it is said not to have run."""
-    from benchmarks import gpu_check
-
-    quick = gpu_check.QUICK.__class__((1, 2), (0, 8), (16,), (1, 3), 4, 16, 0)
-    monkeypatch.setattr(gpu_check, "QUICK", quick)
-    quickly = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--out", str(tmp_path / "o")]
-    assert gpu_check.main([*quickly, "--profile", "NVIDIA H200"]) == 0
-    rows = json.loads((tmp_path / "o").read_text())
-    assert [row["verdict"] for row in rows if row["wanted"]] == ["ok"] * 3
-    whats = " ".join(row["what"] for row in rows)
-    for part in ("f16 beside", "2 sequences at depth 8", "prompt of 16", "3 arriving", "growth",
-                 "estimate of 1 sequence at depth 8"):
-        assert part in whats
-    assert " of 4800 GB/s" in next(row["found"] for row in rows if "1 sequences at depth 8" in row["what"])
-    assert gpu_check.main(["--out", str(tmp_path / "o")]) == 0
-    assert {row["verdict"] for row in json.loads((tmp_path / "o").read_text())} == {"not run"}
-    assert capsys.readouterr().out.count("which has no CUDA provider") == len(gpu_check.PARTS)
-    assert gpu_check.main([*quickly, "--minutes", "0"]) == 0
-    assert {row["found"] for row in json.loads((tmp_path / "o").read_text())} == {"out of time"}
-
-
-@pytest.mark.slow
-def test_what_goes_wrong_on_a_gpu_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A combination that does not fit was not run; whatever else is raised is a line of the table."""
-    from benchmarks import gpu_check
-
-    def fails(check: object, name: str, path: object, provider: object, how: str, n: int, depth: int) -> None:
-        raise BudgetError("The run needs more.") if n == 1 else RuntimeError("CUDA failure 2:\nout of memory")
-
-    monkeypatch.setattr(gpu_check, "decoded", fails)
-    monkeypatch.setattr(gpu_check, "prompted", lambda check, *given: check.add("prompt", "ran"))
-    check = gpu_check.Check(PROVIDERS["onnx-cpu"], gpu_check.QUICK, 1)
-    gpu_check.speeds(check, "m", Path("m"), check.provider, "")
-    assert [(row.found, row.verdict) for row in check.rows] == 2 * [
-        ("The run needs more.", "not run"), ("RuntimeError: CUDA failure 2: out of memory", "missed"),
-    ] + 2 * [("ran", "")]

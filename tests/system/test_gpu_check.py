@@ -1,0 +1,177 @@
+"""The check of a GPU on onnxruntime's CPU provider, whole and with one thing broken after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.backends import PROVIDERS, Provider
+from edgeinfer.backends.onnx import devices
+from edgeinfer.errors import BudgetError, UsageError
+from tests.helpers.onnx_pages import at
+
+pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+gpu_check = pytest.importorskip("benchmarks.gpu_check")
+DEMO = ["--device", "onnx-cpu", "--models", "demo", "--quick"]
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.slow
+def test_all_stages(tmp_path: Path) -> None:
+    out = tmp_path / "rows"
+    assert gpu_check.main([*DEMO, "--out", str(out), "--profile", "NVIDIA H200"]) == 0
+    rows = rows_of(out)
+    assert {row["verdict"] for row in rows if row["wanted"]} == {"ok"}
+    whats = " | ".join(row["what"] for row in rows)
+    for part in ("f16 logits", "greedy tokens", "second chunk", "unlike lengths", "where another was", "top-k 40",
+                 "request that is cancelled", "pass that is cancelled", "2 sequences at depth 32", "prompt of 64",
+                 "4 tokens of each", "estimate of 1 sequence at depth 32", "2 arriving", "growth in 1 s"):
+        assert part in whats
+    assert " of the bandwidth" in next(row["found"] for row in rows if "1 sequences at depth 32" in row["what"])
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows"
+    assert gpu_check.main(["--out", str(out)]) == 0
+    assert [row["what"] for row in rows_of(out)] == ["smoke", "numerics", "speed", "soak"]
+    assert {row["verdict"] for row in rows_of(out)} == {"not run"}
+    assert all("which has no CUDA provider" in row["found"] for row in rows_of(out))
+
+
+def test_out_of_time(tmp_path: Path) -> None:
+    out = tmp_path / "rows"
+    assert gpu_check.main([*DEMO, "--stage", "smoke", "speed", "--minutes", "0", "--out", str(out)]) == 0
+    assert {row["found"] for row in rows_of(out)} == {"out of time"}
+
+
+def test_prepared_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
+    assert gpu_check.main(["--prepare", "--stage", "smoke", "--models", "demo", "no-such-model"]) == 0
+    assert len(list((tmp_path / "gpu-check").glob("demo-*.npz"))) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("smoke: demo: ") and said[1].startswith("smoke: no-such-model: ")
+
+
+def test_a_case_that_fails_stops_no_other() -> None:
+    """A case that does not fit was not run; whatever else is raised is a row."""
+    check = gpu_check.Check(PROVIDERS["onnx-cpu"], 60)
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    check.case("large", lambda: fail(BudgetError("The run needs more.")))
+    check.case("broken", lambda: fail(RuntimeError("CUDA failure 2:\nout of memory")))
+    check.case("whole", lambda: check.add("whole", "ran"))
+    assert [(row.found, row.verdict) for row in check.rows] == [
+        ("The run needs more.", "not run"), ("RuntimeError: CUDA failure 2: out of memory", "missed"), ("ran", "")]
+
+
+# -- one thing broken --------------------------------------------------------------------------------------------------
+
+
+class Binding:
+    """An IOBinding that remembers where outputs go."""
+
+    def __init__(self, binding: Any):
+        self.binding, self.outputs = binding, dict[str, np.ndarray]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.binding, name)
+
+    def bind_output(self, name: str, memory: str, device: int, kind: Any, shape: list[int], address: int) -> None:
+        self.outputs[name] = at(address, kind, shape)
+        self.binding.bind_output(name, memory, device, kind, shape, address)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        self.outputs[name] = at(value.data_ptr(), value.numpy().dtype, value.shape())
+        self.binding.bind_ortvalue_output(name, value)
+
+
+class Session:
+    """A session in whose runs something goes wrong."""
+
+    def __init__(self, session: Any, run: Callable[[Any, Binding, Any], None]):
+        self._session, self._run = session, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def io_binding(self) -> Binding:
+        return Binding(self._session.io_binding())
+
+    def run_with_iobinding(self, binding: Binding, options: Any) -> None:
+        self._run(self._session, binding, options)
+
+
+class Broken(Provider):
+    """The CPU provider, with sessions in whose runs something goes wrong."""
+
+    run: Any = None
+
+    def open(self, model: str, threads: int) -> Any:
+        session = super().open(model, threads)
+        return Session(session, self.run) if "logits" in [one.name for one in session.get_outputs()] else session
+
+
+def nan(session: Any, binding: Binding, options: Any) -> None:
+    session.run_with_iobinding(binding.binding, options)
+    binding.outputs["logits"].fill(np.nan)
+
+
+def swapped(session: Any, binding: Binding, options: Any) -> None:
+    session.run_with_iobinding(binding.binding, options)
+    for name in ("logits", "top_logits", "top_ids"):
+        if len(binding.outputs.get(name, ())) > 1:
+            binding.outputs[name][:] = binding.outputs[name][::-1].copy()
+
+
+def stale(session: Any, binding: Binding, options: Any) -> None:
+    kept = {name: values.copy() for name, values in binding.outputs.items() if name.startswith("present")}
+    session.run_with_iobinding(binding.binding, options)
+    for name, values in kept.items():
+        binding.outputs[name][...] = values
+
+
+def wrong_best(session: Any, binding: Binding, options: Any) -> None:
+    session.run_with_iobinding(binding.binding, options)
+    if "top_ids" in binding.outputs:
+        binding.outputs["top_ids"] += 1
+
+
+def not_ended(session: Any, binding: Binding, options: Any) -> None:
+    session.run_with_iobinding(binding.binding, onnxruntime.RunOptions())
+
+
+@pytest.mark.parametrize(("run", "where"), [
+    (nan, "f16 logits"), (swapped, "unlike lengths"), (stale, "second chunk"), (wrong_best, "from the best logits"),
+    (not_ended, "pass that is cancelled"),
+])
+def test_what_smoke_finds(run: Any, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check.prepare(["smoke"], ["demo"])  # answers of a provider that works
+    broken = Broken(*PROVIDERS["onnx-cpu"])
+    monkeypatch.setattr(Broken, "run", staticmethod(run))
+    monkeypatch.setitem(PROVIDERS, "onnx-cpu", broken)
+    out = tmp_path / "rows"
+    assert gpu_check.main([*DEMO, "--stage", "smoke", "--out", str(out)]) == 1
+    assert any(where in row["what"] for row in rows_of(out) if row["verdict"] == "missed")
+
+
+def test_what_smoke_says_of_wrong_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check.prepare(["smoke"], ["demo"])
+    monkeypatch.setattr(devices, "check_placement", refuse)
+    out = tmp_path / "rows"
+    assert gpu_check.main([*DEMO, "--stage", "smoke", "--out", str(out)]) == 1
+    assert "UsageError: 1 operations" in next(row["found"] for row in rows_of(out) if row["verdict"] == "missed")
+
+
+def refuse(session: Any, provider: Provider) -> None:
+    raise UsageError("1 operations of the model would not run on it.")
