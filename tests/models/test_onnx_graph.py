@@ -13,7 +13,6 @@ import pytest
 from edgeinfer.backends import Flavour, export
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.errors import UnsupportedModelError
 from tests import make_golden
 from tests.helpers import golden_cases
 from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
@@ -137,13 +136,3 @@ def test_architectures_that_only_name_things_otherwise(name: str, tmp_path: Path
     convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")
     _, model = exported(tmp_path / "b")
     assert difference(model.chunks(case.ids, 7), case.logits) < F32
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma4", "gpt2", "smollm3", "olmo2", "granite", "phi3-longrope-partial",
-                                  "llama-dynamic", "ministral3", "exaone4", "cohere2", "olmo3", "falcon-rw", "mpt"])
-def test_what_has_no_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    case = golden_cases.load(name)
-    convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")
-    with pytest.raises(UnsupportedModelError, match="has no equivalent in ONNX"):
-        export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx", Flavour())
-    assert not list(tmp_path.glob("m.onnx*"))

@@ -32,7 +32,7 @@ from edgeinfer.registry import each, technique
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
-from .flavour import Flavour, Heads
+from .flavour import Flavour, Heads, kv_layers
 from .lower_graph import lower_graph
 from .lowering import Node
 from .pages import LAYOUT as PAGE_LAYOUT
@@ -129,12 +129,16 @@ class DevicePlanner:
     def flavour(self, request: Request) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context.
 
-        LongRoPE has other frequencies in contexts no longer than that of the training; tables for these end there.
+        LongRoPE and dynamic scaling have other frequencies in contexts no longer than that of the training; tables for
+        these end there. Beyond it each context has its own with dynamic scaling.
         """
-        rope = self.graph.config.rope
+        rope, ctx = self.graph.config.rope, None
         trained = min(rope.original_max_position_embeddings, self.graph.config.max_position_embeddings)
-        near = rope.kind == "longrope" and request.ctx <= trained
-        return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=trained if near else None,
+        if rope.kind in ("longrope", "dynamic") and request.ctx <= trained:
+            ctx = trained
+        elif rope.kind == "dynamic":
+            ctx = request.ctx
+        return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def lower(self, request: Request) -> list[Stored]:
@@ -161,13 +165,12 @@ class DevicePlanner:
             return replace(request, kv_tokens=None)
         if request.kv_memory is None:
             return request
-        page = block_bytes(self.graph.config.num_hidden_layers, Heads.of(self.graph.config), self.positions(request),
-                           request.kv)
+        page = block_bytes(kv_layers(self.graph.config), self.positions(request), request.kv)
         pages = max(1, request.kv_memory // page)
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
-        c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
+        c, kv, layers = self.graph.config, request.kv, kv_layers(self.graph.config)
         stored, cuda = self.lower(request), self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
@@ -175,7 +178,8 @@ class DevicePlanner:
                      DEVICE if cuda else "mapped")
         yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
         positions = self.positions(request)
-        block = block_bytes(c.num_hidden_layers, heads, positions, kv)
+        block = block_bytes(layers, positions, kv)
+        largest = max(block_bytes({i: heads}, positions, kv) for i, heads in layers.items())
         held = held_words(request) if self.paged else ""
         yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
                                            f"positions, {block} bytes each", here)
@@ -189,7 +193,7 @@ class DevicePlanner:
             graphs = request.sequences * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
             yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
                          f"CUDA's context and code, {graphs} graphs of decode steps, an estimate", DEVICE)
-            yield Region("staging", max(one.nbytes for one in stored) + blocks * block // (2 * c.num_hidden_layers),
+            yield Region("staging", max(one.nbytes for one in stored) + blocks * largest // 2,
                          "the largest tensor, and K of a layer, on their way")
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
         yield Region("onnxruntime", CUDA_LIBRARY_BYTES if cuda else LIBRARY_BYTES, "its libraries", "reserve")
