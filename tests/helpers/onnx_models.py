@@ -63,14 +63,16 @@ def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
         return reference.forward(graph_of(bundle), {}, ids)
 
 
-def expected_in_f16(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
-    """As `expected`, but what each operation leaves is rounded to f16, and everything within it is exact."""
+def expected_in_f16(bundle: Bundle, ids: Sequence[int], kind: Any = np.float16) -> np.ndarray:
+    """As `expected`, but what each operation leaves is rounded to f16, or another kind of floats, and everything within
+    it is exact.
+    """
 
     def rounded(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def run(state: Any, op: Any, *inputs: np.ndarray) -> np.ndarray:
-            result = operation(state, op, *inputs).astype(np.float16).astype(state.dtype)
+            result = operation(state, op, *inputs).astype(kind).astype(state.dtype)
             if op.layer in state.stored:
-                state.stored[op.layer] = tuple(x.astype(np.float16).astype(x.dtype) for x in state.stored[op.layer])
+                state.stored[op.layer] = tuple(x.astype(kind).astype(x.dtype) for x in state.stored[op.layer])
             return result
         return run
 
