@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ from edgeinfer.backends import Flavour, export
 from edgeinfer.backends.onnx import codes
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
+from edgeinfer.graph import build_graph, read_config, requested_types
 from edgeinfer.quant import TYPES, WeightType, layouts
-from tests.helpers import gguf_files
+from tests import make_golden
+from tests.helpers import gguf_files, golden_cases
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.gguf_files import OF_256, random_blocks, sizes_for, write_gguf
 from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
@@ -33,8 +36,11 @@ SIZES = {"Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 6e-5, "IQ4_XS": 6e-5, "IQ4_NL": 1e-
 
 @pytest.fixture(autouse=True)
 def weights_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_files, "random_blocks",
-                        lambda kind, shape: random_blocks(kind, shape, size=SIZES.get(kind, 0.01)))
+    def blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+        flat = random_blocks(kind, (math.prod(shape[:-1]), shape[-1]), size=SIZES.get(kind, 0.01))
+        return flat.reshape(*shape[:-1], -1)
+
+    monkeypatch.setattr(gguf_files, "random_blocks", blocks)
 
 
 def exact(bundle: Bundle) -> None:
@@ -67,11 +73,22 @@ def test_types_that_are_mixed(kinds: dict[str, str], tmp_path: Path) -> None:
     exact(Bundle.open(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("kinds", [{"down": "Q6_K", "": "Q4_K"}, {"down": "Q5_1", "": "MXFP4"}])
-def test_types_of_experts(kinds: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_1", "Q4_1"), ("MXFP4", "IQ4_NL")])
+def test_types_of_experts(kinds: tuple[str, str], tmp_path: Path) -> None:
     """Codes of all experts side by side; all are chosen, so that rounding chooses no others."""
-    source = make_checkpoint(tmp_path / "hf", "mixtral", **OF_256, num_local_experts=3, num_experts_per_tok=3)
-    write_gguf(tmp_path / "m.gguf", source, kinds)
+    n, width, size = 3, 256, 512 if "K" in kinds[0] else 96
+    config = {**make_golden.MIXTRAL, "hidden_size": width, "intermediate_size": size, "num_attention_heads": 8,
+              "num_local_experts": n, "num_experts_per_tok": n}
+    graph = build_graph(read_config(config), requested_types("f32"))
+    tensors = {source.name: golden_cases.weights(source.name, source.stored) for weight in graph.weights
+               for source in weight.sources if not source.each}
+    for i in range(config["num_hidden_layers"]):
+        module = f"model.layers.{i}.mlp.experts."
+        tensors[module + "gate_up_proj"] = golden_cases.weights(module + "1", (n, 2 * size, width))
+        tensors[module + "down_proj"] = golden_cases.weights(module + "2", (n, width, size))
+    case = golden_cases.GoldenCase("made", config, tensors, [], np.zeros(0))
+    checkpoint = golden_cases.write_checkpoint(case, tmp_path / "hf")
+    write_gguf(tmp_path / "m.gguf", checkpoint, {"down_exps": kinds[1], "_exps": kinds[0], "attn_": "Q4_0"})
     convert(tmp_path / "m.gguf", tmp_path / "b")
     exact(Bundle.open(tmp_path / "b"))
 
@@ -92,7 +109,7 @@ def test_blocks_are_the_weights(stored: WeightType) -> None:
     tiles = rng.integers(0, 256, (2, stored.tile_bytes(columns)), np.uint8)
     records = tiles.reshape(2, stored.tile_records(columns), -1)
     codes_end = row.factors_at(stored.group_size)
-    small = rng.normal(0, 0.1, records[:, :, codes_end:].shape[:2] + (records.shape[2] - codes_end,))
+    small = rng.normal(0, 0.1, (*records.shape[:2], records.shape[2] - codes_end))
     if row.nested:
         start = row.outer_at(stored.group_size) - codes_end
         records[:, :, codes_end + start:] = small[..., start::2].astype(np.float16).view(np.uint8)
