@@ -16,6 +16,7 @@ from edgeinfer.converters import convert
 from edgeinfer.errors import UnsupportedModelError
 from tests.helpers import golden_cases, reference
 from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
+from tests.helpers.sessions import running
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -82,6 +83,29 @@ def test_the_oracles_logits(name: str, weights: str, group_size: int, layout: st
             found = difference(model.chunks(ids, size, 1)[:rows], want[:rows])
             print(f"{name} {weights} {dtype} in chunks of {size}: {found:.1e}, rounding alone {rounding:.1e}")
             assert found < tolerance, (dtype, size)
+
+
+def greedy(path: Path, device: str, texts: list[list[int]], count: int) -> list[list[int]]:
+    """Tokens that several sequences of different lengths choose, decoded together, and one that was forked."""
+    chosen: list[list[int]] = []
+    with running(path, device, ctx=60, kv="f32", max_sequences=len(texts) + 1) as runner:
+        sequences = [runner.new_sequence() for _ in texts]
+        rows = [runner.prefill(sequence, ids).copy() for sequence, ids in zip(sequences, texts, strict=True)]
+        sequences.append(runner.fork(sequences[0]))
+        tokens = [int(row.argmax()) for row in (*rows, rows[0])]
+        for _ in range(count):
+            chosen.append(tokens)
+            tokens = [int(row.argmax()) for row in runner.decode(sequences, tokens)]
+    return chosen
+
+
+@pytest.mark.slow(keep=8)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_our_kernels(name: str, tmp_path: Path) -> None:
+    ids = golden_cases.load(name).ids
+    written(name, tmp_path, weights="f32")
+    texts = [ids[:18], ids[3:10]]
+    assert greedy(tmp_path / "b", "onnx-cpu", texts, 40) == greedy(tmp_path / "b", "cpu", texts, 40)
 
 
 @pytest.mark.parametrize("name", [name for name in golden_cases.names() if name.startswith(RECURRENT)])
