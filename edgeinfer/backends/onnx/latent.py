@@ -8,7 +8,7 @@ from . import weights
 from .attention import attended, padded_rows, unpadded
 from .flavour import Heads
 from .lowering import BY_HEAD, Lowering, lower
-from .positions import rotated
+from .positions import rotated, row_numbers
 
 
 @lower.register
@@ -30,16 +30,12 @@ def _(op: HeadLinear, at: Lowering) -> None:
     if op.step != rows:
         y = at.node("Pad", y, at.constant(0, op.step - rows), "", at.constant(-1))
     y = at.node("Reshape", y, at.constant(-1, op.heads * op.step))
-    at.set(op.out, _as_tokens(y, op.heads * op.step, at))
+    at.set(op.out, _as_tokens(y, at))
 
 
-def _as_tokens(rows: str, width: int, at: Lowering) -> str:
+def _as_tokens(rows: str, at: Lowering) -> str:
     """A list of rows of all tokens, with the axes of tokens again."""
-    if at.axes == 1:
-        return rows
-    shape = at.once("tokens", lambda: at.node("Shape", "input_ids"))
-    whole = at.node("Concat", shape, at.constant(width), axis=0)
-    return at.node("Reshape", rows, whole)
+    return rows if at.axes == 1 else at.node("Gather", rows, row_numbers(at), axis=0)
 
 
 @lower.register

@@ -55,8 +55,8 @@ class Lowering:
         self.stored: dict[str, Stored] = {}
         self.integers: dict[str, tuple[int, ...]] = {}
         """Small constants (shapes, axes), which are in the model itself."""
-        self.floats: dict[str, tuple[str, float]] = {}
-        """Numbers, with their types, likewise."""
+        self.numbers: dict[str, tuple[str, float | tuple[int, ...]]] = {}
+        """Numbers of other types, likewise."""
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
         self.ropes: dict[int | None, Rotation] = {}
@@ -89,10 +89,10 @@ class Lowering:
         self.integers[name] = numbers
         return name
 
-    def number(self, value: float, kind: str = "") -> str:
-        """Return the name of a constant number of the model's type, or of another."""
+    def number(self, value: float | tuple[int, ...], kind: str = "") -> str:
+        """Return the name of a constant number of the model's type, or of another; of a vector for a tuple."""
         kind = kind or self.dtype
-        self.floats[f"{kind}.{value!r}"] = kind, value
+        self.numbers[f"{kind}.{value!r}"] = kind, value
         return f"{kind}.{value!r}"
 
     def once(self, key: Any, make: Callable[[], str]) -> str:

@@ -54,8 +54,9 @@ def model_proto(lowered: Lowering, location: str, external: Mapping[str, Externa
                                       **attributes))
     tensors = [onnx.TensorProto(name=name, data_type=kinds["i64"], dims=[len(numbers)], int64_data=numbers)
                for name, numbers in lowered.integers.items()]
-    tensors += [onnx.TensorProto(name=name, data_type=kinds[kind], raw_data=np.array(value, KINDS[kind]).tobytes())
-                for name, (kind, value) in lowered.floats.items()]
+    tensors += [onnx.TensorProto(name=name, data_type=kinds[kind], dims=np.shape(value),
+                                 raw_data=np.array(value, KINDS[kind]).tobytes())
+                for name, (kind, value) in lowered.numbers.items()]
     for name, stored in lowered.stored.items():
         tensor = onnx.TensorProto(name=name, data_type=kinds[stored.kind], dims=stored.shape,
                                   data_location=onnx.TensorProto.EXTERNAL)

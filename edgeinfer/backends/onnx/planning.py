@@ -29,10 +29,11 @@ from edgeinfer.memory_planner import (
 )
 from edgeinfer.registry import each, technique
 
+from .activations import read_again, row_values
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
-from .flavour import Flavour, Heads, kv_layers
+from .flavour import Flavour, kv_layers
 from .lower_graph import lower_graph
 from .lowering import Node
 from .pages import LAYOUT as PAGE_LAYOUT
@@ -203,10 +204,9 @@ class DevicePlanner:
     def _arena(self, request: Request, cuda: bool) -> int:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
         c, size = self.graph.config, FLOATS[request.kv]().itemsize
-        heads = Heads.of(c)
-        row = 3 * c.intermediate_size + 4 * c.hidden_size + 2 * (heads.query + 2 * heads.kv) * heads.stored_dim
-        rows = request.tokens * row * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
-        scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
+        rows = request.tokens * row_values(c) * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
+        scores = 0 if cuda and not c.alibi else c.num_attention_heads * request.tokens * request.ctx * 4
+        scores += read_again(c, self.positions(request), request.sequences) * size
         return rows + scores if cuda else 2 * (rows + scores)
 
     def _written_out(self, request: Request) -> int:

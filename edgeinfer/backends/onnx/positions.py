@@ -19,18 +19,34 @@ def positions(at: Lowering) -> str:
 
 
 def _of_slots(at: Lowering) -> str:
-    ones = at.node("Add", at.node("Mul", "input_ids", at.constant(0)), at.constant(1))
-    before = at.node("CumSum", ones, at.constant(1), exclusive=1)
-    count = at.node("ReduceSum", ones, at.constant(1))
+    before, count = _numbers(at)
     last = at.node("Unsqueeze", at.node("Cast", "seqlens_k", to="i64"), at.constant(1))
     first = at.node("Sub", at.node("Add", last, at.constant(1)), count)
     return at.node("Add", before, at.node("Max", first, at.constant(0)))
 
 
+def _ones(at: Lowering) -> str:
+    """A one for each token."""
+    return at.once("ones", lambda: at.node("Add", at.node("Mul", "input_ids", at.constant(0)), at.constant(1)))
+
+
+def _numbers(at: Lowering) -> tuple[str, str]:
+    """A token's number in its row, (B, S), and the tokens of a row, (B, 1); shapes are left to the device, as those
+    that are read back would keep it from being recorded.
+    """
+    return (at.once("numbers", lambda: at.node("CumSum", _ones(at), at.constant(1), exclusive=1)),
+            at.once("counts", lambda: at.node("ReduceSum", _ones(at), at.constant(1))))
+
+
+def row_numbers(at: Lowering) -> str:
+    """A token's number among those of all rows: (B, S)."""
+    number, count = _numbers(at)
+    return at.once("row numbers", lambda: at.node("Add", number, at.node("CumSum", count, at.constant(0), exclusive=1)))
+
+
 def _of_pages(at: Lowering) -> str:
     """A token's number among those of its sequence, which is the last one that begins at or before it."""
-    ones = at.node("Add", at.node("Mul", "input_ids", at.constant(0)), at.constant(1))
-    number = at.node("CumSum", ones, at.constant(0), exclusive=1)
+    number = at.node("CumSum", _ones(at), at.constant(0), exclusive=1)
     ends = at.node("Cast", "cumulative_sequence_length", to="i64")
     begins = at.node("Slice", ends, at.constant(0), at.constant(-1), at.constant(0))
     there = at.node("GreaterOrEqual", at.node("Unsqueeze", number, at.constant(1)), begins)
@@ -92,7 +108,8 @@ def _alibi(heads: int, scale: float, at: Lowering) -> str:
         return np.stack([alibi_bias(config, slope, scale, np.arange(ctx), 0) for slope in alibi_slopes(config, heads)])
 
     whole = at.store(weights.computed("alibi", "f32", (heads, ctx), table))
-    keys = at.node("Slice", whole, at.constant(0), at.node("Cast", "total_sequence_length", to="i64"), at.constant(1))
+    zero, one = (at.number((i,), "i32") for i in (0, 1))  # as the length, which is in the memory of the process
+    keys = at.node("Slice", whole, zero, "total_sequence_length", one)
     keys = at.node("Unsqueeze", keys, at.constant(0, 2))
     queries = at.node("Transpose", at.node("Gather", whole, positions(at), axis=1), perm=(1, 0, 2))
     bias = at.node("Sub", keys, at.node("Unsqueeze", queries, at.constant(3)))
