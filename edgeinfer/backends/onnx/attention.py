@@ -27,6 +27,11 @@ def declare(at: Lowering) -> None:
             values += [Value(f"{kv}_cache{end}.{i}", at.dtype, ("pages", "page_rows", heads.kv, heads.stored_dim))
                        for i, heads in layers.items() for kv in ("key", "value")]
         return
+    if at.flavour.target == "genai" and (len(set(layers.values())) > 1
+                                         or len(layers) < at.graph.config.num_hidden_layers):
+        raise UnsupportedModelError("The model's layers have K and V of different sizes, or share them, and "
+                                    "onnxruntime-genai feeds the same to each layer, so the model cannot be exported "
+                                    "for it; export with --for session.")
     at.inputs.append(Value("input_ids", "i64", ("batch", "tokens")))
     past, present = ("past", "past_and_new") if at.flavour.target == "genai" else ("slot", "slot")
     if at.flavour.target == "genai":

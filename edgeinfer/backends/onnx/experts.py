@@ -64,6 +64,8 @@ def _(op: ExpertsInput, at: Lowering) -> None:
 @lower.register
 def _(op: ExpertsGated, at: Lowering) -> None:
     """Inner values of all experts, (..., experts, rows with those of padding), times their weights."""
+    at.notes[f"Each token is multiplied by the matrices of all {op.experts} experts of a layer, of which it goes "
+             f"through {op.active}: decoding reads all of them."] = None
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.experts * op.rows
     parts = []
     for i, which in enumerate(("gate", "up")):

@@ -152,6 +152,7 @@ def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
         before, now = (sum(found) for found in zip(*matrices, strict=True))
         found.append(f"{len(matrices)} matrices {reason.format(dtype=graph.dtype)}: {format_size(now)} instead of "
                      f"{format_size(before)}.")
+    found += graph.notes
     wide = {stored.storage.name for stored in graph.graph.types.values()
             if stored.layout == "tile16" and not stored.quantised}
     if graph.dtype == "f16" and "f32" in wide:

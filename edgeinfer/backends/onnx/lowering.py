@@ -69,6 +69,8 @@ class Lowering:
         """K and V, and the cache after them, of layers that others read."""
         self.remarks: dict[str, list[tuple[int, int]]] = {}
         """Matrices that could not stay as they were, by reason: bytes in the bundle, and in the model."""
+        self.notes: dict[str, None] = {}
+        """Sentences on what a model does otherwise than edgeinfer's kernels."""
         self._made: dict[Any, str] = {}
         self._values: dict[str, str | tuple[str, str]] = {}
         self._matrices: dict[str, Quantised] = {}

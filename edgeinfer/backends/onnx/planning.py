@@ -126,6 +126,8 @@ class DevicePlanner:
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
         self._stored: dict[Flavour, list[Stored]] = {}
         self._products: dict[str, list[Node]] = {}
+        self._more: dict[str, int] = {}
+        """Bytes that matrices take more than in the bundle, by type of KV."""
 
     def flavour(self, request: Request) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context.
@@ -147,6 +149,7 @@ class DevicePlanner:
         if (flavour := self.flavour(request)) not in self._stored:
             lowered = lower_graph(self.graph, flavour)
             self._stored[flavour] = list(lowered.stored.values())
+            self._more[request.kv] = sum(now - before for found in lowered.remarks.values() for before, now in found)
             self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
         return self._stored[flavour]
 
@@ -175,7 +178,9 @@ class DevicePlanner:
         stored, cuda = self.lower(request), self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
-        yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",
+        more = self._more[kv]
+        yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised"
+                     + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
                      DEVICE if cuda else "mapped")
         yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
         positions = self.positions(request)
