@@ -102,7 +102,8 @@ def lowered(graph: Graph, flavour: Flavour) -> Lowering | str:
     try:
         return lower_graph(graph, flavour.checked(graph.config))
     except UnsupportedModelError as error:
-        return re.sub(r"^The operation [^,]*? (keeps|has|leaves)", r"It \1", str(error)).partition(", so the model")[0].rstrip(".")
+        sentence = re.sub(r"^The operation [^,]*? (keeps|has|leaves)", r"It \1", str(error))
+        return sentence.partition(", so the model")[0].rstrip(".")
 
 
 def row(model_type: str) -> str:

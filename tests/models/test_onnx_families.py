@@ -15,8 +15,10 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.errors import UnsupportedModelError
 from tests.helpers import golden_cases, reference
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
-from tests.helpers.sessions import running
+from tests.helpers.sessions import running, tokens
+from tests.models import test_smallthinker
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -106,6 +108,20 @@ def test_greedy_tokens_are_those_of_our_kernels(name: str, tmp_path: Path) -> No
     written(name, tmp_path, weights="f32")
     texts = [ids[:18], ids[3:10]]
     assert greedy(tmp_path / "b", "onnx-cpu", texts, 40) == greedy(tmp_path / "b", "cpu", texts, 40)
+
+
+@pytest.mark.parametrize("model_type", ["bamboo", "sparsellama", "smallthinker"])
+def test_architectures_that_transformers_lacks(model_type: str, tmp_path: Path) -> None:
+    own = {"hidden_act": "fatrelu", "hidden_act_param": 0.05} if model_type == "sparsellama" else {"hidden_act": "relu"}
+    if model_type == "smallthinker":
+        source = test_smallthinker.make(tmp_path / "c")[0]
+    else:
+        source = make_checkpoint(tmp_path / "c", model_type, auto_map={"AutoModelForCausalLM": "m.M"}, **own)
+    for weights, layout in (("f32", "tile16"), ("q4", "tile16"), ("int8", "neuron")):
+        folder = tmp_path / f"{weights}-{layout}"
+        convert(source, folder / "b", weights=weights, ffn_layout=layout)
+        bundle, ids = Bundle.open(folder / "b"), tokens(24, 5)
+        assert difference(opened(bundle, 64, "f32").chunks(ids, 7, 1), expected(bundle, ids)) < F32
 
 
 @pytest.mark.parametrize("name", [name for name in golden_cases.names() if name.startswith(RECURRENT)])

@@ -24,7 +24,7 @@ def _(op: Route, at: Lowering) -> None:
     values = at.node("Add", scores, at.store(weights.vector(op.bias, "f32"))) if op.bias else scores
     ids = f"experts.{len(at.nodes)}"
     at.node("TopK", _open(op, values, at), at.constant(op.active), axis=-1, out=("", ids))
-    chosen = at.node("GatherElements", scores, ids, axis=-1)
+    chosen = at.node("GatherElements", scores, ids, axis=at.axes)
     if op.normalise:
         chosen = at.node("Div", chosen, at.node("ReduceSum", chosen, at.constant(-1)))
     if op.factors:
@@ -32,7 +32,7 @@ def _(op: Route, at: Lowering) -> None:
     if op.scale != 1:
         chosen = at.node("Mul", chosen, at.number(op.scale, "f32"))
     none = at.node("Mul", scores, at.number(0.0, "f32"))
-    whole = at.node("ScatterElements", none, ids, chosen, axis=-1)
+    whole = at.node("ScatterElements", none, ids, chosen, axis=at.axes)
     at.routes[op.out.name] = whole if at.dtype == "f32" else at.node("Cast", whole, to=at.dtype)
 
 
@@ -45,7 +45,7 @@ def _open(op: Route, values: str, at: Lowering) -> str:
     worth, ids = at.node("ReduceSum", best, at.constant(-1), keepdims=0), f"groups.{len(at.nodes)}"
     top = at.node("TopK", worth, at.constant(op.active_groups), axis=-1, out=("", ids))
     closed = at.node("Sub", at.node("Mul", worth, at.number(0.0, "f32")), at.number(float("inf"), "f32"))
-    added = at.node("ScatterElements", closed, ids, at.node("Mul", top, at.number(0.0, "f32")), axis=-1)
+    added = at.node("ScatterElements", closed, ids, at.node("Mul", top, at.number(0.0, "f32")), axis=at.axes)
     split = at.node("Add", split, at.node("Unsqueeze", added, at.constant(-1)))
     return at.node("Reshape", split, at.constant(*at.rows(op.experts)))
 

@@ -94,8 +94,9 @@ class Lowering:
     def number(self, value: float | tuple[int, ...], kind: str = "") -> str:
         """Return the name of a constant number of the model's type, or of another; of a vector for a tuple."""
         kind = kind or self.dtype
-        self.numbers[f"{kind}.{value!r}"] = kind, value
-        return f"{kind}.{value!r}"
+        name = f"number.{kind}.{value!r}"
+        self.numbers[name] = kind, value
+        return name
 
     def once(self, key: Any, make: Callable[[], str]) -> str:
         """Return a value that several operations need, made by the first."""

@@ -30,23 +30,28 @@ def _ones(at: Lowering) -> str:
     return at.once("ones", lambda: at.node("Add", at.node("Mul", "input_ids", at.constant(0)), at.constant(1)))
 
 
+def _before(x: str, axis: int, at: Lowering) -> str:
+    """Sums of what is before each element."""
+    return at.node("CumSum", x, at.number(axis, "i64"), exclusive=1)
+
+
 def _numbers(at: Lowering) -> tuple[str, str]:
     """A token's number in its row, (B, S), and the tokens of a row, (B, 1); shapes are left to the device, as those
     that are read back would keep it from being recorded.
     """
-    return (at.once("numbers", lambda: at.node("CumSum", _ones(at), at.constant(1), exclusive=1)),
+    return (at.once("numbers", lambda: _before(_ones(at), 1, at)),
             at.once("counts", lambda: at.node("ReduceSum", _ones(at), at.constant(1))))
 
 
 def row_numbers(at: Lowering) -> str:
     """A token's number among those of all rows: (B, S)."""
     number, count = _numbers(at)
-    return at.once("row numbers", lambda: at.node("Add", number, at.node("CumSum", count, at.constant(0), exclusive=1)))
+    return at.once("row numbers", lambda: at.node("Add", number, _before(count, 0, at)))
 
 
 def _of_pages(at: Lowering) -> str:
     """A token's number among those of its sequence, which is the last one that begins at or before it."""
-    number = at.node("CumSum", _ones(at), at.constant(0), exclusive=1)
+    number = _before(_ones(at), 0, at)
     ends = at.node("Cast", "cumulative_sequence_length", to="i64")
     begins = at.node("Slice", ends, at.constant(0), at.constant(-1), at.constant(0))
     there = at.node("GreaterOrEqual", at.node("Unsqueeze", number, at.constant(1)), begins)

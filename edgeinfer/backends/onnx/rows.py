@@ -220,7 +220,7 @@ def _largest(top: int, width: int, at: Lowering) -> str:
     values = at.node("TopK", rows, at.constant(top), axis=-1, out=("", "ids.blocks"))
     values, ids = (at.node("Reshape", x, at.constant(0, blocks * top)) for x in (values, "ids.blocks"))
     values = at.node("TopK", values, at.constant(top), axis=-1, out=("", "candidates"))
-    ids = at.node("GatherElements", ids, "candidates", axis=-1)
+    ids = at.node("GatherElements", ids, "candidates", axis=1)
     begins = at.node("Mul", at.node("Div", "candidates", at.constant(top)), at.constant(block))
     at.node("Add", ids, begins, out="top_ids")
     return values
