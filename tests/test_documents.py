@@ -24,6 +24,7 @@ from edgeinfer.converters import convert
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
+from tests import make_onnx_models
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import environment
 from tests.helpers.gguf_files import SIZES, write_gguf
@@ -261,6 +262,12 @@ def test_the_forward_pass_in_numpy_gives_the_demos_logits() -> None:
 
 def test_the_demos_plan_and_program_are_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == demo_program(), "run: python -m tests.make_documents"
+
+
+def test_the_table_of_onnx_models_is_up_to_date() -> None:
+    """And names the kernels of every operator that the lowering makes."""
+    made = make_onnx_models.page()
+    assert make_onnx_models.PAGE.read_text(encoding="utf-8") == made, "run: python -m tests.make_onnx_models"
 
 
 def test_the_glossary_has_few_words_of_our_own() -> None:

@@ -59,7 +59,7 @@ def _small(name: str, progress: Any) -> Path:
     from edgeinfer.models import cached_bundle
 
     whole = SHAPES[name]
-    layered = {one.name: value[:LAYERS] for one in fields(whole)
+    layered: dict[str, Any] = {one.name: value[:LAYERS] for one in fields(whole)
                if isinstance(value := getattr(whole, one.name), tuple) and len(value) == whole.num_hidden_layers}
     config = replace(whole, **layered, num_hidden_layers=LAYERS, vocab_size=WORDS, max_position_embeddings=1024)
     return cached_bundle(f"two layers of {name}", f"small-{name}", lambda target: write_random_bundle(

@@ -139,7 +139,7 @@ def arriving(check: Check, name: str, runner: OnnxRunner, sizes: Sizes) -> None:
 
 def position_bytes(runner: OnnxRunner) -> float:
     """Return the bytes of one position of KV in all layers."""
-    blocks = runner.slabs.shape[0]
+    blocks = runner.slabs.blocks
     return runner.plan.region("kv").nbytes / (blocks * runner.block_tokens)
 
 

@@ -25,7 +25,7 @@ from .hf_config.fields import QUANTISED, is_quantised
 from .hf_config.reader import ConfigReader
 from .layer_range import LAYER_RANGE, cut_before
 from .ops.alibi import alibi_bias, alibi_slopes
-from .ops.attention import Attention, RopeStore, RotateQueries
+from .ops.attention import Attention, RopeStore, RotateQueries, Rotation
 from .ops.base import Op, RowOp
 from .ops.costs import KvAccess, OnDemand, Read, Scratch, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
@@ -134,6 +134,7 @@ __all__ = [
     "RopeHalves",
     "RopeStore",
     "RotateQueries",
+    "Rotation",
     "Route",
     "RowOp",
     "Rows",

@@ -156,13 +156,13 @@ def add_tensor(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarra
     return np.asarray(gguf.quants.dequantize(raw, number), np.float32).reshape(data.shape)
 
 
-def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Blocks of random codes; their fp16 numbers, wherever they are, are made small and finite."""
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, size: float = 0.01) -> np.ndarray:
+    """Blocks of random codes; their fp16 numbers, wherever they are, are made small and finite, of this size."""
     elements, nbytes = BY_NAME[kind].elements, BY_NAME[kind].nbytes
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, nbytes), np.uint8)
     for at in HALVES.get(kind, ()):
-        blocks[:, at : at + 2] = rng.normal(0, 0.01, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = rng.normal(0, size, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(115, 123, len(blocks))
     if kind == "IQ1_M":  # the top nibble of its scale

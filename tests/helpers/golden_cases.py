@@ -50,6 +50,12 @@ def _described(name: str) -> dict[str, Any]:
     return found
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """The config of a case."""
+    found: dict[str, Any] = _described(name)["config"]
+    return found
+
+
 def cases() -> list[GoldenCase]:
     """Every case, read."""
     return [load(name) for name in names()]

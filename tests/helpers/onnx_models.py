@@ -25,40 +25,54 @@ def graph_of(bundle: Bundle) -> Graph:
     return build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
 
 
-def stored_tensors(bundle: Bundle) -> dict[str, np.ndarray]:
-    """The checkpoint whose weights are those that the bundle's codes and scales stand for, by Hugging Face's names."""
-    tensors: dict[str, np.ndarray] = {}
-    for weight in graph_of(bundle).weights:
-        stored, data = bundle.types[weight.name], tensor_bytes(bundle, weight.name)
+class _Stored(reference._State):
+    """The oracle's state, whose weights are those that a bundle's codes and scales stand for."""
+
+    bundle: Bundle
+
+    def parts(self, weight: Any) -> list[np.ndarray]:
+        """Matrices or vectors of a weight that are not side by side, without padding."""
+        stored, data = self.bundle.types[weight.name], tensor_bytes(self.bundle, weight.name)
         shapes = [source.shape for source in weight.sources]
         if stored.layout == "neuron":
-            values = layouts.unpack_neuron(data, stored.dtype, stored.group_size, weight.shape)  # type: ignore[arg-type]
-            parts = [values[:, 0], values[:, 1], values[:, 2].T]
-        else:
-            whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
-                data, stored.dtype, stored.group_size, weight.shape)  # type: ignore[arg-type]
-            if weight.combine == "interleave16":
-                tiles = whole.reshape(-1, 2, 16, *whole.shape[1:])
-                parts = [tiles[:, i].reshape(-1, *whole.shape[1:])[: shapes[i][0]] for i in range(2)]
-            else:
-                parts = np.split(whole, np.cumsum([shape[0] for shape in shapes])[:-1])
-        tensors |= {source.name: part for source, part in zip(weight.sources, parts, strict=True)}
-    return tensors
+            values = layouts.unpack_neuron(data, stored.dtype, stored.group_size, weight.shape).astype(self.dtype)
+            return [*(values[:, i] for i in range(values.shape[1] - 1)), values[:, -1].T]
+        whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
+            data, stored.dtype, stored.group_size, weight.shape)
+        whole = whole.astype(self.dtype)
+        if weight.combine == "folded16":
+            return [whole.reshape(-1, 16 * whole.shape[1])[:, : shapes[0][1]]]
+        if weight.combine == "interleave16":
+            tiles = whole.reshape(-1, 2, 16, *whole.shape[1:])
+            return [tiles[:, i].reshape(-1, *whole.shape[1:])[: shapes[i][0]] for i in range(2)]
+        return np.split(whole, np.cumsum([shape[0] for shape in shapes])[:-1])
+
+    def stacks(self, weight: Any) -> list[np.ndarray]:
+        """Matrices or biases of all experts, without padding."""
+        stored, n = self.bundle.types[weight.name], len(weight.sources)
+        data, (experts, rows) = tensor_bytes(self.bundle, weight.name), weight.sources[0].shape[:2]
+        whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
+            data, stored.dtype, stored.group_size, weight.shape)
+        tiles = whole.astype(self.dtype).reshape(experts, -1, n, 16, *whole.shape[1:])
+        return [tiles[:, :, i].reshape(experts, -1, *whole.shape[1:])[:, :rows] for i in range(n)]
 
 
 def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
     """The oracle's logits after every token, with the weights that the bundle's codes stand for."""
-    return reference.forward(graph_of(bundle), stored_tensors(bundle), ids)
+    with mock.patch.object(reference, "_State", type("_OfBundle", (_Stored,), {"bundle": bundle})):
+        return reference.forward(graph_of(bundle), {}, ids)
 
 
-def expected_in_f16(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
-    """As `expected`, but what each operation leaves is rounded to f16, and everything within it is exact."""
+def expected_in_f16(bundle: Bundle, ids: Sequence[int], kind: Any = np.float16) -> np.ndarray:
+    """As `expected`, but what each operation leaves is rounded to f16, or another kind of floats, and everything within
+    it is exact.
+    """
 
     def rounded(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def run(state: Any, op: Any, *inputs: np.ndarray) -> np.ndarray:
-            result = operation(state, op, *inputs).astype(np.float16).astype(state.dtype)
+            result = operation(state, op, *inputs).astype(kind).astype(state.dtype)
             if op.layer in state.stored:
-                state.stored[op.layer] = tuple(x.astype(np.float16).astype(x.dtype) for x in state.stored[op.layer])
+                state.stored[op.layer] = tuple(x.astype(kind).astype(x.dtype) for x in state.stored[op.layer])
             return result
         return run
 

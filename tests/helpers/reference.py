@@ -211,14 +211,16 @@ def _gated(op: Any, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def neuron_gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndarray:
-    gate, up, _ = state.parts(op.weight)
-    biases = np.split(state.whole(op.bias), 2) if op.bias else (0, 0)
-    return _gated(op, x @ gate.T + biases[0], x @ up.T + biases[1])
+    *inner, _ = state.parts(op.weight)
+    biases = np.split(state.whole(op.bias), len(inner)) if op.bias else (0, 0)
+    values = [x @ part.T + bias for part, bias in zip(inner, biases, strict=False)]
+    return _gated(op, *values) if len(values) == 2 else ACTIVATIONS[op.activation](values[0])
 
 
-def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    y = f @ state.parts(op.weight)[2].T
-    return residual + (y + state.whole(op.bias) if op.bias else y)
+def neuron_down(state: _State, op: Any, f: np.ndarray, *residual: np.ndarray) -> np.ndarray:
+    y = f @ state.parts(op.weight)[-1].T
+    y = y + state.whole(op.bias) if op.bias else y
+    return residual[0] + y if residual else y
 
 
 def route(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:

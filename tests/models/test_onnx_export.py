@@ -101,20 +101,20 @@ def test_codes_stay_and_scales_too(bundle: Bundle, model: Path) -> None:
         stored = bundle.types[name]
         codes, scales = layouts.tile16_codes(tensor_bytes(bundle, name), stored.dtype, stored.group_size,
                                              bundle.tensors[name].shape)  # type: ignore[arg-type]
-        ours = name.replace("gate_up", "gate")
+        ours = name.replace("gate_up", "gate_proj")
         bytes_ = arrays[f"{ours}.codes"].reshape(len(arrays[f"{ours}.codes"]), -1)
         found = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(len(bytes_), -1)[:, : codes.shape[1]].astype(int) - 8
         assert np.array_equal(found[rows], codes[rows])
         assert np.array_equal(arrays[f"{ours}.scales"][rows], scales[rows])
         assert arrays[f"{ours}.scales"].dtype == np.float16
         assert (scales < 0).any()
-    assert len(arrays["layers.1.gate.codes"]) == TINY.intermediate_size != 80, "rows of padding"
+    assert len(arrays["layers.1.gate_proj.codes"]) == TINY.intermediate_size != 80, "rows of padding"
 
 
 def test_down_by_neuron_is_reported(tmp_path: Path) -> None:
     write_random_bundle(TINY, tmp_path / "b", ffn_layout="neuron")
     report = export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx")
-    assert [remark for remark in report.remarks if "2 down matrices" in remark and "f16" in remark]
+    assert [remark for remark in report.remarks if "2 matrices are down matrices" in remark and "f16" in remark]
 
 
 def test_what_cannot_stay_is_said(tmp_path: Path) -> None:

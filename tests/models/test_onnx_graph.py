@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import pytest
 from edgeinfer.backends import Flavour, export
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.errors import UnsupportedModelError
 from tests import make_golden
 from tests.helpers import golden_cases
-from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
+from tests.helpers.onnx_models import Slots, cpu_session, difference, expected, expected_in_f16
 from tests.helpers.sessions import TINY, WINDOWED, tokens, write_model
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
@@ -98,6 +98,29 @@ def test_the_largest_logits_with_their_ids(tmp_path: Path) -> None:
     assert np.isnan(model.feed([[7]])[1]).all(), "a row that is not finite says so"
 
 
+@pytest.mark.parametrize(("vocabulary", "top"), [(99, 5), (997, 64), (997, 1), (1024, 64), (5000, 32), (130, 64)])
+def test_the_largest_of_blocks_are_those_of_the_row(vocabulary: int, top: int, tmp_path: Path) -> None:
+    """With equal logits, too, of which the lower id comes first; and infinite ones that are not finite say so."""
+    bundle, _ = exported(write_model(tmp_path, replace(TINY, vocab_size=vocabulary)), ctx=32, top_k=top)
+    whole = onnx.load(str(bundle.path / "f32.onnx"))
+    nodes = [node for node in whole.graph.node if node.op_type == "Cast" and node.output[0] == "logits"]
+    start = [node.op_type for node in whole.graph.node].index("Cast", list(whole.graph.node).index(nodes[0])) + 1
+    constants = [tensor for tensor in whole.graph.initializer if not tensor.external_data]
+    row = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ("rows", vocabulary))
+    outputs = [value for value in whole.graph.output if value.name.startswith("top")]
+    part = onnx.helper.make_graph(list(whole.graph.node)[start:], "sample", [row], outputs, constants)
+    model = onnx.helper.make_model(part, opset_imports=whole.opset_import, ir_version=whole.ir_version)
+    onnx.save(model, str(tmp_path / "sample.onnx"))
+    rng = np.random.default_rng(vocabulary)
+    rows = np.round(rng.normal(0, 3, (5, vocabulary)), 1).astype(np.float32)
+    rows[3] = 1.0
+    rows[4, vocabulary // 2] = np.inf
+    values, ids = cpu_session(tmp_path / "sample.onnx").run(None, {"logits": rows})
+    assert np.array_equal(ids[:4], np.argsort(-rows[:4], axis=1, kind="stable")[:, :top])
+    assert np.array_equal(values[:4], np.take_along_axis(rows[:4], ids[:4], 1)) and np.isnan(values[4]).all()
+    assert sum(node.op_type == "TopK" for node in part.node) == 1 + (vocabulary != 130)
+
+
 def test_a_tied_head_is_one_initializer(tmp_path: Path) -> None:
     for weights in ("q4", "f16"):
         case = golden_cases.load("qwen2-tied")
@@ -137,13 +160,3 @@ def test_architectures_that_only_name_things_otherwise(name: str, tmp_path: Path
     convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")
     _, model = exported(tmp_path / "b")
     assert difference(model.chunks(case.ids, 7), case.logits) < F32
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma4", "gpt2", "smollm3", "olmo2", "granite", "phi3-longrope-partial",
-                                  "llama-dynamic", "ministral3", "exaone4", "cohere2", "olmo3", "falcon-rw", "mpt"])
-def test_what_has_no_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    case = golden_cases.load(name)
-    convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")
-    with pytest.raises(UnsupportedModelError, match="has no equivalent in ONNX"):
-        export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx", Flavour())
-    assert not list(tmp_path.glob("m.onnx*"))

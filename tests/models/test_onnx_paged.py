@@ -16,6 +16,7 @@ from tests.helpers import golden_cases
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.onnx_models import difference, expected
 from tests.helpers.onnx_operators import OPERATORS
+from tests.models.test_onnx_families import F32_MORE, RECURRENT
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 ReferenceEvaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
@@ -51,11 +52,12 @@ class Pages:
         return np.split(found["logits"], np.cumsum(lengths)[:-1])
 
 
-def exported(checkpoint: Path, folder: Path, qk_norm: str = "") -> tuple[Bundle, Pages]:
+def exported(checkpoint: Path, folder: Path, qk_norm: str = "", ctx: int | None = None, weights: str = "q4"
+             ) -> tuple[Bundle, Pages]:
     """A checkpoint's model in pages."""
-    convert(checkpoint, folder / "b")
+    convert(checkpoint, folder / "b", weights=weights)
     bundle = Bundle.open(folder / "b")
-    export(bundle, folder / "m.onnx", Flavour(dtype="f32", attention="paged", qk_norm=qk_norm))
+    export(bundle, folder / "m.onnx", Flavour(dtype="f32", attention="paged", qk_norm=qk_norm, ctx=ctx))
     return bundle, Pages(folder / "m.onnx")
 
 
@@ -75,6 +77,24 @@ def test_chunks_and_decodes_together(name: str, tmp_path: Path) -> None:
     c = a[:PAGE_ROWS] + b[:8]
     (got_c,) = pages.forward([(c[PAGE_ROWS:], PAGE_ROWS, [7, 0])])
     assert difference(got_c, expected(bundle, c)[PAGE_ROWS:]) < 1e-5
+
+
+NAMES = [name for name in golden_cases.names() if not name.startswith((*RECURRENT, "bloom", "mpt", "falcon-rw",
+                                                                       "falcon-alibi"))]
+"""Models of every family but those that keep a state, or have ALiBi, for which the operator has no input."""
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family(name: str, tmp_path: Path) -> None:
+    """Two texts whose chunks and single tokens go through together, pages in any order."""
+    case = golden_cases.load(name)
+    bundle, pages = exported(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path, ctx=24, weights="f32")
+    a, b = case.ids[:24], case.ids[::-1][:24]
+    found = [pages.forward([(a[i:j], i, [7, 2]), (b[k:m], k, [5, 3])])
+             for (i, j), (k, m) in zip(((0, 13), (13, 14), (14, 24)), ((0, 2), (2, 23), (23, 24)), strict=True)]
+    for text, rows in zip((a, b), zip(*found, strict=True), strict=True):
+        assert difference(np.concatenate(rows), expected(bundle, text)) < F32_MORE.get(name, 1e-5)
 
 
 @pytest.mark.parametrize(("head_dim", "qk_norm", "norms"), [(16, "", 0), (16, "apart", 4), (18, "", 4)])

@@ -277,7 +277,7 @@ def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path
             assert sequence.tokens == ids
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32
     with pytest.raises(EdgeInferError, match=r"^onnxruntime cannot take 512 bytes of cuda's memory for a part of the "):
-        Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
+        Slabs(LAYOUT, {0: Heads(1, 1, 16)}, 1, 16, "f16", PROVIDERS["cuda"])
 
 
 def test_slabs_on_a_gpu_take_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +288,8 @@ def test_slabs_on_a_gpu_take_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) 
     strategies = SimpleNamespace(kSameAsRequested="as requested", kNextPowerOfTwo="rounded")
     monkeypatch.setattr(native, "ArenaExtendStrategy", strategies, raising=False)
     monkeypatch.setattr(native, "set_arena_extend_strategy", set_before.append, raising=False)
-    monkeypatch.setattr(Slabs, "_zeros", lambda self: set_before.append("slab"))
-    Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
+    monkeypatch.setattr(Slabs, "_zeros", lambda self, shape: set_before.append("slab"))
+    Slabs(LAYOUT, {0: Heads(1, 1, 16)}, 1, 16, "f16", PROVIDERS["cuda"])
     assert set_before == ["as requested", "slab", "slab"]
 
 

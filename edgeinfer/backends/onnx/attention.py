@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Attention, RopeStore, Weight
+from edgeinfer.graph import Attention, RopeStore, RotateQueries, Rotation, Weight
 
 from . import weights
-from .flavour import Heads
+from .flavour import HEAD_STEP, Heads, kv_layers, layers_read
 from .lowering import MICROSOFT, Lowering, Value, lower
+from .positions import alibi, rotated, scaled_queries, tables, turned_width
 
 
 def declare(at: Lowering) -> None:
     """Add the inputs and outputs that every model of the flavour has, and what all layers share."""
-    c, heads = at.graph.config, Heads.of(at.graph.config)
-    layers, dim = range(c.num_hidden_layers), heads.stored_dim
-    for which in (0, 1):
-        at.store(weights.rope(c, at.flavour.positions, which, at.dtype))
+    layers = kv_layers(at.graph.config)
     if at.flavour.attention == "paged":
         at.inputs += [Value("input_ids", "i64", ("tokens",)), Value("cumulative_sequence_length", "i32", ("ends",)),
                       Value("past_seqlens", "i32", ("sequences",)),
                       Value("block_table", "i32", ("sequences", "pages_of_sequence")),
                       Value("attention_metadata", "i32", (3,)), Value("output_rows", "i64", ("rows",))]
-        shape: tuple[int | str, ...] = ("pages", "page_rows", heads.kv, dim)
-        at.inputs += [Value(f"{kv}_cache.{i}", at.dtype, shape) for i in layers for kv in ("key", "value")]
-        at.outputs += [Value(f"{kv}_cache_out.{i}", at.dtype, shape) for i in layers for kv in ("key", "value")]
+        for end, values in (("", at.inputs), ("_out", at.outputs)):
+            values += [Value(f"{kv}_cache{end}.{i}", at.dtype, ("pages", "page_rows", heads.kv, heads.stored_dim))
+                       for i, heads in layers.items() for kv in ("key", "value")]
         return
+    if at.flavour.target == "genai" and (len(set(layers.values())) > 1
+                                         or len(layers) < at.graph.config.num_hidden_layers):
+        raise UnsupportedModelError("The model's layers have K and V of different sizes, or share them, and "
+                                    "onnxruntime-genai feeds the same to each layer, so the model cannot be exported "
+                                    "for it; export with --for session.")
     at.inputs.append(Value("input_ids", "i64", ("batch", "tokens")))
     past, present = ("past", "past_and_new") if at.flavour.target == "genai" else ("slot", "slot")
     if at.flavour.target == "genai":
@@ -39,8 +44,25 @@ def declare(at: Lowering) -> None:
         at.inputs += [Value("seqlens_k", "i32", ("batch",)), Value("total_sequence_length", "i32", (1,)),
                       Value("output_rows", "i64", ("rows",))]
     for kind, values, where in (("past_key_values", at.inputs, past), ("present", at.outputs, present)):
-        values += [Value(f"{kind}.{i}.{kv}", at.dtype, ("batch", heads.kv, where, dim))
-                   for i in layers for kv in ("key", "value")]
+        values += [Value(f"{kind}.{i}.{kv}", at.dtype, ("batch", heads.kv, where, heads.stored_dim))
+                   for i, heads in layers.items() for kv in ("key", "value")]
+
+
+class _Turn(NamedTuple):
+    """Rotation of the heads of a layer."""
+
+    rope: Rotation | None
+    inside: bool
+    """Whether attention itself turns them."""
+
+
+def _turn(op: Attention, rope: Rotation) -> _Turn:
+    """The operator turns whole heads, or parts of heads that are multiples of 16 both."""
+    if not rope.rotary:
+        return _Turn(None, False)
+    width = turned_width(rope)
+    part = width % HEAD_STEP == op.head_dim % HEAD_STEP == 0
+    return _Turn(rope, width == op.head_dim or part)
 
 
 @lower.register
@@ -51,72 +73,140 @@ def _(op: RopeStore, at: Lowering) -> None:
 
 
 @lower.register
+def _(op: RotateQueries, at: Lowering) -> None:
+    """Queries of a layer that reads the K and V of another; or factors of queries, behind their rotation."""
+    if at.graph.config.rotations and at.graph.config.rotations[op.table].kind == "query_scale":
+        at.scaled[op.layer] = op.table
+    else:
+        at.ropes[op.layer] = op
+    at.same(op.out, op.q)
+
+
+@lower.register
 def _(op: Attention, at: Lowering) -> None:
     rope, heads = at.ropes[op.layer], Heads(op.heads, op.kv_heads, op.head_dim)
-    for what, there in (("ALiBi", op.alibi), ("a soft cap", op.cap),
-                        ("heads that turn in part, or not at all", rope.rotary != op.head_dim),
-                        ("a rotation that follows the context", at.graph.config.rope.kind == "dynamic"),
-                        ("a rotation of its own", rope.table), ("a norm of its values", rope.value_norm),
-                        ("sinks", op.sinks), ("keys that are its values", rope.keys_as_values)):
-        if there:
-            raise UnsupportedModelError(f"The operation {op.label} has {what}, which has no equivalent in ONNX yet, so "
-                                        "the model cannot be exported; run it with --device cpu.")
-    fused = bool(rope.q_norm) and at.flavour.qk_norm == "fused" and not heads.padded
-    apart = bool(rope.q_norm) and not fused
+    turn, shared = _turn(op, rope), layers_read(at.graph.config)
+    fused = isinstance(rope, RopeStore) and bool(rope.q_norm) and at.flavour.qk_norm == "fused" \
+        and not heads.padded and op.layer not in shared
+    plain = isinstance(rope, RopeStore) and not (rope.beside or rope.value_norm or rope.keys_as_values) \
+        and (not rope.q_norm or fused) and not heads.padded and (turn.inside or not turn.rope) \
+        and op.layer not in at.scaled and op.kv_layer is None and op.layer not in shared
     packed = at.value(op.qkv)
-    qkv = _three(packed, rope, heads, apart, at) if apart or heads.padded else (packed, "", "")
-    common: dict[str, Any] = {"num_heads": heads.query, "kv_num_heads": heads.kv, "do_rotary": 1,
-                              "scale": op.scale, "domain": MICROSOFT}
-    if op.window:
-        common["local_window_size"] = op.window
-    if fused:
-        common["qk_norm_epsilon"] = rope.eps
-    norms = [at.vector(norm) if fused and norm else "" for norm in (rope.q_norm, rope.k_norm)]
-    out = (_paged if at.flavour.attention == "paged" else _slots)(op.layer or 0, qkv, norms, common, at)
-    at.set(op.out, _unpadded(out, heads, at) if heads.padded else out)
+    if plain:
+        qkv = (packed, "", "")
+    else:
+        qkv = _three(packed, op, rope, turn, heads, bool(rope.q_norm) and not fused, at)
+    out = attended(op, qkv, turn.rope if turn.inside else None, at, rope if fused else None)
+    at.set(op.out, unpadded(out, heads, heads.dim, at) if heads.padded else out)
 
 
-def _slots(layer: int, qkv: tuple[str, str, str], norms: list[str], common: dict[str, Any], at: Lowering) -> str:
-    past, present = ([f"{kind}.{layer}.{kv}" for kv in ("key", "value")] for kind in ("past_key_values", "present"))
-    inputs = [*qkv, *past, "seqlens_k", "total_sequence_length", "cos", "sin"]
-    inputs += ["", "", "", "", "", *norms] if any(norms) else []
-    return at.node("GroupQueryAttention", *inputs, out=("", *present), **common)
-
-
-def _paged(layer: int, qkv: tuple[str, str, str], norms: list[str], common: dict[str, Any], at: Lowering) -> str:
-    pages, after = ([f"{kv}_cache{end}.{layer}" for kv in ("key", "value")] for end in ("", "_out"))
-    inputs = [*qkv, *pages, "cumulative_sequence_length", "past_seqlens", "block_table", "cos", "sin", "", "", *norms,
-              "", "", "attention_metadata"]
-    return at.node("PagedAttention", *inputs, out=("", *after), **common)
-
-
-def _three(packed: str, rope: RopeStore, heads: Heads, norms: bool, at: Lowering) -> tuple[str, str, str]:
-    """Queries, keys and values apart: with norms of heads where asked, with padded heads where these are short."""
-    names = [f"{kind}.{rope.layer}" for kind in ("queries", "keys", "values")]
-    widths = [n * heads.dim for n in (heads.query, heads.kv, heads.kv)]
-    at.node("Split", packed, at.constant(*widths), out=names, axis=-1)
-    scales = (rope.q_norm, rope.k_norm, None) if norms else (None, None, None)
-    counts = (heads.query, heads.kv, heads.kv)
-    q, k, v = (_head_rows(name, n, scale, i < 2, rope.eps, heads, at)
-               for i, (name, n, scale) in enumerate(zip(names, counts, scales, strict=True)))
+def _three(packed: str, op: Attention, rope: Rotation, turn: _Turn, heads: Heads, norms: bool, at: Lowering
+           ) -> tuple[str, str, str]:
+    """Queries, keys and values apart: normalised, rotated, scaled and padded where attention does not do it."""
+    own = rope if isinstance(rope, RopeStore) else None
+    counts = [heads.query] + ([heads.kv] * (1 if own.keys_as_values else 2) if own else [])
+    sizes = [n * heads.dim for n in counts] + ([own.beside] if own and own.beside else [])
+    names = [f"{kind}.{op.layer}" for kind in ("queries", "keys", "values", "beside")]
+    names = [*names[: len(counts)], *names[3 : 3 + len(sizes) - len(counts)]]
+    if len(sizes) > 1:
+        at.node("Split", packed, at.constant(*sizes), out=names, axis=-1)
+    else:
+        names = [packed]
+    q = _head_rows(names[0], heads.query, rope.q_norm if norms else None, rope.eps, turn, heads, at)
+    if op.layer in at.scaled:
+        q = scaled_queries(q, at.scaled[op.layer], at)
+    if own is None:
+        return q, "", ""
+    k = _head_rows(names[1], heads.kv, own.k_norm if norms else None, own.eps, turn, heads, at)
+    v = names[1] if own.keys_as_values else names[2]
+    if own.value_norm:
+        ones = at.store(weights.computed(f"ones.{heads.dim}", at.dtype, (heads.dim,), lambda: np.ones(heads.dim)))
+        v = _normed(v, heads.kv, ones, own.eps, heads, at)
+    v = padded_rows(v, heads.kv, heads, False, at)
     return q, k, v
 
 
-def _head_rows(x: str, n: int, scale: Weight | None, rotates: bool, eps: float, heads: Heads, at: Lowering) -> str:
-    """Rows of n heads, normalised and padded with zeros; a rotating head is padded in each of its halves."""
+def _normed(x: str, n: int, scale: str, eps: float, heads: Heads, at: Lowering) -> str:
+    """Rows of n heads, each normed by itself."""
+    x = at.node("Reshape", x, at.constant(*at.rows(n, heads.dim)))
+    x = at.node("RMSNormalization", x, scale, axis=-1, epsilon=eps)
+    return at.node("Reshape", x, at.constant(*at.rows(n * heads.dim)))
+
+
+def _head_rows(x: str, n: int, scale: Weight | None, eps: float, turn: _Turn, heads: Heads, at: Lowering) -> str:
+    """Rows of n heads, normalised, rotated where attention does not do it, and padded with zeros."""
     if scale:
-        x = at.node("Reshape", x, at.constant(*at.rows(n, heads.dim)))
-        x = at.node("RMSNormalization", x, at.vector(scale), axis=-1, epsilon=eps)
-    if heads.padded:
-        parts = 2 if rotates else 1
-        x = at.node("Reshape", x, at.constant(*at.rows(n * parts, heads.dim // parts)))
-        short = (heads.stored_dim - heads.dim) // parts
-        x = at.node("Pad", x, at.constant(0, short), "", at.constant(-1))
-    return at.node("Reshape", x, at.constant(*at.rows(n * heads.stored_dim))) if scale or heads.padded else x
+        x = _normed(x, n, at.vector(scale), eps, heads, at)
+    if turn.rope and not turn.inside:
+        x = rotated(x, n, turn.rope, at)
+    return padded_rows(x, n, heads, turn.inside, at)
 
 
-def _unpadded(out: str, heads: Heads, at: Lowering) -> str:
-    """Rows of the query heads without what they were padded with."""
+def padded_rows(x: str, n: int, heads: Heads, halves: bool, at: Lowering) -> str:
+    """Rows of n heads padded with zeros; a head that attention rotates in each of its halves."""
+    if not heads.padded:
+        return x
+    parts = 2 if halves else 1
+    x = at.node("Reshape", x, at.constant(*at.rows(n * parts, heads.dim // parts)))
+    x = at.node("Pad", x, at.constant(0, (heads.stored_dim - heads.dim) // parts), "", at.constant(-1))
+    return at.node("Reshape", x, at.constant(*at.rows(n * heads.stored_dim)))
+
+
+def unpadded(out: str, heads: Heads, width: int, at: Lowering) -> str:
+    """Rows of the query heads, of each its first elements alone."""
     x = at.node("Reshape", out, at.constant(*at.rows(heads.query, heads.stored_dim)))
-    x = at.node("Slice", x, at.constant(0), at.constant(heads.dim), at.constant(-1))
-    return at.node("Reshape", x, at.constant(*at.rows(heads.query * heads.dim)))
+    x = at.node("Slice", x, at.constant(0), at.constant(width), at.constant(-1))
+    return at.node("Reshape", x, at.constant(*at.rows(heads.query * width)))
+
+
+def attended(op: Attention, qkv: tuple[str, str, str], turning: Rotation | None, at: Lowering,
+             norms: Rotation | None = None) -> str:
+    """Attention by the operator of the flavour, over the layer's own cache or another's."""
+    heads, layer = Heads(op.heads, op.kv_heads, op.head_dim), op.layer or 0
+    common: dict[str, Any] = {"num_heads": heads.query, "kv_num_heads": heads.kv, "do_rotary": int(bool(turning)),
+                              "scale": op.scale, "domain": MICROSOFT}
+    if op.window:
+        common["local_window_size"] = op.window
+    if op.cap:
+        common["softcap"] = op.cap
+    given = {"norms": ["", ""], "turns": ["", ""], "bias": "", "sinks": at.vector(op.sinks) if op.sinks else ""}
+    if turning:
+        given["turns"] = list(tables(turning, at, heads.stored_dim // 2 if heads.padded else 0))
+    if isinstance(norms, RopeStore):
+        common["qk_norm_epsilon"] = norms.eps
+        given["norms"] = [at.vector(norm) if norm else "" for norm in (norms.q_norm, norms.k_norm)]
+    if op.alibi:
+        if at.flavour.attention == "paged":
+            raise UnsupportedModelError(f"The operation {op.label} has ALiBi, for which PagedAttention has no input; "
+                                        "export with --attention gqa, or run with --kv-layout slots.")
+        given["bias"] = alibi(heads.query, op.scale, at)
+    return (_paged if at.flavour.attention == "paged" else _slots)(op, layer, qkv, given, common, at)
+
+
+def _slots(op: Attention, layer: int, qkv: tuple[str, str, str], given: dict[str, Any], common: dict[str, Any],
+           at: Lowering) -> str:
+    past, present = ([f"{kind}.{layer}.{kv}" for kv in ("key", "value")] for kind in ("past_key_values", "present"))
+    if op.kv_layer is not None:  # its own tokens are there already, and written once more
+        *kv, past_key, past_value = at.kept[op.kv_layer]
+        qkv, past, present = (qkv[0], kv[0], kv[1]), [past_key, past_value], \
+            [f"again.{layer}.{kv}" for kv in ("key", "value")]
+    else:
+        at.kept[layer] = (*qkv[1:], *present)
+    inputs = [*qkv, *past, "seqlens_k", "total_sequence_length", *given["turns"], "", given["bias"], given["sinks"],
+              "", "", *given["norms"]]
+    while not inputs[-1]:
+        inputs.pop()
+    return at.node("GroupQueryAttention", *inputs, out=("", *present), **common)
+
+
+def _paged(op: Attention, layer: int, qkv: tuple[str, str, str], given: dict[str, Any], common: dict[str, Any],
+           at: Lowering) -> str:
+    pages, after = ([f"{kv}_cache{end}.{layer}" for kv in ("key", "value")] for end in ("", "_out"))
+    if op.kv_layer is not None:
+        *kv, key, value = at.kept[op.kv_layer]
+        qkv, pages, after = (qkv[0], kv[0], kv[1]), [key, value], [f"again_{kv}.{layer}" for kv in ("key", "value")]
+    else:
+        at.kept[layer] = (*qkv[1:], *after)
+    inputs = [*qkv, *pages, "cumulative_sequence_length", "past_seqlens", "block_table", *given["turns"], "",
+              given["sinks"], *given["norms"], "", "", "attention_metadata"]
+    return at.node("PagedAttention", *inputs, out=("", *after), **common)

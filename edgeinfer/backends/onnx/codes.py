@@ -3,18 +3,80 @@
 MatMulNBits and GatherBlockQuantized take for each row and group of columns the codes plus half their range (q4: 8,
 int8: 128), in the order of the columns, q4 two to a byte with the even column in the low nibble, and one scale; without
 zero points they subtract the half again. `edgeinfer.quant.layouts` says how bundles store the same.
+
+Other types become such blocks as well. Codes of 4 bits on a uniform grid stay 4 bits, all others are levels in 8. A
+block whose weights have a minimum is (level - middle) scale + offset, and what offsets add to a product is the sum of
+the block's inputs times its offset: a second, small matmul. So no operator needs zero points that are not integers,
+which onnxruntime does not take for 8 bits, and which keep CUDA from its fast matmuls.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import LINE_BYTES, TILE_ROWS, WeightType
+from edgeinfer.quant import LINE_BYTES, SUPER_COLUMNS, TILE_ROWS, WeightType, layouts, packed
 
 Bytes = NDArray[np.uint8]
+
+
+class Blocks(NamedTuple):
+    """Rows of a matrix as blocks of onnxruntime's operators."""
+
+    codes: Bytes
+    """(rows, groups, bytes of a group)."""
+    scales: NDArray[Any]
+    """(rows, groups)."""
+    offsets: NDArray[np.float32] | None = None
+    """(rows, groups), of types with minima."""
+
+
+def code_bits(stored: WeightType) -> int:
+    """Return the bits of the codes that a type becomes."""
+    return 4 if stored.storage.bits == 4 and stored.storage.grid else 8
+
+
+def tile_blocks(tiles: Bytes, stored: WeightType, columns: int) -> Blocks:
+    """Codes, scales and offsets of whole tiles of 16 rows, rows of padding included.
+
+    Parameters
+    ----------
+    tiles : uint8 array of shape (tiles, WeightType.tile_bytes(columns))
+    stored : WeightType
+        Any quantised type in layout tile16.
+    columns : int
+    """
+    if stored.storage.simple and code_bits(stored) == stored.storage.bits:
+        return Blocks(tile_codes(tiles, stored, columns), tile_scales(tiles, stored, columns))
+    row, bits, group = stored.storage, code_bits(stored), stored.group_size
+    codes, factors = packed.unpack(tiles.reshape(-1), stored, (len(tiles) * TILE_ROWS, columns))
+    levels = np.array(row.table, np.int16)[codes] if row.table else codes.astype(np.int16)
+    middle = (row.grid[1] + 1) // 2 if row.minimum else 0
+    blocks = -(-columns // group)
+    whole = np.full((len(levels), blocks * group), 1 << bits - 1, np.uint8)
+    whole[:, :columns] = levels - middle + (1 << bits - 1)
+    if bits == 4:
+        whole = whole[:, 0::2] | whole[:, 1::2] << np.uint8(4)
+    scales, offsets = _whole_factor(factors.scales, factors.outer, group), None
+    if factors.minima is not None:
+        offsets = _whole_factor(factors.minima, factors.outer_minima, group) + np.float32(middle) * scales
+    return Blocks(whole.reshape(len(levels), blocks, -1), scales, offsets)
+
+
+def _whole_factor(inner: NDArray[Any], outer: NDArray[np.float16] | None, group: int) -> NDArray[np.float32]:
+    """Factors of blocks, of nested ones the products, which are exact in float32."""
+    whole = inner.astype(np.float32)
+    if outer is not None:
+        whole *= np.repeat(outer.astype(np.float32), SUPER_COLUMNS // group, axis=1)[:, : whole.shape[1]]
+    return whole
+
+
+def tile_values(tiles: Bytes, stored: WeightType, columns: int) -> NDArray[np.float32]:
+    """The weights of whole tiles of any type: float32 (16 tiles, columns)."""
+    shape = (len(tiles) * TILE_ROWS, columns)
+    return layouts.unpack_tile16(tiles.reshape(-1), stored.dtype, stored.group_size, shape)
 
 
 def tile_codes(tiles: Bytes, stored: WeightType, columns: int) -> Bytes:

@@ -148,13 +148,11 @@ def about(bundle: Bundle, flavour: Flavour, data: Data, beside: dict[str, str]) 
 
 def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
     found = []
-    if graph.rounded:
-        now = sum(graph.stored[name].nbytes for name in graph.rounded)
-        ffns = [weight for weight in graph.graph.weights if weight.kind == "ffn"]
-        before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
-        found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
-                     f"which no matmul of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
-                     f"instead of {format_size(before)}. Convert with --ffn-layout tile16 to keep their codes.")
+    for reason, matrices in graph.remarks.items():
+        before, now = (sum(found) for found in zip(*matrices, strict=True))
+        found.append(f"{len(matrices)} matrices {reason.format(dtype=graph.dtype)}: {format_size(now)} instead of "
+                     f"{format_size(before)}.")
+    found += graph.notes
     wide = {stored.storage.name for stored in graph.graph.types.values()
             if stored.layout == "tile16" and not stored.quantised}
     if graph.dtype == "f16" and "f32" in wide:

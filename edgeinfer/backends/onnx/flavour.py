@@ -125,3 +125,14 @@ class Heads(NamedTuple):
     def padded(self) -> bool:
         """Whether attention has elements that the model has not."""
         return self.stored_dim != self.dim
+
+
+def kv_layers(config: ModelConfig) -> dict[int, Heads]:
+    """Return the heads of each layer that has K and V of its own."""
+    return {i: Heads(config.num_attention_heads, config.kv_count(i), config.head_size(i))
+            for i in range(config.num_hidden_layers) if config.kv_layer(i) == i}
+
+
+def layers_read(config: ModelConfig) -> set[int]:
+    """Return the layers whose K and V others read."""
+    return {config.kv_layer(i) for i in range(config.num_hidden_layers) if config.kv_layer(i) != i}

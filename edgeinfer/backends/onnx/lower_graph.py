@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Graph
 
-from . import matmul as lowering_matmul  # noqa: F401 (it registers its operations)
+from . import experts, latent, matmul, rows  # noqa: F401 (they register their operations)
 from .attention import declare
 from .flavour import Flavour
-from .lowering import Lowering, check_types, lower
+from .lowering import Lowering, lower
 
 
 def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
@@ -16,9 +17,12 @@ def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
     Raises
     ------
     UnsupportedModelError
-        An operation has no equivalent in ONNX, or the weights are of a type for which it has no operator.
+        An operation has no equivalent in ONNX.
     """
-    check_types(graph)
+    if recurrent := next((op for op in graph.ops if op.state_bytes), None):
+        raise UnsupportedModelError(f"The operation {recurrent.label} keeps a recurrent state, and the slots and pages "
+                                    "of this backend hold K and V alone, so the model cannot be exported; run it with "
+                                    "--device cpu.")
     at = Lowering(graph, flavour)
     declare(at)
     for op in graph.ops:

@@ -6,13 +6,13 @@ quantises stays as it is: matmuls here take floats. Nothing in this module needs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import singledispatch
 from typing import Any, NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Embed, GatherOutputs, Graph, Op, Quantize, RmsNorm, RopeStore, Sample, Tensor, Weight
-from edgeinfer.quant import TYPES, requestable
+from edgeinfer.graph import Graph, Op, Rotation, Tensor, Weight
+from edgeinfer.quant import WeightType
 
 from . import weights
 from .flavour import Flavour
@@ -20,6 +20,11 @@ from .weights import Part, Quantised, Stored
 
 MICROSOFT = "com.microsoft"
 """The domain of onnxruntime's own operators."""
+WIDER = "have codes of 5 or 6 bits or of levels in a table, which onnxruntime's operators have as 8 bits"
+BY_COLUMN = ("are down matrices of FFNs stored by neuron, grouped along their outputs, which no matmul of onnxruntime "
+             "has; they are {dtype} (convert with --ffn-layout tile16 to keep their codes)")
+BY_HEAD = "are matrices of each head of latent attention, multiplied as {dtype}"
+"""Why matrices take more bytes than in a bundle."""
 
 
 class Node(NamedTuple):
@@ -50,12 +55,23 @@ class Lowering:
         self.stored: dict[str, Stored] = {}
         self.integers: dict[str, tuple[int, ...]] = {}
         """Small constants (shapes, axes), which are in the model itself."""
+        self.numbers: dict[str, tuple[str, float | tuple[int, ...]]] = {}
+        """Numbers of other types, likewise."""
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
-        self.ropes: dict[int | None, RopeStore] = {}
+        self.ropes: dict[int | None, Rotation] = {}
         """Processing of q and k before each layer's attention."""
-        self.rounded: list[str] = []
-        """Matrices that could not keep their codes."""
+        self.scaled: dict[int | None, int] = {}
+        """Rotation whose cosines are factors of a layer's queries."""
+        self.routes: dict[str, str] = {}
+        """Weights of all experts, 0 of those that were not chosen, by the tensor of routes."""
+        self.kept: dict[int, tuple[str, ...]] = {}
+        """K and V, and the cache after them, of layers that others read."""
+        self.remarks: dict[str, list[tuple[int, int]]] = {}
+        """Matrices that could not stay as they were, by reason: bytes in the bundle, and in the model."""
+        self.notes: dict[str, None] = {}
+        """Sentences on what a model does otherwise than edgeinfer's kernels."""
+        self._made: dict[Any, str] = {}
         self._values: dict[str, str | tuple[str, str]] = {}
         self._matrices: dict[str, Quantised] = {}
 
@@ -75,6 +91,19 @@ class Lowering:
         self.integers[name] = numbers
         return name
 
+    def number(self, value: float | tuple[int, ...], kind: str = "") -> str:
+        """Return the name of a constant number of the model's type, or of another; of a vector for a tuple."""
+        kind = kind or self.dtype
+        name = f"number.{kind}.{value!r}"
+        self.numbers[name] = kind, value
+        return name
+
+    def once(self, key: Any, make: Callable[[], str]) -> str:
+        """Return a value that several operations need, made by the first."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     def store(self, stored: Stored) -> str:
         """Add an initializer unless it is there, and return its name."""
         return self.stored.setdefault(stored.name, stored).name
@@ -83,9 +112,18 @@ class Lowering:
         """Return the initializer of a norm or bias."""
         return self.store(weights.vector(weight, self.dtype))
 
-    def rows(self, *last: int) -> tuple[int, ...]:
+    def rows(self, *last: int, axes: int = 0) -> tuple[int, ...]:
         """Return the shape for Reshape that keeps the axes of tokens and splits a row."""
-        return (*((0, 0) if self.flavour.attention == "gqa" else (0,)), *last)
+        return (*(0,) * (axes or self.axes), *last)
+
+    @property
+    def axes(self) -> int:
+        """Number of the axes of tokens."""
+        return 2 if self.flavour.attention == "gqa" else 1
+
+    def axes_of(self, tensor: Tensor) -> int:
+        """Number of the axes of a tensor's rows: those whose logits are wanted are one list."""
+        return 1 if tensor.rows == "outputs" and self.flavour.target != "genai" else self.axes
 
     # -- tensors of the graph --------------------------------------------------------------------------------------
 
@@ -118,21 +156,45 @@ class Lowering:
 
     def codes(self, matrix: Quantised) -> Quantised:
         """Add the initializers of a quantised matrix."""
-        self.store(matrix.codes)
-        self.store(matrix.scales)
+        for stored in (matrix.codes, matrix.scales, *([matrix.offsets] if matrix.offsets else [])):
+            self.store(stored)
         return self._matrices.setdefault(matrix.codes.name, matrix)
 
-    def quantised(self, x: str, matrix: Quantised, columns: int) -> str:
-        """Multiply by a quantised matrix."""
+    def quantised(self, x: str, matrix: Quantised, columns: int, axes: int = 0) -> str:
+        """Multiply by a quantised matrix; what its offsets add is the product of sums of blocks with them."""
         found = self.codes(matrix)
-        return self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
-                         N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)
+        y = self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
+                      N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)
+        if not found.offsets:
+            return y
+        sums = self.once(("sums", x, found.group_size), lambda: self._block_sums(x, columns, found.group_size, axes))
+        return self.node("Add", y, self.node("MatMul", sums, found.offsets.name))
 
-    def matmul(self, x: str, part: Part) -> str:
+    def _block_sums(self, x: str, columns: int, group: int, axes: int) -> str:
+        """Sums of each block of a row: (..., groups)."""
+        if short := -columns % group:
+            x = self.node("Pad", x, self.constant(0, short), "", self.constant(-1))
+        split = self.node("Reshape", x, self.constant(*self.rows(-(-columns // group), group, axes=axes)))
+        return self.node("ReduceSum", split, self.constant(-1), keepdims=0)
+
+    def matmul(self, x: str, part: Part, axes: int = 0) -> str:
         """Multiply by a matrix in tiles, whatever its type."""
         if part.stored.quantised:
-            return self.quantised(x, weights.quantised(part, self.dtype), part.columns)
+            return self.quantised(x, self.kept_codes(part.stored, weights.quantised(part, self.dtype)), part.columns,
+                                  axes)
         return self.node("MatMul", x, self.store(weights.dense(part, self.dtype)))
+
+    def kept_codes(self, stored: WeightType, matrix: Quantised) -> Quantised:
+        """Remember a matrix whose codes need more bits here than in the bundle."""
+        if matrix.bits > stored.storage.bits:
+            rows, groups, _ = matrix.codes.shape
+            nbytes = matrix.codes.nbytes + matrix.scales.nbytes + (matrix.offsets.nbytes if matrix.offsets else 0)
+            self.remark(WIDER, stored.bytes_of(rows * groups * matrix.group_size), nbytes)
+        return matrix
+
+    def remark(self, reason: str, before: int, now: int) -> None:
+        """Remember that a matrix takes other bytes than in the bundle."""
+        self.remarks.setdefault(reason, []).append((before, now))
 
     def biased(self, x: str, bias: str) -> str:
         """Add a bias; matmuls of 4 bits with one of their own are slow on CUDA."""
@@ -143,78 +205,8 @@ class Lowering:
         return Part(weight, self.graph.types[weight.name], weight.shape[0], weight.name)
 
 
-def check_types(graph: Graph) -> None:
-    """Raise `UnsupportedModelError` if weights are in codes that no operator of ONNX reads."""
-    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.simple}):
-        known = [name for name in requestable() if not TYPES[name].quantised or TYPES[name].simple]
-        raise UnsupportedModelError(f"The weights are in {', '.join(taken)}, which ONNX has no operator for; convert "
-                                    f"the model's source with --weights {known[0]} (or {', '.join(known[1:])}), or run "
-                                    "it with --device cpu.")
-
-
 @singledispatch
 def lower(op: Op, at: Lowering) -> None:
     """Turn an operation into nodes. Raises `UnsupportedModelError` if no lowering is registered for it."""
     raise UnsupportedModelError(f"The operation {op.label} has no equivalent in ONNX, so it cannot be exported; leave "
                                 "out the pass that puts it into the graph, or run the model with --device cpu.")
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
-@lower.register
-def _(op: Embed, at: Lowering) -> None:
-    """A quantised table is the matrix of a tied head: (rows, groups, bytes), gathered along the rows."""
-    stored, ids = at.graph.types[op.table.name], at.inputs[0].name
-    if not stored.quantised:  # (columns, rows), as matmuls take it
-        found = at.node("Gather", at.store(weights.dense(at.whole(op.table), at.dtype)), ids, axis=1)
-        order = (1, 2, 0) if at.flavour.attention == "gqa" else (1, 0)
-        return at.set(op.out, at.node("Transpose", found, perm=order))
-    matrix = at.codes(weights.quantised(at.whole(op.table), at.dtype))
-    scales = at.node("Unsqueeze", matrix.scales.name, at.constant(2))
-    found = at.node("GatherBlockQuantized", matrix.codes.name, ids, scales, domain=MICROSOFT, bits=matrix.bits,
-                    block_size=matrix.group_size, gather_axis=0, quantize_axis=2)
-    padded = matrix.codes.shape[1] * matrix.group_size
-    row = at.node("Reshape", found, at.constant(*at.rows(padded)))
-    if padded != op.out.width:
-        row = at.node("Slice", row, at.constant(0), at.constant(op.out.width), at.constant(-1))
-    at.set(op.out, row)
-
-
-@lower.register
-def _(op: RmsNorm, at: Lowering) -> None:
-    at.set(op.out, at.norm(op.x, op.weight, op.eps))
-
-
-@lower.register
-def _(op: Quantize, at: Lowering) -> None:
-    if op.order is None:
-        return at.same(op.out, op.x)
-    at.set(op.out, at.node("Gather", at.value(op.x), at.store(weights.order(op.order)), axis=-1))
-
-
-@lower.register
-def _(op: GatherOutputs, at: Lowering) -> None:
-    if at.flavour.target == "genai":
-        return at.same(op.out, op.x)
-    flat = x = at.value(op.x)
-    if at.flavour.attention == "gqa":
-        flat = at.node("Reshape", x, at.constant(-1, op.x.width))
-    at.set(op.out, at.node("Gather", flat, "output_rows", axis=0))
-
-
-@lower.register
-def _(op: Sample, at: Lowering) -> None:
-    """Declare the model's outputs: the caller samples tokens."""
-    logits, width, top = at.value(op.logits), op.logits.width, at.flavour.top_k
-    if at.flavour.target == "genai":
-        at.outputs.insert(0, Value("logits", at.dtype, ("batch", "tokens", width)))
-        at.node("Identity", logits, out="logits")
-        return
-    at.outputs.insert(0, Value("logits", "f32", ("rows", width)))
-    at.node("Cast", logits, out="logits", to="f32")
-    if top:
-        at.outputs[1:1] = [Value("top_logits", "f32", ("rows", top)), Value("top_ids", "i64", ("rows", top))]
-        values = at.node("TopK", "logits", at.constant(top), axis=-1, out=("", "top_ids"))
-        total = at.node("ReduceSum", "logits", at.constant(-1))  # TopK of a NaN is undefined
-        at.node("Add", values, at.node("Sub", total, total), out="top_logits")

@@ -6,23 +6,9 @@ from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import GatedLinear, Linear, LinearPart, NeuronDown, NeuronGated
 
 from . import weights
-from .lowering import Lowering, lower
+from .functions import function, gated
+from .lowering import BY_COLUMN, Lowering, lower
 from .weights import Part
-
-
-def _activated(gate: str, up: str, activation: str, at: Lowering) -> str:
-    """act(gate) * up."""
-    if activation == "silu":
-        gate = at.node("Mul", gate, at.node("Sigmoid", gate))
-    elif activation in ("relu", "relu2"):
-        gate = at.node("Relu", gate)
-        gate = at.node("Mul", gate, gate) if activation == "relu2" else gate
-    elif activation in ("gelu", "gelu_tanh"):
-        gate = at.node("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    else:
-        raise UnsupportedModelError(f"The activation {activation} has no equivalent in ONNX, so the model cannot be "
-                                    "exported; run it with --device cpu.")
-    return at.node("Mul", gate, up)
 
 
 def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
@@ -34,7 +20,18 @@ def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
 
 @lower.register
 def _(op: Linear, at: Lowering) -> None:
-    _added(at.matmul(at.value(op.x), at.whole(op.weight)), op, at)
+    if op.weight.kind == "router":
+        return at.set(op.out, _scores(op, at))
+    _added(at.matmul(at.value(op.x), at.whole(op.weight), at.axes_of(op.x)), op, at)
+
+
+def _scores(op: Linear, at: Lowering) -> str:
+    """Logits of experts, or of a gate, in f32 as their weights are: those that are close choose other experts if they
+    are rounded."""
+    x = at.value(op.x)
+    x = x if at.dtype == "f32" else at.node("Cast", x, to="f32")
+    y = at.node("MatMul", x, at.store(weights.dense(at.whole(op.weight), "f32")))
+    return at.node("Add", y, at.store(weights.vector(op.bias, "f32"))) if op.bias else y
 
 
 @lower.register
@@ -50,12 +47,12 @@ def _(op: GatedLinear, at: Lowering) -> None:
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
     parts = []
     for i, which in enumerate(("gate", "up")):
-        name = op.weight.name.replace("gate_up", which)
+        name = op.weight.name.replace("gate_up", f"{which}_proj")
         part = at.matmul(x, Part(op.weight, stored, n, name, i, 2))
         if op.bias:
             part = at.biased(part, at.store(weights.half_vector(op.bias, i, n, f"{name}_bias", at.dtype)))
         parts.append(part)
-    at.set(op.out, _activated(parts[0], parts[1], op.activation, at))
+    at.set(op.out, gated(parts[0], parts[1], op.activation, op.limit, at))
 
 
 @lower.register
@@ -65,18 +62,19 @@ def _(op: NeuronGated, at: Lowering) -> None:
                                     "the model without that approximation.")
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
     parts = []
-    for i, which in enumerate(("gate", "up")):
+    for i, which in enumerate(("gate", "up") if op.weight.shape[1] == 3 else ("up",)):
         name = op.weight.name.removesuffix("ffn") + which
         part = at.quantised(x, weights.gates(op.weight, stored, i, name, at.dtype), op.weight.shape[2])
         if op.bias:
             part = at.biased(part, at.store(weights.vector(op.bias, at.dtype, i * n, n, f"{name}_bias")))
         parts.append(part)
-    at.set(op.out, _activated(parts[0], parts[1], op.activation, at))
+    at.set(op.out, gated(parts[0], parts[1], op.activation, op.limit, at) if len(parts) == 2 else
+           function(parts[0], op.activation, op.limit, at))
 
 
 @lower.register
 def _(op: NeuronDown, at: Lowering) -> None:
-    stored = at.graph.types[op.weight.name]
+    stored, (neurons, parts, hidden) = at.graph.types[op.weight.name], op.weight.shape
     matrix = weights.down(op.weight, stored, op.weight.name.removesuffix("ffn") + "down", at.dtype)
-    at.rounded.append(matrix.name)
+    at.remark(BY_COLUMN, stored.nbytes((neurons, parts, hidden)) // parts, matrix.nbytes)
     _added(at.node("MatMul", at.value(op.f), at.store(matrix)), op, at)

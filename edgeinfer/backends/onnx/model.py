@@ -6,8 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .lowering import Lowering, Value
 from .packages import import_onnx
+from .weights import KINDS
 
 OPSET, IR_VERSION, MICROSOFT_OPSET = 23, 11, 1
 """Opset 23 has RMSNormalization, which opset 21 had only as an operator that onnx.checker does not know."""
@@ -51,6 +54,9 @@ def model_proto(lowered: Lowering, location: str, external: Mapping[str, Externa
                                       **attributes))
     tensors = [onnx.TensorProto(name=name, data_type=kinds["i64"], dims=[len(numbers)], int64_data=numbers)
                for name, numbers in lowered.integers.items()]
+    tensors += [onnx.TensorProto(name=name, data_type=kinds[kind], dims=np.shape(value),
+                                 raw_data=np.array(value, KINDS[kind]).tobytes())
+                for name, (kind, value) in lowered.numbers.items()]
     for name, stored in lowered.stored.items():
         tensor = onnx.TensorProto(name=name, data_type=kinds[stored.kind], dims=stored.shape,
                                   data_location=onnx.TensorProto.EXTERNAL)

@@ -49,7 +49,7 @@ class PageCalls(Calls):
     def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, ctx: int, sequences: int):
         super().__init__(sessions, slabs, outputs, vocab_size)
         self._most, self._sequences = -(-ctx // slabs.positions), sequences
-        self._spare = slabs.shape[0] - 1
+        self._spare = slabs.blocks - 1
         """The last page, which no sequence holds: idle rows of a step write there."""
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:

@@ -29,10 +29,11 @@ from edgeinfer.memory_planner import (
 )
 from edgeinfer.registry import each, technique
 
+from .activations import read_again, row_values
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
-from .flavour import Flavour, Heads
+from .flavour import Flavour, kv_layers
 from .lower_graph import lower_graph
 from .lowering import Node
 from .pages import LAYOUT as PAGE_LAYOUT
@@ -125,16 +126,22 @@ class DevicePlanner:
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
         self._stored: dict[Flavour, list[Stored]] = {}
         self._products: dict[str, list[Node]] = {}
+        self._more: dict[str, int] = {}
+        """Bytes that matrices take more than in the bundle, by type of KV."""
 
     def flavour(self, request: Request) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context.
 
-        LongRoPE has other frequencies in contexts no longer than that of the training; tables for these end there.
+        LongRoPE and dynamic scaling have other frequencies in contexts no longer than that of the training; tables for
+        these end there. Beyond it each context has its own with dynamic scaling.
         """
-        rope = self.graph.config.rope
+        rope, ctx = self.graph.config.rope, None
         trained = min(rope.original_max_position_embeddings, self.graph.config.max_position_embeddings)
-        near = rope.kind == "longrope" and request.ctx <= trained
-        return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=trained if near else None,
+        if rope.kind in ("longrope", "dynamic") and request.ctx <= trained:
+            ctx = trained
+        elif rope.kind == "dynamic":
+            ctx = request.ctx
+        return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def lower(self, request: Request) -> list[Stored]:
@@ -142,6 +149,7 @@ class DevicePlanner:
         if (flavour := self.flavour(request)) not in self._stored:
             lowered = lower_graph(self.graph, flavour)
             self._stored[flavour] = list(lowered.stored.values())
+            self._more[request.kv] = sum(now - before for found in lowered.remarks.values() for before, now in found)
             self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
         return self._stored[flavour]
 
@@ -166,23 +174,24 @@ class DevicePlanner:
             return replace(request, kv_tokens=None)
         if request.kv_memory is None:
             return request
-        page = block_bytes(self.graph.config.num_hidden_layers, Heads.of(self.graph.config), self.positions(request),
-                           request.kv)
+        page = block_bytes(kv_layers(self.graph.config), self.positions(request), request.kv)
         pages = max(1, request.kv_memory // page - self.spare)
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
-        c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
+        c, kv, layers = self.graph.config, request.kv, kv_layers(self.graph.config)
         stored, cuda = self.lower(request), self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
-        provider = self.provider.for_sequences(request.sequences)
-        yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",
+        more, provider = self._more[kv], self.provider.for_sequences(request.sequences)
+        yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised"
+                     + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
                      DEVICE if cuda else "mapped")
         if not cuda:  # CUDA's provider frees what it has repacked
             yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
         positions = self.positions(request)
-        block = block_bytes(c.num_hidden_layers, heads, positions, kv)
+        block = block_bytes(layers, positions, kv)
+        largest = max(block_bytes({i: heads}, positions, kv) for i, heads in layers.items())
         held = held_words(request) if self.paged else ""
         spare = ", and one for idle rows" if self.spare else ""
         yield Region("kv", (blocks + self.spare) * block,
@@ -200,7 +209,7 @@ class DevicePlanner:
             yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
                          f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
                          DEVICE)
-            slab = (blocks + self.spare) * block // (2 * c.num_hidden_layers)
+            slab = (blocks + self.spare) * largest // 2
             yield Region("staging", 2 * max(one.nbytes for one in stored) + slab,
                          "the largest tensor, read and repacked, and K of a layer, on their way")
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
@@ -211,10 +220,9 @@ class DevicePlanner:
     def _arena(self, request: Request, cuda: bool) -> int:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
         c, size = self.graph.config, FLOATS[request.kv]().itemsize
-        heads = Heads.of(c)
-        row = 3 * c.intermediate_size + 4 * c.hidden_size + 2 * (heads.query + 2 * heads.kv) * heads.stored_dim
-        rows = request.tokens * row * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
-        scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
+        rows = request.tokens * row_values(c) * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
+        scores = 0 if cuda and not c.alibi else c.num_attention_heads * request.tokens * request.ctx * 4
+        scores += read_again(c, self.positions(request), request.sequences) * size
         return rows + scores if cuda else 2 * (rows + scores)
 
     def _written_out(self, request: Request, fast: bool) -> int:

@@ -23,7 +23,7 @@ from .calls import Calls
 from .devices import Provider
 from .driver import gpu_free_bytes
 from .fitting import fit_device
-from .flavour import Heads
+from .flavour import kv_layers
 from .pages import PageCalls, Pages
 from .planning import device_planner
 from .sessions import Sessions
@@ -83,8 +83,8 @@ class OnnxRunner(Runner):
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
         kv = self.config.kv
         with ExitStack() as opened:
-            self.slabs = Slabs(planner.layout, self.model.num_hidden_layers, Heads.of(self.model),
-                               self.plan.kv_blocks + planner.spare, self.block_tokens, kv, provider)
+            self.slabs = Slabs(planner.layout, kv_layers(self.model), self.plan.kv_blocks + planner.spare,
+                               self.block_tokens, kv, provider)
             opened.callback(self.slabs.close)
             bundle.check_contents(self.config.threads)
             names = [past for past, _ in self.slabs.names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,46 +28,47 @@ class Layout(NamedTuple):
     sizes: Callable[[int, Heads], tuple[int, int, int]]
     """From positions of a block: how it is divided."""
 
-    def names(self, layers: int) -> list[tuple[str, str]]:
+    def names(self, layers: Iterable[int]) -> list[tuple[str, str]]:
         """Return names of inputs and outputs, one pair for each slab."""
-        return [(past.format(layer), present.format(layer)) for layer in range(layers)
+        return [(past.format(layer), present.format(layer)) for layer in layers
                 for past, present in zip(self.past, self.present, strict=True)]
 
 
-def block_bytes(layers: int, heads: Heads, positions: int, kv: str) -> int:
+def block_bytes(layers: Mapping[int, Heads], positions: int, kv: str) -> int:
     """Bytes of a slot or a page in all layers."""
-    return 2 * layers * heads.kv * positions * heads.stored_dim * np.dtype(FLOATS[kv]).itemsize
+    width = sum(heads.kv * heads.stored_dim for heads in layers.values())
+    return 2 * width * positions * np.dtype(FLOATS[kv]).itemsize
 
 
 class Slabs:
-    """For K and V of each layer one slab of blocks, which are slots or pages.
+    """For K and V of each layer that has its own, one slab of blocks, which are slots or pages.
 
     A range of blocks is a stretch of it, so that it can be bound as it is there.
 
     Parameters
     ----------
     layout : Layout
-    layers : int
-    heads : Heads
+    layers : mapping of int to Heads
+        Heads of each of these layers.
     blocks, positions : how many, and of how many positions each
     kv : {"f16", "f32"}
     provider : Provider
     """
 
-    def __init__(self, layout: Layout, layers: int, heads: Heads, blocks: int, positions: int, kv: str,
+    def __init__(self, layout: Layout, layers: Mapping[int, Heads], blocks: int, positions: int, kv: str,
                  provider: Provider):
         self.dtype, self.memory = FLOATS[kv], provider.memory
         self.positions = positions
-        self.shape = (blocks, *layout.sizes(positions, heads))
+        self.blocks = blocks
         self.names = layout.names(layers)
+        self.shapes = [layout.sizes(positions, heads) for heads in layers.values() for _ in range(2)]
         if self.memory != "cpu":
             take_as_asked()
-        self._kept = [self._zeros() for _ in self.names]
-        self._stride = int(np.prod(self.shape[1:])) * np.dtype(self.dtype).itemsize
+        self._kept = [self._zeros(shape) for shape in self.shapes]
 
-    def _zeros(self) -> Any:
+    def _zeros(self, shape: tuple[int, ...]) -> Any:
         """Memory without NaNs: a weight of 0 times NaN is NaN."""
-        zeros = np.zeros(self.shape, self.dtype)
+        zeros = np.zeros((self.blocks, *shape), self.dtype)
         if self.memory == "cpu":
             return zeros
         import onnxruntime
@@ -85,12 +86,12 @@ class Slabs:
         """Return the address of a block in the slab of this number."""
         slab = self._kept[number]
         start = slab.ctypes.data if self.memory == "cpu" else slab.data_ptr()
-        return int(start) + block * self._stride
+        return int(start) + block * int(np.prod(self.shapes[number])) * np.dtype(self.dtype).itemsize
 
     def bind(self, binding: Any, first: int = 0, count: int | None = None) -> None:
         """Bind a range of blocks, all of them unless it is said, as what a model reads and writes."""
         for number, (past, present) in enumerate(self.names):
-            self._bind(binding, number, past, first, present, first, self.shape[0] if count is None else count)
+            self._bind(binding, number, past, first, present, first, self.blocks if count is None else count)
 
     def bind_copy(self, binding: Any, source: int, target: int) -> None:
         """Bind a block as what is copied, and another as where to."""
@@ -98,7 +99,7 @@ class Slabs:
             self._bind(binding, number, FROM + name, source, TO + name, target, 1)
 
     def _bind(self, binding: Any, number: int, read: str, source: int, written: str, target: int, count: int) -> None:
-        like = self.memory, 0, self.dtype, [count, *self.shape[1:]]
+        like = self.memory, 0, self.dtype, [count, *self.shapes[number]]
         binding.bind_input(read, *like, self._address(number, source))
         binding.bind_output(written, *like, self._address(number, target))
 

@@ -15,14 +15,23 @@ from edgeinfer.errors import BundleError
 from edgeinfer.graph import ModelConfig, Weight, rope_tables
 from edgeinfer.quant import TILE_ROWS, WeightType
 
-from .codes import Bytes, dense_columns, part_codes, part_scales, part_values, tile_codes, tile_scales
-from .flavour import Heads
+from .codes import (
+    Blocks,
+    Bytes,
+    code_bits,
+    dense_columns,
+    part_codes,
+    part_scales,
+    part_values,
+    tile_blocks,
+    tile_values,
+)
 
 BLOCK_BYTES = 4 << 20
 """Of a bundle, read at a time."""
 WHOLE = 1 << 62
 KINDS: dict[str, np.dtype[Any]] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4"),
-                                    "i32": np.dtype("<i4")}
+                                    "i32": np.dtype("<i4"), "i64": np.dtype("<i8")}
 
 
 class Reader:
@@ -32,20 +41,36 @@ class Reader:
         self._bundle, self._file = bundle, open_plain(bundle.weights_path)
 
     def __call__(self, name: str, offset: int, nbytes: int) -> Bytes:
-        """Return bytes of a tensor, from `offset` in it on."""
+        """Return bytes of a tensor, from `offset` in it on; those of experts are in pieces, with others between."""
+        entry = self._bundle.tensors[name]
+        each = entry.nbytes // max(1, entry.pieces)
+        data = b"".join(self._read(entry.offset + offset // each * entry.stride + offset % each, n)
+                        for offset, n in _within(offset, nbytes, each))
+        return np.frombuffer(data, np.uint8)
+
+    def _read(self, at: int, nbytes: int) -> bytes:
         try:
-            self._file.seek(self._bundle.tensors[name].offset + offset)
+            self._file.seek(at)
             data = self._file.read(nbytes)
         except OSError as error:
             raise BundleError(f"{self._bundle.weights_path} can no longer be read: {error.strerror or error}; check "
                               "its disk.") from None
         if len(data) < nbytes:
             raise BundleError(f"Cannot use the bundle {self._bundle.path}: weights.bin was cut while it was read.")
-        return np.frombuffer(data, np.uint8)
+        return data
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _within(offset: int, nbytes: int, each: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a range that are within a piece: where they begin, and their bytes."""
+    end = offset + nbytes
+    while offset < end:
+        n = min(end, (offset // each + 1) * each) - offset
+        yield offset, n
+        offset += n
 
 
 class Stored(NamedTuple):
@@ -64,12 +89,14 @@ class Stored(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """The two tensors of a quantised matrix."""
+    """The tensors of a quantised matrix."""
 
     codes: Stored
     scales: Stored
     bits: int
     group_size: int
+    offsets: Stored | None = None
+    """Offsets of blocks of weights with minima: (groups, rows)."""
 
 
 class Part(NamedTuple):
@@ -100,12 +127,15 @@ class Part(NamedTuple):
 
 
 def quantised(part: Part, dtype: str) -> Quantised:
-    """Codes and scales of a q4 or int8 matrix; the scales in the type of the graph."""
+    """Codes, scales and offsets of a quantised matrix; scales and offsets in the type of the graph."""
 
-    def made(make: Callable[[Bytes, WeightType, int], NDArray[Any]]) -> Callable[[Reader], Iterator[NDArray[Any]]]:
-        return lambda read: (make(tiles, part.stored, part.columns)[:n] for n, tiles in part.tiles(read))
+    def blocks(read: Reader) -> Iterator[tuple[int, Blocks]]:
+        return ((n, tile_blocks(tiles, part.stored, part.columns)) for n, tiles in part.tiles(read))
 
-    return _pair(part.name, part.rows, part.columns, part.stored, dtype, made(tile_codes), made(tile_scales))
+    return blocked(part.name, part.rows, part.columns, part.stored, dtype,
+                   lambda read: (found.codes[:n] for n, found in blocks(read)),
+                   lambda read: (found.scales[:n] for n, found in blocks(read)),
+                   lambda read: (found.offsets[:n] for n, found in blocks(read) if found.offsets is not None))
 
 
 def gates(weight: Weight, stored: WeightType, which: int, name: str, dtype: str) -> Quantised:
@@ -115,7 +145,7 @@ def gates(weight: Weight, stored: WeightType, which: int, name: str, dtype: str)
     def made(make: Callable[[Bytes, WeightType, int], NDArray[Any]]) -> Callable[[Reader], Iterator[NDArray[Any]]]:
         return lambda read: (make(parts, stored, hidden) for parts in _parts(read, weight, stored, which))
 
-    return _pair(name, neurons, hidden, stored, dtype, made(part_codes), made(part_scales))
+    return blocked(name, neurons, hidden, stored, dtype, made(part_codes), made(part_scales))
 
 
 def down(weight: Weight, stored: WeightType, name: str, dtype: str) -> Stored:
@@ -141,6 +171,39 @@ def dense(part: Part, dtype: str) -> Stored:
     return Stored(part.name, dtype, (part.columns, part.rows), pieces)
 
 
+def folded(table: Part, dtype: str) -> Quantised:
+    """A table each row of which is a tile of 16 pieces: (rows of the table, groups of all pieces, ...)."""
+
+    def rows(which: int) -> Callable[[Reader], Iterator[NDArray[Any]]]:
+        def made(read: Reader) -> Iterator[NDArray[Any]]:
+            for _, tiles in table.tiles(read):
+                found = tile_blocks(tiles, table.stored, table.columns)[which]
+                if found is not None:
+                    yield found.reshape(len(tiles), -1)
+        return made
+
+    n = table.rows // TILE_ROWS
+    one = blocked(table.name, n, TILE_ROWS * -(-table.columns // table.stored.group_size) * table.stored.group_size,
+                  table.stored, dtype, rows(0), rows(1))
+    if not table.stored.storage.minimum:
+        return one
+    return one._replace(offsets=Stored(f"{table.name}.offsets", dtype, one.scales.shape, rows(2)))
+
+
+def dense_rows(part: Part, dtype: str, name: str, shape: tuple[int, ...], transposed: bool = False) -> Stored:
+    """The weights of a matrix of any type as floats, rows after rows, in another shape; `transposed` puts columns first
+    in each of its last two dimensions, such as those of a matrix of each head.
+    """
+    rows = shape[-1] if transposed else TILE_ROWS * TILE_ROWS
+
+    def pieces(read: Reader) -> Iterator[NDArray[Any]]:
+        for n, tiles in part.tiles(read, rows // TILE_ROWS * part.stored.tile_bytes(part.columns)):
+            values = tile_values(tiles, part.stored, part.columns)[:n]
+            yield values.reshape(-1, rows, part.columns).transpose(0, 2, 1) if transposed else values
+
+    return Stored(name, dtype, shape, pieces)
+
+
 def vector(weight: Weight, dtype: str, start: int = 0, count: int = 0, name: str = "") -> Stored:
     """A norm or a bias, or `count` of its elements."""
     n = count or weight.shape[0]
@@ -164,35 +227,54 @@ def half_vector(weight: Weight, which: int, n: int, name: str, dtype: str) -> St
     return Stored(name, dtype, (n,), pieces)
 
 
-def rope(config: ModelConfig, ctx: int, which: int, dtype: str) -> Stored:
-    """The table of cosines (0) or sines (1), the runtime's own: (ctx, half of a head), padded as heads are."""
-    heads = Heads.of(config)
-    width = heads.stored_dim // 2
+def rope(config: ModelConfig, table: int, width: int, ctx: int, which: int, name: str, dtype: str,
+         padded: int = 0) -> Stored:
+    """A table of cosines (0) or sines (1), the runtime's own: (ctx, half of what turns).
+
+    `width` elements of a head turn, or would if the pairs of a proportional rotation that stand still did; `padded` is
+    the half of a head that is wider.
+    """
+    kind, half = config.rotations[table], width // 2
 
     def pieces(read: Reader) -> Iterator[NDArray[Any]]:
-        table = rope_tables(config.rope, heads.dim, ctx)[which]
-        yield np.pad(table, ((0, 0), (0, width - heads.dim // 2))) if heads.padded else table
+        found = rope_tables(kind, config.turned(kind), ctx)[which]
+        whole = np.full((ctx, padded or half), 1.0 - which, np.float32)
+        whole[:, : found.shape[1]] = found
+        yield whole
 
-    return Stored(("cos", "sin")[which], dtype, (ctx, width), pieces)
+    return Stored(name, dtype, (ctx, padded or half), pieces)
 
 
-def _pair(name: str, rows: int, columns: int, stored: WeightType, dtype: str,
-          codes: Callable[[Reader], Iterator[NDArray[Any]]],
-          scales: Callable[[Reader], Iterator[NDArray[Any]]]) -> Quantised:
-    bits, group = stored.storage.bits, stored.group_size
-    groups = -(-columns // group)
+def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], NDArray[Any]]) -> Stored:
+    """A tensor that is not in the bundle."""
+    return Stored(name, dtype, shape, lambda read: iter([make()]))
+
+
+def blocked(name: str, rows: int, columns: int, stored: WeightType, dtype: str,
+            codes: Callable[[Reader], Iterator[NDArray[Any]]], scales: Callable[[Reader], Iterator[NDArray[Any]]],
+            offsets: Callable[[Reader], Iterator[NDArray[Any]]] | None = None) -> Quantised:
+    """Return the tensors of a quantised matrix from makers of their rows; there are offsets where the type has minima.
+    """
+    bits, group = code_bits(stored), stored.group_size
+    groups, more = -(-columns // group), None
+    if stored.storage.minimum and offsets:
+        more = Stored(f"{name}.offsets", dtype, (groups, rows),
+                      lambda read: iter([np.concatenate([*offsets(read)]).T]))
     return Quantised(Stored(f"{name}.codes", "u8", (rows, groups, group * bits // 8), codes),
-                     Stored(f"{name}.scales", dtype, (rows, groups), scales), bits, group)
+                     Stored(f"{name}.scales", dtype, (rows, groups), scales), bits, group, more)
 
 
 def _parts(read: Reader, weight: Weight, stored: WeightType, which: int) -> Iterator[Bytes]:
-    """Gates (0), up rows (1) or down columns (2), (neurons, bytes of a part), some neurons at a time."""
-    neurons, size = weight.shape[0], stored.part_bytes(weight.shape[2])
-    n = max(1, BLOCK_BYTES // (2 * size))
+    """Gates (0), up rows (1) or down columns (2), (neurons, bytes of a part), some neurons at a time.
+
+    Up rows of neurons without a gate are where gates are otherwise, and with them are down columns alone.
+    """
+    (neurons, parts, _), size = weight.shape, stored.part_bytes(weight.shape[2])
+    n, more = max(1, BLOCK_BYTES // (2 * size)), parts - 1
     for start in range(0, neurons, n):
         count = min(n, neurons - start)
         if which == 0:
             yield read(weight.name, start * size, count * size).reshape(count, size)
         else:
-            both = read(weight.name, (neurons + 2 * start) * size, 2 * count * size)
-            yield both.reshape(count, 2, size)[:, which - 1]
+            both = read(weight.name, (neurons + more * start) * size, more * count * size)
+            yield both.reshape(count, more, size)[:, which - 3 + more]

@@ -1,0 +1,28 @@
+"""Sizes of activations in a lowered graph: values that live together, at most."""
+
+from __future__ import annotations
+
+from edgeinfer.graph import ModelConfig
+
+from .flavour import Heads, kv_layers, layers_read
+
+
+def row_values(config: ModelConfig) -> int:
+    """Return the values of a token that are in memory at one time.
+
+    Of a mixture all experts have theirs: gates, what they multiply, and their products with the weights.
+    """
+    heads = [Heads(config.num_attention_heads, config.kv_count(i), config.head_size(i))
+             for i in range(config.num_hidden_layers)]
+    inner = max(config.ffn_size(i) for i in range(config.num_hidden_layers))
+    if experts := config.experts:
+        inner = max(inner, (experts.total + 1) * (-(-experts.intermediate_size // 16) * 16))
+    attention = max((one.query + 2 * one.kv) * one.stored_dim for one in heads)
+    layer_inputs = config.num_hidden_layers * config.layer_input
+    return 3 * inner + 4 * config.hidden_size + 2 * attention + 4 * layer_inputs
+
+
+def read_again(config: ModelConfig, positions: int, sequences: int) -> int:
+    """Return the values of K and V that attention copies in a layer that reads those of another."""
+    layers, shared = kv_layers(config), layers_read(config)
+    return max((2 * layers[i].kv * layers[i].stored_dim * positions * sequences for i in shared), default=0)
