@@ -31,7 +31,7 @@ from benchmarks.gpu.smoke import environment, smoke
 from benchmarks.gpu.soak import soak
 from benchmarks.gpu.speed import speed
 from edgeinfer.backends import PROVIDERS, provider_of
-from edgeinfer.devices import load_profile
+from edgeinfer.devices import gpu_profile, load_profile
 from edgeinfer.errors import EdgeInferError
 
 FAMILIES = ("qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "phi-3-mini", "gemma-2-2b", "gemma-3-1b", "gemma-4-e2b",
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         for stage in given.stage:
             nothing.not_run(stage, str(error))
         return 0
-    profile, sizes = given.profile and load_profile(given.profile), QUICK if given.quick else Sizes()
+    profile, sizes = given.profile and (gpu_profile(given.profile) or load_profile(given.profile)), QUICK if given.quick else Sizes()
     check = Check(provider, 0, given.out, profile)
     for stage in given.stage:
         check.begin(60 * (MINUTES[stage] if given.minutes is None else given.minutes))
