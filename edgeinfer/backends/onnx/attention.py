@@ -204,7 +204,7 @@ def _paged(op: Attention, layer: int, qkv: tuple[str, str, str], given: dict[str
     pages, after = ([f"{kv}_cache{end}.{layer}" for kv in ("key", "value")] for end in ("", "_out"))
     if op.kv_layer is not None:
         *kv, key, value = at.kept[op.kv_layer]
-        qkv, pages, after = (qkv[0], kv[0], kv[1]), [key, value], [f"again_{kv}.{layer}" for kv in ("key", "value")]
+        qkv, pages, after = (qkv[0], kv[0], kv[1]), [key, value], []  # written in place
     else:
         at.kept[layer] = (*qkv[1:], *after)
     inputs = [*qkv, *pages, "cumulative_sequence_length", "past_seqlens", "block_table", *given["turns"], "",
