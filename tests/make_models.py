@@ -126,15 +126,14 @@ LIMITS = """
 * Experts of MoE models are stored in tiles only: `--ffn-layout neuron` applies to FFNs that process every token, with a
   gate or without (OPT), with a normed output or without (Gemma 2, 3, 4, OLMo 2). `sparsify` requires layers of one
   size, which Gemma 4's E2B does not have.
-* ONNX export and `--device cuda` support the four architectures of Llama's block, and others that differ only in names;
-  operations that ONNX lacks are refused with a message.
+* ONNX export and `--device cuda` refuse models with recurrent layers; [the table](onnx-models.md) has all others.
 * The first layer that predicts further tokens drafts in Qwen3.5 and 3.6, Qwen3-Next, GLM-4.5 to 4.7 and DeepSeek-V3
   (`--speculate mtp`), with the model's own embedding and output head. Those of Nemotron 3 are left out, with a message.
 * Nemotron-H's time steps are bounded by `time_step_limit`, as in the published code and in llama.cpp. transformers
   (5.23) bounds those of a prompt by `time_step_min`, and those of single tokens not at all. GGUF files have no bounds
   of time steps.
 * Experts of Nemotron 3 take half as much memory again as their weights, because their first matrix is stored twice.
-* Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash) supports neither `--attention` (no rows of V are stored) nor ONNX.
+* Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash) does not support `--attention`: no rows of V are stored.
 * Pickles (`.bin`), as in OPT and early Falcon repositories, are not read.
 """
 

@@ -81,7 +81,7 @@ class PagedAttention(OpRun):
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights = (weights / weights.sum(-1, keepdims=True))[..., : len(positions)]
             out[start:end] = np.einsum("htp,phd->thd", weights, seen_v)
-        return out.reshape(len(query), -1), keys, values
+        return (out.reshape(len(query), -1), keys, values)[: len(self.output)]
 
     def _window(self) -> int:
         return int(getattr(self, "local_window_size", -1))

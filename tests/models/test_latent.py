@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import DRAFT_HEAD_FILE, Bundle
+from edgeinfer.bundle import DRAFT_HEAD_FILE
 from edgeinfer.bundle.arrays import open_arrays
 from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError, UsageError
@@ -258,12 +258,3 @@ def test_layers_that_draft_further_tokens_are_left_out(tmp_path: Path) -> None:
     tensors = {**case.tensors, "model.layers.3.eh_proj.weight": np.ones((4, 4), np.float16)}
     with pytest.raises(EdgeInferError, match=r"eh_proj.weight .* is not part of a deepseek_v2 model"):
         convert(golden_cases.write_checkpoint(case._replace(tensors=tensors), tmp_path / "other"), tmp_path / "no")
-
-
-def test_onnx_refuses_it_by_name(models: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
-    from edgeinfer.backends.onnx.export import export
-
-    with Bundle.open(write_model(models, PLAIN, "f32")) as bundle, \
-            pytest.raises(UnsupportedModelError, match=r"head_linear layers\.0\.k_b has no equivalent in ONNX"):
-        export(bundle, tmp_path / "model.onnx")

@@ -10,10 +10,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edgeinfer.backends import Flavour, export, verify_export
+from edgeinfer.backends import PROVIDERS, Flavour, device_planner, export, verify_export
+from edgeinfer.backends.onnx.flavour import Heads, kv_layers
+from edgeinfer.backends.onnx.slabs import block_bytes
 from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import build_graph, read_config, requested_types
+from edgeinfer.memory_planner import to_request
 from tests.helpers import golden_cases, reference
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.onnx_models import Slots, difference, expected, expected_in_f16
@@ -108,6 +113,19 @@ def test_greedy_tokens_are_those_of_our_kernels(name: str, tmp_path: Path) -> No
     written(name, tmp_path, weights="f32")
     texts = [ids[:18], ids[3:10]]
     assert greedy(tmp_path / "b", "onnx-cpu", texts, 40) == greedy(tmp_path / "b", "cpu", texts, 40)
+
+
+@pytest.mark.parametrize("name", ["mpt", "falcon-alibi", "llama-mha", "gemma4", "deepseek-v2", "mixtral"])
+def test_cuda_has_pages_unless_positions_are_a_bias(name: str) -> None:
+    """And a plan of the K and V that layers have: of Gemma 4's last ones none, of latents one key, as wide as V."""
+    graph = build_graph(read_config(golden_cases.config_of(name)), requested_types("q4"), Recipe(()))
+    planner, config = device_planner(graph, RuntimeConfig(ctx=64, threads=1), PROVIDERS["cuda"])
+    assert (config.kv_layout == "slots") is bool(graph.config.alibi)
+    plan, layers = planner.plan(to_request(config)), kv_layers(graph.config)
+    blocks = plan.kv_blocks + planner.paged  # a page for idle rows
+    assert plan.region("kv").nbytes == blocks * block_bytes(layers, planner.positions(plan.request), "f16")
+    assert len(layers) == graph.config.num_hidden_layers - 3 * (name == "gemma4")
+    assert name != "deepseek-v2" or set(layers.values()) == {Heads(5, 1, 54)}
 
 
 @pytest.mark.parametrize("model_type", ["bamboo", "sparsellama", "smallthinker"])

@@ -87,7 +87,7 @@ def _(op: Attention, at: Lowering) -> None:
     rope, heads = at.ropes[op.layer], Heads(op.heads, op.kv_heads, op.head_dim)
     turn, shared = _turn(op, rope), layers_read(at.graph.config)
     fused = isinstance(rope, RopeStore) and bool(rope.q_norm) and at.flavour.qk_norm == "fused" \
-        and not heads.padded and op.layer not in shared
+        and not heads.padded and op.layer not in (*shared, *at.scaled) and (turn.inside or not turn.rope)
     plain = isinstance(rope, RopeStore) and not (rope.beside or rope.value_norm or rope.keys_as_values) \
         and (not rope.q_norm or fused) and not heads.padded and (turn.inside or not turn.rope) \
         and op.layer not in at.scaled and op.kv_layer is None and op.layer not in shared
@@ -204,7 +204,7 @@ def _paged(op: Attention, layer: int, qkv: tuple[str, str, str], given: dict[str
     pages, after = ([f"{kv}_cache{end}.{layer}" for kv in ("key", "value")] for end in ("", "_out"))
     if op.kv_layer is not None:
         *kv, key, value = at.kept[op.kv_layer]
-        qkv, pages, after = (qkv[0], kv[0], kv[1]), [key, value], [f"again_{kv}.{layer}" for kv in ("key", "value")]
+        qkv, pages, after = (qkv[0], kv[0], kv[1]), [key, value], []  # written in place
     else:
         at.kept[layer] = (*qkv[1:], *after)
     inputs = [*qkv, *pages, "cumulative_sequence_length", "past_seqlens", "block_table", *given["turns"], "",
