@@ -92,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
         for stage in given.stage:
             nothing.not_run(stage, str(error))
         return 0
-    profile, sizes = given.profile and (gpu_profile(given.profile) or load_profile(given.profile)), QUICK if given.quick else Sizes()
+    profile = given.profile and (gpu_profile(given.profile) or load_profile(given.profile))
+    sizes = QUICK if given.quick else Sizes()
     check = Check(provider, 0, given.out, profile)
     for stage in given.stage:
         check.begin(60 * (MINUTES[stage] if given.minutes is None else given.minutes))
