@@ -19,7 +19,13 @@ def row_values(config: ModelConfig) -> int:
         inner = max(inner, (experts.total + 1) * (-(-experts.intermediate_size // 16) * 16))
     attention = max((one.query + 2 * one.kv) * one.stored_dim for one in heads)
     layer_inputs = config.num_hidden_layers * config.layer_input
-    return 3 * inner + 4 * config.hidden_size + 2 * attention + 4 * layer_inputs
+    copies = 4 if config.latent else 2  # of latents, queries are put together piece by piece
+    return 3 * inner + 4 * config.hidden_size + copies * attention + 4 * layer_inputs
+
+
+def score_values(config: ModelConfig, tokens: int, ctx: int, materialised: bool) -> int:
+    """Return the scores that are in memory at one time, if attention has them whole, and the biases of ALiBi."""
+    return config.num_attention_heads * tokens * ctx * (materialised + 2 * bool(config.alibi))
 
 
 def read_again(config: ModelConfig, positions: int, sequences: int) -> int:

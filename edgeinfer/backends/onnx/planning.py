@@ -29,7 +29,7 @@ from edgeinfer.memory_planner import (
 )
 from edgeinfer.registry import each, technique
 
-from .activations import read_again, row_values
+from .activations import read_again, row_values, score_values
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
@@ -232,7 +232,7 @@ class DevicePlanner:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
         c, size = self.graph.config, FLOATS[request.kv]().itemsize
         rows = request.tokens * row_values(c) * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
-        scores = 0 if cuda and not c.alibi else c.num_attention_heads * request.tokens * request.ctx * 4
+        scores = 4 * score_values(c, request.tokens, request.ctx, not cuda)
         scores += read_again(c, self.positions(request), request.sequences) * size
         return rows + scores if cuda else 2 * (rows + scores)
 
