@@ -35,12 +35,18 @@ def _before(x: str, axis: int, at: Lowering) -> str:
     return at.node("CumSum", x, at.number(axis, "i64"), exclusive=1)
 
 
+def _total(x: str, at: Lowering) -> str:
+    """Sums of integers along the second axis, which CUDA's ReduceSum computes by cuDNN."""
+    sums = at.node("CumSum", x, at.number(1, "i64"))
+    return at.node("Slice", sums, at.constant(-1), at.constant(1 << 62), at.constant(1))
+
+
 def _numbers(at: Lowering) -> tuple[str, str]:
     """A token's number in its row, (B, S), and the tokens of a row, (B, 1); shapes are left to the device, as those
     that are read back would keep it from being recorded.
     """
     return (at.once("numbers", lambda: _before(_ones(at), 1, at)),
-            at.once("counts", lambda: at.node("ReduceSum", _ones(at), at.constant(1))))
+            at.once("counts", lambda: _total(_ones(at), at)))
 
 
 def row_numbers(at: Lowering) -> str:
@@ -55,8 +61,8 @@ def _of_pages(at: Lowering) -> str:
     ends = at.node("Cast", "cumulative_sequence_length", to="i64")
     begins = at.node("Slice", ends, at.constant(0), at.constant(-1), at.constant(0))
     there = at.node("GreaterOrEqual", at.node("Unsqueeze", number, at.constant(1)), begins)
-    sequence = at.node("Sub", at.node("ReduceSum", at.node("Cast", there, to="i64"), at.constant(1), keepdims=0),
-                       at.constant(1))
+    begun = at.node("Squeeze", _total(at.node("Cast", there, to="i64"), at), at.constant(1))
+    sequence = at.node("Sub", begun, at.constant(1))
     past = at.node("Sub", at.node("Cast", "past_seqlens", to="i64"), begins)
     return at.node("Add", number, at.node("Gather", past, sequence, axis=0))
 
