@@ -77,7 +77,6 @@ CUDA = {
     "Shape": "its result is in the memory of the process; genai alone",
     "com.microsoft.GatherBlockQuantized": FLOATS,
     "com.microsoft.GroupQueryAttention": "f16; f32 on the CPU provider alone",
-    "com.microsoft.QMoE": "f16; f32 on the CPU provider alone",
     "com.microsoft.PagedAttention": "f16; no kernel on the CPU provider"}
 
 
@@ -90,8 +89,6 @@ def cases(model_type: str) -> Iterator[dict[str, Any]]:
             yield config
     if model_type in OTHERS:
         yield OTHERS[model_type]
-    if model_type == "mixtral":  # of whole groups, which those of odd sizes are not
-        yield {**make_golden.MIXTRAL, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
 
 def graphs(model_type: str, weights: str = "q4") -> Iterator[Graph]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -74,54 +73,24 @@ def test_types_that_are_mixed(kinds: dict[str, str], tmp_path: Path) -> None:
     exact(Bundle.open(tmp_path / "b"))
 
 
-def _made(config: dict[str, Any]) -> golden_cases.GoldenCase:
-    """A mixture of sizes that the golden cases do not have."""
-    parsed = read_config(config)
-    graph, experts = build_graph(parsed, requested_types("f32")), parsed.experts
-    assert experts
-    tensors = {source.name: golden_cases.weights(source.name, source.stored) for weight in graph.weights
-               for source in weight.sources if not source.each}
-    n, size, width = experts.total, experts.intermediate_size, parsed.hidden_size
-    for i in range(parsed.num_hidden_layers):
-        module = f"model.layers.{i}.mlp.experts."
-        shapes = {"gate_up_proj": (n, 2 * size, width), "down_proj": (n, width, size)}
-        if experts.bias:  # gpt-oss's: rows are inputs, and there are biases
-            shapes = {name: (n, *reversed(shape)) for name, (_, *shape) in shapes.items()}
-            shapes |= {"gate_up_proj_bias": (n, 2 * size), "down_proj_bias": (n, width)}
-        tensors |= {module + name: golden_cases.weights(module + name, shape) for name, shape in shapes.items()}
-    return golden_cases.GoldenCase("made", config, tensors, [], np.zeros(0))
-
-
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_1", "Q4_1"), ("MXFP4", "IQ4_NL")])
 def test_types_of_experts(kinds: tuple[str, str], tmp_path: Path) -> None:
     """Codes of all experts side by side; all are chosen, so that rounding chooses no others."""
     n, width, size = 3, 256, 512 if "K" in kinds[0] else 96
     config = {**make_golden.MIXTRAL, "hidden_size": width, "intermediate_size": size, "num_attention_heads": 8,
               "num_local_experts": n, "num_experts_per_tok": n}
-    case = _made(config)
+    graph = build_graph(read_config(config), requested_types("f32"))
+    tensors = {source.name: golden_cases.weights(source.name, source.stored) for weight in graph.weights
+               for source in weight.sources if not source.each}
+    for i in range(config["num_hidden_layers"]):
+        module = f"model.layers.{i}.mlp.experts."
+        tensors[module + "gate_up_proj"] = golden_cases.weights(module + "1", (n, 2 * size, width))
+        tensors[module + "down_proj"] = golden_cases.weights(module + "2", (n, width, size))
+    case = golden_cases.GoldenCase("made", config, tensors, [], np.zeros(0))
     checkpoint = golden_cases.write_checkpoint(case, tmp_path / "hf")
     write_gguf(tmp_path / "m.gguf", checkpoint, {"down_exps": kinds[1], "_exps": kinds[0], "attn_": "Q4_0"})
     convert(tmp_path / "m.gguf", tmp_path / "b")
     exact(Bundle.open(tmp_path / "b"))
-
-
-@pytest.mark.parametrize("experts", ["chosen", "all"])
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_chosen_experts_are_read_by_one_operator(model_type: str, experts: str, tmp_path: Path) -> None:
-    """With the router's weights as they are, biases and clamped gates, in both layouts of the cache."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    own = make_golden.MIXTRAL if model_type == "mixtral" else make_golden.GPT_OSS
-    case = _made({**own, **sizes})
-    convert(golden_cases.write_checkpoint(case, tmp_path / "hf"), tmp_path / "b", weights="q4")
-    bundle = Bundle.open(tmp_path / "b")
-    flavour = Flavour(dtype="f32", experts=experts).checked(bundle.config)
-    report = export(bundle, tmp_path / "m.onnx", flavour)
-    kinds = [node.op_type for node in onnx.load(str(tmp_path / "m.onnx")).graph.node]
-    assert kinds.count("QMoE") == (bundle.config.num_hidden_layers if experts == "chosen" else 0)
-    assert any("all 5 experts" in remark for remark in report.remarks) is (experts == "all")
-    want = expected(bundle, IDS)
-    for size in (len(IDS), 5, 1):
-        assert difference(Slots(tmp_path / "m.onnx", flavour).chunks(IDS, size), want) < 1e-5
 
 
 @pytest.mark.slow(keep=4)

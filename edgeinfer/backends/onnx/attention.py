@@ -87,7 +87,7 @@ def _(op: Attention, at: Lowering) -> None:
     rope, heads = at.ropes[op.layer], Heads(op.heads, op.kv_heads, op.head_dim)
     turn, shared = _turn(op, rope), layers_read(at.graph.config)
     fused = isinstance(rope, RopeStore) and bool(rope.q_norm) and at.flavour.qk_norm == "fused" \
-        and not heads.padded and op.layer not in (*shared, *at.scaled) and (turn.inside or not turn.rope)
+        and not heads.padded and op.layer not in shared
     plain = isinstance(rope, RopeStore) and not (rope.beside or rope.value_norm or rope.keys_as_values) \
         and (not rope.q_norm or fused) and not heads.padded and (turn.inside or not turn.rope) \
         and op.layer not in at.scaled and op.kv_layer is None and op.layer not in shared

@@ -1,19 +1,17 @@
 """Lowering of mixtures of experts to ONNX: matmuls with the matrices of all experts, weighted by the router.
 
-Where QMoE has what a layer needs it reads the experts that are chosen. Elsewhere experts that a token does not go
-through have the weight 0: their matrices are one above the other for what goes in and side by side for what comes out,
-so that a layer has three matmuls, however many experts there are, which read all experts for every token.
+Experts that a token does not go through have the weight 0. Their matrices are one above the other for what goes in and
+side by side for what comes out, so that a layer has three matmuls, however many experts there are; they read all
+experts for every token.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from edgeinfer.graph import ExpertsDown, ExpertsGated, ExpertsInput, Route, SortRoutes
 
 from . import stacks, weights
 from .functions import gated
-from .lowering import MICROSOFT, Lowering, lower
+from .lowering import Lowering, lower
 from .stacks import Stack
 from .weights import Part
 
@@ -66,10 +64,6 @@ def _(op: ExpertsInput, at: Lowering) -> None:
 @lower.register
 def _(op: ExpertsGated, at: Lowering) -> None:
     """Inner values of all experts, (..., experts, rows with those of padding), times their weights."""
-    down = next(other for other in at.graph.ops if isinstance(other, ExpertsDown) and other.source == op.out)
-    if _together(op, down, at):
-        at.gates[op.out.name] = op
-        return at.same(op.out, op.x)
     at.notes[f"Each token is multiplied by the matrices of all {op.experts} experts of a layer, of which it goes "
              f"through {op.active}: decoding reads all of them."] = None
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.experts * op.rows
@@ -87,43 +81,8 @@ def _(op: ExpertsGated, at: Lowering) -> None:
     at.set(op.out, at.node("Where", chosen, at.node("Mul", f, routes), at.number(0.0)))
 
 
-def _together(op: ExpertsGated, down: ExpertsDown, at: Lowering) -> bool:
-    """Whether one operator has the layer's experts: codes of 4 bits in whole groups, and a gate that it knows.
-
-    On the CPU provider it rounds activations where codes have 8 bits.
-    """
-    stored, other = (at.graph.types[one.weight.name] for one in (op, down))
-    return at.flavour.experts == "chosen" and op.activation in ("silu", "swiglu_oai") and stored.dtype == "q4" \
-        and stored == other and not any(one.weight.shape[1] % stored.group_size for one in (op, down))
-
-
-def _fused(op: ExpertsDown, gates: ExpertsGated, at: Lowering) -> str:
-    """The whole layer; the router's weights choose, and weigh."""
-    size, weight = gates.out.width, gates.weight
-    both = Part(weight, at.graph.types[weight.name], weight.shape[0], weight.name, 0, 2)
-    inner = stacks.each(Stack(both, op.experts, size), at.dtype)
-    outer = stacks.each(Stack(at.whole(op.weight), op.experts, op.out.width), at.dtype)
-    biases = ["", ""]
-    if gates.bias and op.bias:
-        biases = [at.store(stacks.vectors_in_turns(gates.bias, op.experts, size, at.dtype)),
-                  at.store(stacks.expert_vectors(op.bias, op.experts, op.out.width, at.dtype))]
-    routes = at.node("Reshape", at.routes[op.routes.name], at.constant(-1, op.experts))
-    for matrix in (inner, outer):
-        at.codes(matrix)
-    oai = gates.activation == "swiglu_oai"
-    limit: dict[str, Any] = {"swiglu_limit": gates.limit} if oai else {}
-    return at.node("QMoE", at.value(op.x), routes, inner.codes.name, inner.scales.name, biases[0], outer.codes.name,
-                   outer.scales.name, biases[1], "", "", "", "", "", "", routes, domain=MICROSOFT, k=op.active,
-                   activation_type="swiglu", swiglu_fusion=1, activation_alpha=1.702 if oai else 1.0,
-                   activation_beta=float(oai), normalize_routing_weights=0, expert_weight_bits=inner.bits,
-                   block_size=inner.group_size, weights_prepacked=0, **limit)
-
-
 @lower.register
 def _(op: ExpertsDown, at: Lowering) -> None:
-    if op.source and (gates := at.gates.get(op.source.name)):
-        y = _fused(op, gates, at)
-        return at.set(op.out, (at.value(op.residual), y) if op.residual else y)
     stored, columns = at.graph.types[op.weight.name], op.weight.shape[1]
     width = -(-columns // (stored.group_size or 1)) * (stored.group_size or 1)
     f, have = at.value(op.x), -(-op.x.width // 16) * 16

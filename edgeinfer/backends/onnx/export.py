@@ -140,8 +140,8 @@ def about(bundle: Bundle, flavour: Flavour, data: Data, beside: dict[str, str]) 
         "version": __version__, "bundle": bundle.identity, "source": bundle.header.source,
         "architecture": bundle.config.model_type, "tokenizer_sha256": tokenizers[0] if tokenizers else "",
         "target": flavour.target, "dtype": flavour.dtype, "attention": flavour.attention, "ctx": str(flavour.ctx),
-        "qk_norm": flavour.qk_norm, "experts": flavour.experts, "top_k": str(flavour.top_k),
-        "data_bytes": str(data.nbytes), "data_identity": data.identity, "files": json.dumps(beside),
+        "qk_norm": flavour.qk_norm, "top_k": str(flavour.top_k), "data_bytes": str(data.nbytes),
+        "data_identity": data.identity, "files": json.dumps(beside),
         "tensors": json.dumps({name: entry.sha256 for name, entry in data.tensors.items()}),
     }
 

@@ -54,7 +54,6 @@ TARGETS = ("session", "genai")
 DTYPES = ("f16", "f32")
 ATTENTIONS = ("gqa", "paged")
 QK_NORMS = ("apart", "fused")
-EXPERTS = ("chosen", "all")
 ON_CPU = frozenset(("total_sequence_length", "attention_metadata"))
 """Inputs that operators read in the memory of the process, on any device."""
 HEAD_STEP = 16
@@ -78,8 +77,6 @@ class Flavour:
     and WebGPU have; empty: apart with gqa, fused with paged."""
     top_k: int = 0
     """Logits of a row that go out beside all of them, the largest with their ids; 0 = none. Of target session."""
-    experts: str = "chosen"
-    """Experts whose matrices a token reads: ``chosen``, by QMoE where it can (q4), or ``all``, by plain matmuls."""
 
     @property
     def positions(self) -> int:
@@ -92,8 +89,7 @@ class Flavour:
         """Return it with what was left to the model; raise `UsageError` for what cannot be."""
         norm = "apart" if self.qk_norm == "" else self.qk_norm
         for option, value, known in (("--for", self.target, TARGETS), ("--dtype", self.dtype, DTYPES),
-                                     ("--attention", self.attention, ATTENTIONS), ("--qk-norm", norm, QK_NORMS),
-                                     ("experts", self.experts, EXPERTS)):
+                                     ("--attention", self.attention, ATTENTIONS), ("--qk-norm", norm, QK_NORMS)):
             checked(option, value, choice(known))
         if self.target == "genai" and self.attention == "paged":
             raise UsageError("--attention paged is for sessions, and --for genai is given; use --attention gqa, whose "
@@ -104,7 +100,7 @@ class Flavour:
         top_k = checked("top_k", self.top_k, integer(0, 0 if self.target == "genai" else vocabulary,
                                                      f"from 0 to {vocabulary}, and 0 for genai"))
         norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
-        return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k, self.experts)
+        return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k)
 
 
 class Heads(NamedTuple):

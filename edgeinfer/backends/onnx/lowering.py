@@ -11,7 +11,7 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import ExpertsGated, Graph, Op, Rotation, Tensor, Weight
+from edgeinfer.graph import Graph, Op, Rotation, Tensor, Weight
 from edgeinfer.quant import WeightType
 
 from . import weights
@@ -65,8 +65,6 @@ class Lowering:
         """Rotation whose cosines are factors of a layer's queries."""
         self.routes: dict[str, str] = {}
         """Weights of all experts, 0 of those that were not chosen, by the tensor of routes."""
-        self.gates: dict[str, ExpertsGated] = {}
-        """First halves of experts that one operator has with their second."""
         self.kept: dict[int, tuple[str, ...]] = {}
         """K and V, and the cache after them, of layers that others read."""
         self.remarks: dict[str, list[tuple[int, int]]] = {}

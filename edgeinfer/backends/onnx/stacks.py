@@ -55,38 +55,6 @@ def beside(stack: Stack, dtype: str) -> Quantised:
                    rows(0), rows(1), rows(2))
 
 
-def each(stack: Stack, dtype: str) -> Quantised:
-    """Quantised matrices of all experts, (experts, rows, ...); gates and ups, which are two matrices each, row by row
-    in turns.
-    """
-    part, n = stack.part, stack.part.step
-    rows, tiles_of_one = stack.rows * n, -(-stack.rows // TILE_ROWS) * n
-
-    def made(which: int) -> Callable[[Reader], Iterator[NDArray[Any]]]:
-        def pieces(read: Reader) -> Iterator[NDArray[Any]]:
-            size = part.stored.tile_bytes(part.columns)
-            for expert in range(stack.experts):
-                tiles = read(part.weight.name, expert * tiles_of_one * size, tiles_of_one * size).reshape(-1, size)
-                found: Any = tile_blocks(tiles, part.stored, part.columns)[which]
-                turns = found.reshape(-1, n, TILE_ROWS, *found.shape[1:]).swapaxes(1, 2)
-                yield turns.reshape(-1, *found.shape[1:])[:rows].reshape(rows, -1)
-        return pieces
-
-    one = blocked(part.name, rows, part.columns, part.stored, dtype, made(0), made(1))
-    return one._replace(codes=one.codes._replace(shape=(stack.experts, rows, one.codes.nbytes // rows)),
-                        scales=one.scales._replace(shape=(stack.experts, *one.scales.shape)))
-
-
-def vectors_in_turns(weight: Weight, experts: int, rows: int, dtype: str) -> Stored:
-    """Biases of gates and ups of all experts, element by element in turns: (experts, 2 rows)."""
-
-    def pieces(read: Reader) -> Iterator[NDArray[Any]]:
-        both = read(weight.name, 0, 4 * weight.shape[0]).view("<f4").reshape(experts, -1, 2, TILE_ROWS)
-        yield both.swapaxes(2, 3).reshape(experts, -1)[:, : 2 * rows]
-
-    return Stored(weight.name, dtype, (experts, 2 * rows), pieces)
-
-
 def dense_beside(stack: Stack, dtype: str) -> Stored:
     """As `beside`, of matrices that are not quantised, transposed: (experts x columns, rows)."""
     part, each = stack.part, -(-stack.rows // TILE_ROWS)
