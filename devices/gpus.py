@@ -1,6 +1,6 @@
 """GPUs as edgeinfer uses them, through onnxruntime's CUDA provider: published figures with constants of their own.
 
-The constants are assumptions until a GPU has measured them (classes.toml, docs/explanation/onnx.md).
+The constants were fitted to an H100 (classes.toml, docs/measurements/gpu.md).
 """
 
 from __future__ import annotations

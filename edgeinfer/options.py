@@ -171,7 +171,8 @@ OPTIONS: tuple[Option, ...] = (
             group=MEMORY, commands=(_RUN, _PLAN)),
     _option("kv_layout", "|".join(KV_LAYOUTS),
             "KV cache of onnxruntime devices: one slot per sequence, or pages shared by all sequences (cuda).",
-            unset="slots", group=MEMORY, commands=(_RUN, _PLAN, _BENCH, _EVAL)),
+            unset="slots for one sequence, else pages where the device has them", group=MEMORY,
+            commands=(_RUN, _PLAN, _BENCH, _EVAL)),
 
     _option("threads", "N", "Number of worker threads.", short="-t", kind=int,
             unset="the available physical cores; 1 for small models",

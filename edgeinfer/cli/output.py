@@ -99,8 +99,8 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
             f"This is the speed of {found['program']}: edgeinfer has not been measured on this device. 'edgeinfer "
             "devices --probe' measures it there.")
     if profile.device_class == SERVED:
-        return ("This is derived from the GPU's published figures and assumed shares of them: edgeinfer has not been "
-                "measured on a GPU yet.")
+        return ("This is derived from the GPU's published figures and shares of them: edgeinfer has been measured on "
+                "an H100 and an H200 alone.")
     if served(profile):
         return (f"This is the speed of {whose(found)}, not of edgeinfer, which does not run this there"
                 + (f": {refused} Memory is compared as if weights and KV were on the card." if refused else "."))

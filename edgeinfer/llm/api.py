@@ -91,7 +91,8 @@ class LLM(Texts, Embeddings):
         and supports the model, and says which it uses. onnxruntime runs models exactly, with the KV type of the model:
         approximations, weights in storage and prompt caches are refused by name.
     kv_layout : {"slots", "pages"}, optional
-        KV cache of onnxruntime devices: one slot per sequence, the default, or pages shared by all sequences, on CUDA.
+        KV cache of onnxruntime devices: one slot per sequence, the default for one sequence and on the CPU provider, or
+        pages shared by all sequences, on CUDA.
     weights : {"q4", "int8", "f16", "f32"}, optional
         Type of the weights that a checkpoint or GGUF file is converted to; by default q4, but a GGUF file keeps its
         types. A bundle stored otherwise is refused.

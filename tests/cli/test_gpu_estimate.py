@@ -79,9 +79,9 @@ def test_the_shapes_that_are_to_be_measured() -> None:
     assert one["low"] < 400 < one["high"] < 1160 < one["ceiling_tok_per_s"]
     assert many["low"] > 3000 and many["sequences"] == 32 and many["basis"] == "class cuda-onnxruntime"
     assert (one["kv"], one["program"], one["unit"]) == ("f16", "edgeinfer with onnxruntime", "gpu")
-    assert "edgeinfer has not been measured on a GPU yet" in one["remark"]
+    assert "edgeinfer has been measured on an H100 and an H200 alone" in one["remark"]
     assert many["device_bytes"] > one["device_bytes"] > one["weight_bytes"] and one["fits"]
-    full = ("--samples", 64, "-c", 4096)
+    full = ("--samples", 56, "-c", 4096)
     assert edgeinfer(*SEVEN, *full).json["fits"] and not edgeinfer(*SEVEN, *full, "--machine", "h100").json["fits"]
 
 
@@ -119,7 +119,7 @@ def test_the_plan_of_a_run_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_device, "gpu_here", lambda: gpu_profile("NVIDIA H200"))
     found = on("cuda")
     assert found["estimate"]["device"] == "h200" and found["estimate"]["sequences"] == 4
-    assert "edgeinfer has not been measured on a GPU yet" in found["notes"][-1]
+    assert "edgeinfer has been measured on an H100 and an H200 alone" in found["notes"][-1]
     there = on("onnx-cpu")
     assert there["estimate"] is None and not set(JSON_FIELDS["plan"]) - {"models", "error"} - set(there)
 

@@ -45,8 +45,8 @@ from .weights import Stored
 
 LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 850_000_000
 """Of this process: onnxruntime on its CPU provider (52 MB measured); with CUDA's libraries (650 to 860 MB measured)."""
-CONTEXT_BYTES = 1_170_000_000
-"""Of a GPU's memory: CUDA's context, code and workspaces of the libraries (1.04 to 1.13 GB measured)."""
+CONTEXT_BYTES = 1_260_000_000
+"""Of a GPU's memory: CUDA's context, code and workspaces of the libraries (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
 """Of the graph of a decode step (measured): by number of slots, or of sequences and width of the table of pages."""
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
