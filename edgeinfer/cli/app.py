@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import typer
 import typer.core
 
 from ..base import process
+from ..base.validation import similar
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
 from . import settings
 from .help import with_headings
@@ -170,12 +170,12 @@ def _usage_sentence(error: Any, command: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         name = error.option_name
         known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
-        near = difflib.get_close_matches(name, known, n=1)
+        near = similar(name, known)
         message = f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
     elif message.startswith("No such command"):
         group = context.command if context else command
         typed = message.split("'")[1]
-        near = difflib.get_close_matches(typed, list(group.commands), n=1)
+        near = similar(typed, list(group.commands))
         hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(sorted(group.commands))}."
         message = f"There is no command {typed!r}; {hint}"
     where = context.command_path if context else "edgeinfer"

@@ -6,7 +6,6 @@ into the variables that are not set, so that commands treat both alike.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from functools import cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
-from ..base.validation import checked
+from ..base.validation import checked, similar
 from ..errors import EdgeInferError, UsageError
 from ..options import OPTIONS, Option
 
@@ -85,7 +84,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 def check(name: str, value: Any, where: str = "") -> Any:
     """Return the value of a key as its type; raises `UsageError` with the nearest key, or with what it must be."""
     if name not in known():
-        near = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), known(), n=1)
+        near = similar(name.removeprefix("--").replace("_", "-"), known())
         hint = f"did you mean {near[0]}?" if near else "'edgeinfer config' lists the keys."
         raise UsageError(f"There is no key {name!r:.80}{where}; {hint}")
     kind = known()[name].kind

@@ -39,16 +39,15 @@ _LETTERS = _ASCII + "".join(chr(code) for first, last in (
 ) for code in range(first, last + 1))
 _ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000\u3001\u3002\u300c\u300d\u300e\u300f\uff01\uff0c\uff1f"
 """Some letters, among them frequent ones of each script, and some characters that are none and compose with none."""
-WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+WHITE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 """Characters that an added token with `lstrip` takes before it."""
-_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
-_WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
-_END, _PAIR = re.compile(f"[{_ENDS}{SPACE_MARK}]"), re.compile(f"(?s)(?=(.[{_ENDS}]))")
-_ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
+_CUT, _WIDE_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", f"(?<=[{_LETTERS}])(?=[{_ENDS}])"
+_END, _PAIR = f"[{_ENDS}{SPACE_MARK}]", f"(?s)(?=(.[{_ENDS}]))"
+_ACROSS = f"[A-Za-z][ {SPACE_MARK}]|^ "
 _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
-_WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
-_ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
+_WORDS = f"(?<=[{_LETTERS}])(?= [{_LETTERS}])"
+_ACROSS_WORDS = f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]"
 _SPLIT_MARKED = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}]
 """Gemma's, which finds no spaces: its normaliser has made marks of them."""
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
@@ -57,7 +56,7 @@ _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 """Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 """Tokens of characters that have none of their own."""
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_BYTE = "<0x[0-9A-F]{2}>"
 _Result = TypeVar("_Result")
 
 
@@ -113,7 +112,7 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         if any(token.single_word for token in added):
             return None
         if not (model.ignore_merges or (normalizer and any(token.normalized for token in added))):
-            merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
+            merged = any(re.search(_BYTE, one) for one in vocabulary.keys() - BYTES)
             fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
             strips = any(token.lstrip or token.rstrip for token in added)
             return between_pairs(vocabulary, fallback, [token.content for token in added], strips)
@@ -121,9 +120,9 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         return Cuts(_searching(_CUT), skipped) if normalizer and narrow and not _any_across(vocabulary) else None
     if not narrow or [step["type"] for step in normalizer] not in ([], ["NFC"]):
         return None
-    wide = not any(token.single_word or token.rstrip or _WIDE_CUT.search(token.content) for token in added) and not any(
-        step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in words)
-    if wide and _ends_words(words, _LETTERS, _ENDS):
+    spaced = any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in words)
+    wide = not any(token.single_word or token.rstrip or re.search(_WIDE_CUT, token.content) for token in added)
+    if wide and not spaced and _ends_words(words, _LETTERS, _ENDS):
         return Cuts(_searching(_WIDE_CUT))
     return Cuts(_searching(_CUT)) if _ends_words(words, _ASCII, " ") else None
 
@@ -140,12 +139,14 @@ def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[
     strips : some of these take the white space beside them; there is no cut after white space
     """
     joined = "\0".join((*pieces, *added)).replace(SPACE_MARK, " ")
-    pairs = {found[1] for found in _PAIR.finditer(joined)}
+    pairs = {found[1] for found in re.finditer(_PAIR, joined)}
     single = set() if any_character else set(re.findall(r"(?s)(?<![^\0])[^\0](?![^\0])", joined))
     firsts, lasts = {one[0] for one in added}, {SPACE_MARK, *(WHITE if strips else " "), *(one[-1] for one in added)}
 
+    ends = re.compile(_END)
+
     def find(text: str, start: int) -> int | None:
-        for end in _END.finditer(text, max(start, 1)):
+        for end in ends.finditer(text, max(start, 1)):
             left, right = text[end.start() - 1], end[0].replace(SPACE_MARK, " ")
             if left + right in pairs or left in lasts or end[0] in firsts:
                 continue
@@ -156,10 +157,13 @@ def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[
     return Cuts(find, continues=True)
 
 
-def _searching(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
+def _searching(pattern: str) -> Callable[[str, int], int | None]:
+    compiled = re.compile(pattern)
+
     def find(text: str, start: int) -> int | None:
-        found = pattern.search(text, start)
+        found = compiled.search(text, start)
         return found.end() if found else None
+
     return find
 
 
@@ -174,10 +178,10 @@ def _is_split_at_spaces(normalizer: list[dict[str, Any]], words: list[dict[str, 
                or (step["type"] == "Strip" and not step.get("strip_left")) for step in normalizer)
 
 
-def _is_near(token: Any, across: re.Pattern[str]) -> bool:
+def _is_near(token: Any, across: str) -> bool:
     """Return whether an added token may reach over a cut of this form beside a letter."""
     strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
-    return bool(strips or across.search(token.content))
+    return bool(strips or re.search(across, token.content))
 
 
 def _any_across(vocabulary: Iterable[str]) -> bool:
