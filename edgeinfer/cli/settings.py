@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
+from ..base.cache_dir import user_directory
 from ..base.validation import checked, similar
 from ..errors import EdgeInferError, UsageError
 from ..options import OPTIONS, Option
@@ -37,9 +38,7 @@ def config_path() -> Path | None:
     given = os.environ.get(VARIABLE)
     if given is not None:
         return Path(given).expanduser() if given else None
-    from platformdirs import user_config_path
-
-    return user_config_path("edgeinfer") / "config.toml"
+    return user_directory("config") / "config.toml"
 
 
 def origin(variable: str) -> str:
