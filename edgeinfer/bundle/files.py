@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgeinfer.base.files import open_plain, refuse_special
 from edgeinfer.errors import BundleError
@@ -13,11 +12,7 @@ from edgeinfer.errors import BundleError
 from .checksums import Piece
 from .format import WEIGHTS_FILE, FileEntry, Header
 from .header import HEADER_FILE, MAX_HEADER_BYTES
-from .mapping import check_length, map_weights
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from .mapping import MappedFile, check_length
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -51,10 +46,10 @@ def state_of(path: Path, entry: FileEntry) -> os.stat_result:
     return status
 
 
-def map_weights_file(path: Path, header: Header) -> tuple[NDArray[np.uint8], os.stat_result]:
-    """Map weights.bin; returns its status, too."""
+def map_weights_file(path: Path, header: Header) -> MappedFile:
+    """Map weights.bin."""
     try:
-        return map_weights(path / WEIGHTS_FILE, header.weights_bytes)
+        return MappedFile(path / WEIGHTS_FILE, header.weights_bytes)
     except FileNotFoundError:
         raise BundleError(f"its file {WEIGHTS_FILE} is missing.") from None
     except OSError as error:

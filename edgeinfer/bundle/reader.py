@@ -19,6 +19,7 @@ from .checksums import Passed, Piece, compare
 from .files import map_weights_file, read_header, state_of, weights_pieces
 from .format import APPROXIMATING, WEIGHTS_FILE, Header, Quantisation, TensorEntry
 from .header import check_tensors, header_from_json
+from .mapping import MappedFile
 from .orders import check_orders
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Bundle:
         place later has another.
     """
 
-    def __init__(self, path: Path, header: Header, weights: NDArray[np.uint8], identity: str = "",
+    def __init__(self, path: Path, header: Header, weights: MappedFile, identity: str = "",
                  states: Mapping[str, os.stat_result] | None = None):
         self.path = path
         self.header = header
@@ -59,7 +60,7 @@ class Bundle:
         self.tensors = {entry.name: entry for entry in header.tensors}
         self.types = {entry.name: entry.type for entry in header.tensors}
         self.files = {entry.name: entry for entry in header.files}
-        self._weights: NDArray[np.uint8] | None = weights
+        self._weights: MappedFile | None = weights
 
     @classmethod
     def open(cls, path: str | Path, expected: Mapping[str, tuple[int, ...]] | None = None, compare: bool = True
@@ -85,7 +86,8 @@ class Bundle:
             text = read_header(path)
             header = header_from_json(text)
             states = {entry.name: state_of(path, entry) for entry in header.files}
-            weights, states[WEIGHTS_FILE] = map_weights_file(path, header)
+            weights = map_weights_file(path, header)
+            states[WEIGHTS_FILE] = weights.status
             bundle = cls(path, header, weights, hashlib.sha256(text).hexdigest(), states)
             if compare:
                 bundle._once(bundle._names(parts=False), lambda: list(bundle._files(parts=False)))
@@ -131,7 +133,7 @@ class Bundle:
         """weights.bin, mapped read-only, as uint8 of shape (weights_bytes,)."""
         if self._weights is None:
             raise BundleError(f"The bundle {self.path} was closed.")
-        return self._weights
+        return self._weights.array
 
     def weight_type(self, name: str) -> WeightType:
         """Return the storage of a tensor that the graph needs; raises `BundleError` if the table lacks it."""

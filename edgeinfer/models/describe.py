@@ -138,7 +138,7 @@ def _from_bundle(
     name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None,
     profile: DeviceProfile | None,
 ) -> ModelDescription:
-    from ..runtime import decide  # imports NumPy
+    from ..runtime import decide
 
     recipe = recipe or Recipe()
     with Bundle.open(path) as bundle:
