@@ -21,17 +21,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from ..base.dataclass import dataclass
-from ..errors import CancelledError
+from .long_texts import WHITE, Cuts
 from .patterns import matches_each, separates
 from .pieces import SPACE_MARK
 
-PART = 16_384
-"""Characters of a part, but for the way to the next cut: a few megabytes and tens of milliseconds."""
 _ASCII = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _LETTERS = _ASCII + "".join(chr(code) for first, last in (
     (0xC0, 0xD6), (0xD8, 0xF6), (0xF8, 0x2AF), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x410, 0x44F), (0x3041, 0x3096),
@@ -39,8 +35,6 @@ _LETTERS = _ASCII + "".join(chr(code) for first, last in (
 ) for code in range(first, last + 1))
 _ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000\u3001\u3002\u300c\u300d\u300e\u300f\uff01\uff0c\uff1f"
 """Some letters, among them frequent ones of each script, and some characters that are none and compose with none."""
-WHITE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-"""Characters that an added token with `lstrip` takes before it."""
 _CUT, _WIDE_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", f"(?<=[{_LETTERS}])(?=[{_ENDS}])"
 _END, _PAIR = f"[{_ENDS}{SPACE_MARK}]", f"(?s)(?=(.[{_ENDS}]))"
 _ACROSS = f"[A-Za-z][ {SPACE_MARK}]|^ "
@@ -57,35 +51,6 @@ _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 """Tokens of characters that have none of their own."""
 _BYTE = "<0x[0-9A-F]{2}>"
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Places where a tokenizer's texts can be cut."""
-
-    find: Callable[[str, int], int | None]
-    """Returns the first cut of a text at an index or after it; it looks at two characters after a cut at most."""
-    skipped: int = 0
-    """Characters that are left out at a cut."""
-    continues: bool = False
-    """Whether parts but the first are tokenised as the continuation of a text."""
-
-
-def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
-    """Yield the parts of a text that comes in pieces.
-
-    The parts are the same however the text comes, and no more of it is held than a part and a piece.
-    """
-    text, seen = "", 0
-    for piece in pieces:
-        text, start = text + piece, 0
-        while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
-            yield text[start:found]
-            start = found + cuts.skipped
-        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters after it
-        text = text[start:]
-    yield text
 
 
 def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
@@ -215,33 +180,3 @@ def _steps(part: Any) -> list[dict[str, Any]]:
         return []
     state = json.loads(part.__getstate__())
     return state.get("normalizers") or state.get("pretokenizers") or [state]
-
-
-def check_wanted(stopped: Callable[[], bool] | None) -> None:
-    """Raise `CancelledError` once the tokens are no longer wanted."""
-    if stopped and stopped():
-        raise CancelledError("The request was cancelled while its prompt was tokenised.")
-
-
-def interruptible(work: Callable[[], _Result], stopped: Callable[[], bool] | None = None) -> _Result:
-    """Return what a long call into a library gives.
-
-    Ctrl-C, or `stopped`, leaves the call behind in a thread that ends with it or with the process.
-    """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.05)
-        check_wanted(stopped)
-    if errors:
-        raise errors[0]
-    return results[0]
