@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.base.files import open_plain, refuse_special
 from edgeinfer.errors import BundleError
@@ -13,6 +14,9 @@ from .checksums import Piece
 from .format import WEIGHTS_FILE, FileEntry, Header
 from .header import HEADER_FILE, MAX_HEADER_BYTES
 from .mapping import MappedFile, check_length
+
+if TYPE_CHECKING:
+    from .reader import Bundle
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -67,3 +71,23 @@ def weights_pieces(path: Path, header: Header) -> Iterator[Piece]:
         end = max(end, entry.piece_offsets[-1] + entry.piece_bytes)
     if header.weights_bytes > end:
         yield Piece(file, f"gap at byte {end} of {WEIGHTS_FILE}", header.weights_bytes - end, "", end)
+
+
+def check_parts(bundle: Bundle, clusters: bool = False) -> None:
+    """Refuse parts that are not this bundle's weights'; read all `clusters` of cold neurons."""
+    if bundle.parts & {"predictor", "statistics", "cold"}:
+        from .cold import read_cold
+        from .parts import read_predictor, read_statistics
+
+        read_predictor(bundle)
+        read_statistics(bundle)
+        if (cold := read_cold(bundle)) and clusters:
+            cold.verify()
+    if "draft_head" in bundle.parts:
+        from .draft_heads import read_draft_head
+
+        read_draft_head(bundle)
+    if "screen" in bundle.parts:
+        from .screens import read_screen
+
+        read_screen(bundle)

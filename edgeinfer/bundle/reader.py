@@ -16,7 +16,7 @@ from edgeinfer.quant import WeightType
 
 from ..base.progress import OnStageProgress
 from .checksums import Passed, Piece, compare
-from .files import map_weights_file, read_header, state_of, weights_pieces
+from .files import check_parts, map_weights_file, read_header, state_of, weights_pieces
 from .format import APPROXIMATING, WEIGHTS_FILE, Header, Quantisation, TensorEntry
 from .header import check_tensors, header_from_json
 from .mapping import MappedFile
@@ -199,7 +199,7 @@ class Bundle:
                        lambda: [*weights_pieces(self.path, self.header), *self._files(parts=True)], threads, tell)
             if cold:
                 self._once(self._names(cold=True), lambda: list(self._files(cold=True)), threads, tell)
-        self._check_parts()
+        check_parts(self)
 
     def verify(self, progress: OnStageProgress | None = None) -> None:
         """Read everything and compare every checksum; gaps between tensors must be zero.
@@ -224,7 +224,7 @@ class Bundle:
         with self._using():
             compare(pieces, progress=behind(0))
             check_orders(self.header.tensors, self.weights)
-            self._check_parts(clusters=True)  # which names the neurons that were altered
+            check_parts(self, clusters=True)  # which names the neurons that were altered
             if cold:
                 compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
 
@@ -269,26 +269,6 @@ class Bundle:
         if names and not passed:
             compare(pieces(), threads, progress)
             passed.remember()
-
-    def _check_parts(self, clusters: bool = False) -> None:
-        """Refuse parts that are not these weights'; read all `clusters` of cold neurons."""
-        parts = {entry.part for entry in self.header.files}
-        if parts & {"predictor", "statistics", "cold"}:
-            from .cold import read_cold
-            from .parts import read_predictor, read_statistics
-
-            read_predictor(self)
-            read_statistics(self)
-            if (cold := read_cold(self)) and clusters:
-                cold.verify()
-        if "draft_head" in parts:
-            from .draft_heads import read_draft_head
-
-            read_draft_head(self)
-        if "screen" in parts:
-            from .screens import read_screen
-
-            read_screen(self)
 
     def _names(self, parts: bool = False, cold: bool = False) -> tuple[str, ...]:
         """The files beside the weights: parts of the model, which may be large, or `cold` neurons, or the others."""
