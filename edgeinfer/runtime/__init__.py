@@ -22,38 +22,11 @@ if TYPE_CHECKING:
     from .weights.slots import Slots
     from .weights.stream import Stream
 
-__all__ = [
-    "EXPERTS_KERNEL",
-    "RESOLVE_KERNEL",
-    "DraftHeadPlan",
-    "DraftHeadSession",
-    "Executor",
-    "HiddenRows",
-    "Instruction",
-    "Lowering",
-    "Program",
-    "PruningStages",
-    "Rows",
-    "SelfDraftPlan",
-    "SelfDraftSession",
-    "Session",
-    "Slots",
-    "SparseFfn",
-    "StageSession",
-    "Stream",
-    "allocate",
-    "check_stage_config",
-    "decide",
-    "dense_layers",
-    "everywhere",
-    "lower",
-    "or_exact",
-    "plan_run",
-    "planner_of",
-    "predicted_time",
-    "read_on_demand",
-    "rows",
-]
+__all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "DraftHeadPlan", "DraftHeadSession", "Executor", "HiddenRows",
+           "Instruction", "Lowering", "Program", "PruningStages", "Rows", "SelfDraftPlan", "SelfDraftSession",
+           "Session", "Slots", "SparseFfn", "StageSession", "Stream", "allocate", "check_stage_config", "decide",
+           "dense_layers", "everywhere", "lower", "or_exact", "plan_run", "planner_of", "predicted_time",
+           "read_on_demand", "rows"]
 __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
