@@ -119,16 +119,8 @@ def estimate(
         A negative depth or cost, an empty prompt, fewer than one accepted token or sequence, or a sparse or offloaded
         model on a device whose random reads are not known.
     """
-    if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
-        raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
-                         "the prompt at least 1 token, and a pass yields at least 1 token.")
-    if sequences < 1:
-        raise UsageError(f"{sequences} sequences cannot decode; it must be 1 or more.")
-    if not 0 < computed <= 1:
-        raise UsageError(f"A share of {computed} of a prompt cannot be computed; it is above 0 and at most 1.")
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
-    if not (math.isfinite(drafting) and drafting >= 0):
-        raise UsageError(f"A draft cost of {drafting} is impossible; it is a share of a token's time, 0 or more.")
+    _check(depth, prompt, accepted, sequences, computed, drafting)
 
     def passing(profile: DeviceProfile) -> dict[str, float]:
         terms = decode_terms(profile, traffic, constants_of(profile), depth, sequences)
@@ -157,6 +149,18 @@ def estimate(
         sequences=sequences, program=constants.program, unit=unit_of(profile), unit_words=unit_in_words(profile),
         others=others,
     )
+
+
+def _check(depth: int, prompt: int, accepted: float, sequences: int, computed: float, drafting: float) -> None:
+    if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
+        raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
+                         "the prompt at least 1 token, and a pass yields at least 1 token.")
+    if sequences < 1:
+        raise UsageError(f"{sequences} sequences cannot decode; it must be 1 or more.")
+    if not 0 < computed <= 1:
+        raise UsageError(f"A share of {computed} of a prompt cannot be computed; it is above 0 and at most 1.")
+    if not (math.isfinite(drafting) and drafting >= 0):
+        raise UsageError(f"A draft cost of {drafting} is impossible; it is a share of a token's time, 0 or more.")
 
 
 def _others(profile: DeviceProfile) -> Iterator[tuple[str, DeviceProfile]]:

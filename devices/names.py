@@ -7,12 +7,12 @@ device, and nothing is guessed.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.validation import similar
 from edgeinfer.errors import UsageError
 
 from .profile import DeviceProfile
@@ -105,7 +105,7 @@ def with_memory(profile: DeviceProfile, stated: int) -> DeviceProfile:
 def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
     """Return a hint for a name that is not a device's: near spellings, else those of its kind, which are others."""
     words = {" ".join(key): name for key, name in known.items() if len(key) > 1}
-    near = difflib.get_close_matches(" ".join(typed.key), words, n=8, cutoff=0.6)
+    near = similar(" ".join(typed.key), words, n=8, cutoff=0.6)
     same = [words[word] for word in near if _same_spelt_otherwise(word.split(), typed.key)]
     if typed.key and not _numbers(typed.key):  # a part of a name, such as "orange pi"
         same += [name for key, name in known.items() if set(typed.key) < set(key)]
@@ -119,6 +119,8 @@ def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
 
 def _same_spelt_otherwise(words: list[str], typed: Key) -> bool:
     """Whether two names have the same numbers, and letters that differ by a slip: 4090 laptop is not an rtx 4090."""
+    import difflib
+
     letters = ["".join(word for word in name if not word[0].isdigit()) for name in (words, typed)]
     return _numbers(words) == _numbers(typed) and difflib.SequenceMatcher(None, letters[0], letters[1]).ratio() > 0.6
 

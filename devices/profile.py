@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import datetime
-import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from dataclasses import field
 from typing import Any, NoReturn
 
 from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.validation import similar
 from edgeinfer.errors import ProfileError
 
 CLASSES = (
@@ -218,7 +218,7 @@ class _Checker:
     def known(self, kind: str, names: Iterable[str], known: tuple[str, ...]) -> None:
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = similar(name, known)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
                 raise ProfileError(f"{self.where}: there is no {kind} {name!r}; {hint}")
 

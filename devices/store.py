@@ -19,7 +19,6 @@ from edgeinfer.base.files import open_plain, replacement
 from edgeinfer.base.strict_json import check_depth
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
 
-from .names import Key, keys_of, nearest, taken_apart, unit_of, with_memory
 from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
 
 LOCAL = "local"
@@ -41,8 +40,10 @@ def profiles() -> dict[str, DeviceProfile]:
 
 
 @cache
-def _by_any_name() -> dict[Key, str]:
+def _by_any_name() -> dict[tuple[str, ...], str]:
     """Devices by all that they may be called."""
+    from .names import keys_of
+
     return {key: profile.name for profile in profiles().values() for key in keys_of(profile)}
 
 
@@ -62,6 +63,8 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
+    from .names import nearest, taken_apart, with_memory
+
     typed, names = taken_apart(text), _by_any_name()
     if name := names.get(typed.key) or names.get(typed.whole):
         found = profiles()[name]
@@ -86,6 +89,8 @@ def local_profile() -> DeviceProfile | None:
 
 def processor_of(profile: DeviceProfile) -> DeviceProfile | None:
     """Return the processor beside a GPU or a neural unit, where it has a profile of its own."""
+    from .names import unit_of
+
     name = profile.name.removesuffix("-igpu").removesuffix("-npu")
     others = (profiles().get(other) for other in (name, f"{name}-cpu"))
     return next((other for other in others if other is not None and unit_of(other) == "cpu"), None)

@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from edgeinfer.base.process import usable_cores
+
 from . import cgroup
 
 CHARGE_BATCH_BYTES = 64 * 4096
@@ -49,7 +51,7 @@ def own_bytes() -> int:
 
 def default_threads() -> int:
     """Physical cores that affinity and the container's CPU quota allow."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_cores()
     threads = min(allowed, _physical_cores() or allowed)
     quota = cgroup.cpu_quota()
     return max(1, threads if quota is None else min(threads, math.ceil(quota)))

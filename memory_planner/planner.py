@@ -100,9 +100,7 @@ class Planner:
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
         sizes = sizes_of(graph.types, splits, request)
         state = plan_state(self._stateful, request.sequences, request.state_memory)
-        if sizes[1:] not in self._scratch:
-            self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
-        thread, shared = self._scratch[sizes[1:]]
+        thread, shared = self._scratch_of(sizes)
         regions = (
             *weight_regions(graph, self.weight_bytes, request, weights),
             kv_region(request, kv_layers, kv_bytes, windowed, pruned),
@@ -124,6 +122,12 @@ class Planner:
         return MemoryPlan(request, regions, allocations, request.kv_blocks, kv_layers, thread, splits, rope_row,
                           weights.parts, weights.cold, weights.experts, pruned, weights.filed, windowed, state,
                           boundaries)
+
+    def _scratch_of(self, sizes: Sizes) -> tuple[int, int]:
+        """Return the scratch bytes of a thread, and those that all share; once for all contexts."""
+        if sizes[1:] not in self._scratch:
+            self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
+        return self._scratch[sizes[1:]]
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
         """Lay out activations, once for all contexts."""

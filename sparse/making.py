@@ -86,7 +86,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         As for `convert`.
     """
     plain(locals(), RULES)  # or it is refused
-    if any(entry.part in ("predictor", "statistics") for entry in source.header.files):
+    if source.parts & {"predictor", "statistics"}:
         raise UsageError(f"{source.path} is sparse already; give the checkpoint or the bundle that it was made of.")
     check_destination(source, destination)
     networks = ffns(build_graph(source.config, expected_types(source.types)))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from edgeinfer.cli.app import make_app
+from edgeinfer.cli.app import COMMANDS as PROGRAM
+from edgeinfer.cli.app import make_app, make_listing
 from edgeinfer.options import COMMANDS, GROUPS, OPTIONS, of_command
 from tests.helpers.command_line import edgeinfer
 from tests.make_manual import commands, environment, json_fields, manual
@@ -46,6 +47,12 @@ def test_every_flag_of_help_is_on_the_page() -> None:
 def test_every_command_with_json_names_its_fields() -> None:
     for name, command in commands(typer.main.get_command(make_app())):
         assert json_fields(name, command) or "--json" not in {flag for p in command.params for flag in p.opts}, name
+
+
+def test_the_list_of_commands_is_that_of_the_commands_themselves() -> None:
+    listed, every = (typer.main.get_command(make()).commands for make in (make_listing, make_app))
+    assert {name: command.get_short_help_str(200) for name, command in every.items()} == PROGRAM == \
+        {name: command.help for name, command in listed.items()}
 
 
 def test_shared_flags_have_their_variables() -> None:

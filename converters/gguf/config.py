@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from edgeinfer.base.validation import similar
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import (
     ConfigReader,
@@ -67,9 +68,7 @@ def architecture(header: GgufHeader) -> str:
         raise CheckpointError(f"{header.path} is {PURPOSES[other]}, not a language model; give the model's own file.")
     known = list(gguf_architectures())
     if not isinstance(name, str) or name not in known:
-        import difflib
-
-        near = difflib.get_close_matches(str(name), known, n=1)
+        near = similar(str(name), known)
         hint = f"; the nearest is {near[0]}" if near else ""
         raise UnsupportedModelError(f"{header.path} holds a model of architecture {name!r:.60}; known: "
                                     f"{', '.join(known)}{hint}.")

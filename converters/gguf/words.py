@@ -6,9 +6,9 @@ which defined the names.
 
 from __future__ import annotations
 
-import difflib
 import re
 
+from edgeinfer.base.validation import similar
 from edgeinfer.errors import TokenizerError
 from edgeinfer.graph import DIGITS, GPT2, PreTokenizer, pre_tokenizers
 
@@ -98,7 +98,7 @@ def words_of(name: str, source: str) -> PreTokenizer:
     """Return the row of a name; raises `TokenizerError` for one that is not known, with the nearest ones."""
     known = WORDS | pre_tokenizers()
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, 3, 0.5) or "llama-bpe qwen2 gpt-2".split()
+        near = similar(name.lower(), known, 3, 0.5) or "llama-bpe qwen2 gpt-2".split()
         raise TokenizerError(
             f"{source} has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which edgeinfer does not know; "
             f"similar names are {', '.join(near)}. A wrong choice would split words wrongly without a sign: upgrade "

@@ -5,13 +5,13 @@ The blob is used where it is. Nothing is asked of a running ollama, nothing is w
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.base.validation import similar
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 
 from ..checkpoint.json_file import read_json
@@ -95,7 +95,7 @@ def _unknown(name: str, model: str, root: Path) -> str:
         return (f"ollama's store {root} has no models; pull one (ollama pull {name}), or set OLLAMA_MODELS to the "
                 "store that has.")
     near = [other for other in names if other.split(":")[0].rpartition("/")[2] == model][:3]
-    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+    near = near or similar(name, names, n=3, cutoff=0.4) or names[:3]
     return f"ollama has not pulled {name!r} (store {root}); nearest: {', '.join(near)}."
 
 

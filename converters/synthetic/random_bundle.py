@@ -24,6 +24,7 @@ from edgeinfer.bundle import (
     PREDICTOR_FILE,
     STATISTICS_FILE,
     BundleWriter,
+    TensorEntry,
     own_weights,
     pack_cold,
     pack_draft_head,
@@ -124,19 +125,24 @@ def write_random_bundle(
             done += entries[-1].nbytes
             if progress:
                 progress(done, total, weight.name)
+        identity = weights_identity(entries)
         if head := build_draft_head(config, type_of):
             drafts = {weight.name: random_bytes(rng, weight, head.types[weight.name], neurons)
                       for weight in own_weights(head)}
-            writer.add_file(DRAFT_HEAD_FILE, pack_draft_head(head, drafts, weights_identity(entries)), "draft_head")
+            writer.add_file(DRAFT_HEAD_FILE, pack_draft_head(head, drafts, identity), "draft_head")
         if config.vocab_size >= 256 + len(SPECIAL_TOKENS):
             for name, content in byte_tokenizer(config.vocab_size).items():
                 writer.add_file(name, json.dumps(content).encode())
         if sparsity:
-            identity, predictor = weights_identity(entries), neurons.predictor()
-            writer.add_file(STATISTICS_FILE, b"".join(neurons.statistics().pack(identity)), "statistics")
-            if predictor:
-                writer.add_file(PREDICTOR_FILE, b"".join(predictor.pack(identity)), "predictor")
-                writer.add_file(COLD_FILE, pack_cold(entries, writer.stored), "cold")
+            _add_neurons(writer, neurons, entries, identity)
+
+
+def _add_neurons(writer: BundleWriter, neurons: Neurons, entries: list[TensorEntry], identity: str) -> None:
+    """Add statistics of the neurons, and if there is a predictor, it and the neurons that may stay in storage."""
+    writer.add_file(STATISTICS_FILE, b"".join(neurons.statistics().pack(identity)), "statistics")
+    if predictor := neurons.predictor():
+        writer.add_file(PREDICTOR_FILE, b"".join(predictor.pack(identity)), "predictor")
+        writer.add_file(COLD_FILE, pack_cold(entries, writer.stored), "cold")
 
 
 def _recurrent(rng: np.random.Generator, weight: Weight) -> NDArray[np.float32] | None:

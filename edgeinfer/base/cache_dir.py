@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,11 +30,18 @@ class CacheEntry:
 def cache_root() -> Path:
     """Return the directory of this user's cache; EDGEINFER_CACHE moves it."""
     root = os.environ.get("EDGEINFER_CACHE")
-    if root:
-        return Path(root)
-    from platformdirs import user_cache_path
+    return Path(root) if root else user_directory("cache")
 
-    return user_cache_path("edgeinfer")
+
+def user_directory(kind: str) -> Path:
+    """Return edgeinfer's directory among a user's files of a kind: cache or config."""
+    if not sys.platform.startswith("linux"):
+        import platformdirs
+
+        find = platformdirs.user_cache_path if kind == "cache" else platformdirs.user_config_path
+        return find("edgeinfer")
+    given = os.environ.get(f"XDG_{kind.upper()}_HOME", "")  # platformdirs would take 4 ms of every command
+    return Path(given if os.path.isabs(given) else os.path.expanduser(f"~/.{kind}"), "edgeinfer")
 
 
 def make_directories(path: Path) -> None:

@@ -24,6 +24,11 @@ above: Callable[[str], bool] | None = None
 """Prints a line above the progress bar, while one is shown; returns whether it did."""
 
 
+def usable_cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, if there is one."""
     sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold a file name with control characters

@@ -196,13 +196,18 @@ def check_fields(request: Any) -> None:
             object.__setattr__(request, one.name, checked(one.name, value, one.metadata["rule"]))
 
 
+def similar(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return up to `n` known names that are spelled like one, the nearest first."""
+    from difflib import get_close_matches  # only errors need it
+
+    return get_close_matches(name, list(known), n, cutoff)
+
+
 def check_known(known: Sequence[str], options: Iterable[str]) -> None:
     """Raise `UsageError` for an option that is none of the known ones, with the nearest one that is."""
-    import difflib
-
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = similar(name, known)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}."
             raise UsageError(f"Unknown option {name!r}{hint}")
 

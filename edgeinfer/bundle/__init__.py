@@ -20,6 +20,7 @@ from .format import (
     TensorEntry,
     cluster_shape,
     file_offsets,
+    neuron_layers,
     weights_file_bytes,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         STATISTICS_FILE,
         Predictor,
         Statistics,
-        neuron_layers,
         part_extents,
         predictor_settings,
         read_predictor,
@@ -57,8 +57,8 @@ __all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_NAME", "FORM
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
-    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics neuron_layers "
-             "part_extents predictor_settings read_predictor read_statistics weights_identity",
+    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_extents "
+             "predictor_settings read_predictor read_statistics weights_identity",
     "draft_heads": "DRAFT_HEAD_FILE own_weights pack_draft_head read_draft_head",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen screen_settings",
 })

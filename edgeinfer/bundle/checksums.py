@@ -18,6 +18,7 @@ from pathlib import Path
 
 from edgeinfer.base.cache_dir import cache_root, make_directories
 from edgeinfer.base.files import open_plain
+from edgeinfer.base.process import usable_cores
 from edgeinfer.errors import BundleError
 
 from ..base.dataclass import dataclass
@@ -105,7 +106,7 @@ def compare(pieces: Sequence[Piece], threads: int | None = None, progress: OnSta
         A piece differs or cannot be read; a clause that names it.
     """
     work = _Work(pieces)
-    n = min(threads or _cores(), MOST_THREADS, len(pieces)) if work.total > SMALL_BYTES else 0
+    n = min(threads or usable_cores(), MOST_THREADS, len(pieces)) if work.total > SMALL_BYTES else 0
     helpers = [threading.Thread(target=work.run, daemon=True, name="edgeinfer-check") for _ in range(n)]
     try:
         with suppress(RuntimeError):  # the system refuses a thread
@@ -186,7 +187,3 @@ class _Work:
             raise BundleError(f"the {piece.what} is damaged: its checksum does not match; {REMEDY}.")
         if not clean:
             raise BundleError(f"the {piece.what} is not zero; {REMEDY}.")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

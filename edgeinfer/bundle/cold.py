@@ -21,8 +21,8 @@ from edgeinfer.quant import WeightType
 
 from ..base.dataclass import dataclass
 from .arrays import Later, offsets, pack_arrays
-from .format import UNIT_BYTES, TensorEntry, cluster_shape
-from .parts import layers_of, neuron_layers, open_part, weights_identity
+from .format import UNIT_BYTES, TensorEntry, cluster_shape, neuron_layers
+from .parts import layers_of, open_part, weights_identity
 
 if TYPE_CHECKING:
     from .reader import Bundle

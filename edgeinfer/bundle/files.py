@@ -13,11 +13,10 @@ from edgeinfer.errors import BundleError
 from .checksums import Piece
 from .format import WEIGHTS_FILE, FileEntry, Header
 from .header import HEADER_FILE, MAX_HEADER_BYTES
-from .mapping import check_length, map_weights
+from .mapping import MappedFile, check_length
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from .reader import Bundle
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -51,10 +50,10 @@ def state_of(path: Path, entry: FileEntry) -> os.stat_result:
     return status
 
 
-def map_weights_file(path: Path, header: Header) -> tuple[NDArray[np.uint8], os.stat_result]:
-    """Map weights.bin; returns its status, too."""
+def map_weights_file(path: Path, header: Header) -> MappedFile:
+    """Map weights.bin."""
     try:
-        return map_weights(path / WEIGHTS_FILE, header.weights_bytes)
+        return MappedFile(path / WEIGHTS_FILE, header.weights_bytes)
     except FileNotFoundError:
         raise BundleError(f"its file {WEIGHTS_FILE} is missing.") from None
     except OSError as error:
@@ -72,3 +71,23 @@ def weights_pieces(path: Path, header: Header) -> Iterator[Piece]:
         end = max(end, entry.piece_offsets[-1] + entry.piece_bytes)
     if header.weights_bytes > end:
         yield Piece(file, f"gap at byte {end} of {WEIGHTS_FILE}", header.weights_bytes - end, "", end)
+
+
+def check_parts(bundle: Bundle, clusters: bool = False) -> None:
+    """Refuse parts that are not this bundle's weights'; read all `clusters` of cold neurons."""
+    if bundle.parts & {"predictor", "statistics", "cold"}:
+        from .cold import read_cold
+        from .parts import read_predictor, read_statistics
+
+        read_predictor(bundle)
+        read_statistics(bundle)
+        if (cold := read_cold(bundle)) and clusters:
+            cold.verify()
+    if "draft_head" in bundle.parts:
+        from .draft_heads import read_draft_head
+
+        read_draft_head(bundle)
+    if "screen" in bundle.parts:
+        from .screens import read_screen
+
+        read_screen(bundle)

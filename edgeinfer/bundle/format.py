@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from edgeinfer.base.units import round_up
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import Graph, ModelConfig
@@ -99,6 +101,12 @@ class Header:
     """Program and version that wrote the bundle."""
     version: int = FORMAT_VERSION
     """Of the format."""
+
+
+def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:
+    """Return the FFNs stored neuron by neuron, by layer, in the order of the layers."""
+    found = {int(entry.name.split(".")[1]): entry for entry in tensors if entry.type.layout == "neuron"}
+    return dict(sorted(found.items()))
 
 
 def next_offset(end: int, nbytes: int) -> int:

@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -64,33 +64,41 @@ _installed: list[Any] = []
 _speaks = threading.Lock()
 
 
-def map_weights(path: Path, nbytes: int) -> tuple[NDArray[np.uint8], os.stat_result]:
-    """Map a file read-only; returns what the system says of it, too.
+class MappedFile:
+    """A file mapped read-only, which makes its array when that is first asked for.
+
+    Attributes
+    ----------
+    status : os.stat_result
+        Of the file when it was mapped.
 
     Raises
     ------
     BundleError
-        It has not the length that the header says.
+        The file has not the length that the header says.
     OSError
     """
-    import numpy as np
 
-    with open_plain(path) as file:
-        status = os.fstat(file.fileno())
-        check_length(path.name, status.st_size, nbytes)
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        check_length(path.name, len(mapping), nbytes)  # it may have been cut in between
-        handle = os.dup(file.fileno())
-    view = np.frombuffer(mapping, np.uint8)
-    start = view.ctypes.data
-    _mapped[start] = _Mapped(start + nbytes, path, handle, status)
-    weakref.finalize(mapping, _forget, start).atexit = False
-    _install()
-    return view, status
+    def __init__(self, path: Path, nbytes: int):
+        with open_plain(path) as file:
+            self.status = os.fstat(file.fileno())
+            check_length(path.name, self.status.st_size, nbytes)
+            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            check_length(path.name, len(self._mapping), nbytes)  # it may have been cut in between
+            self._path, self._handle = path, os.dup(file.fileno())
+        weakref.finalize(self._mapping, os.close, self._handle).atexit = False
 
+    @cached_property
+    def array(self) -> NDArray[np.uint8]:
+        """Its bytes; the mapping lives as long as any view of them."""
+        import numpy as np
 
-def _forget(start: int) -> None:
-    os.close(_mapped.pop(start).handle)
+        view = np.frombuffer(self._mapping, np.uint8)
+        start = view.ctypes.data
+        _mapped[start] = _Mapped(start + len(view), self._path, self._handle, self.status)
+        weakref.finalize(self._mapping, _mapped.pop, start).atexit = False
+        _install()
+        return view
 
 
 def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
@@ -99,7 +107,7 @@ def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
     Parameters
     ----------
     weights : uint8 array
-        What `map_weights` returned.
+        Of a `MappedFile`.
     """
     mapped = _mapped[weights.ctypes.data]
     return partial(check_state, mapped.path, mapped.handle, mapped.state)

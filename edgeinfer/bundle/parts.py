@@ -21,7 +21,7 @@ from edgeinfer.quant import LINE_BYTES, WeightType
 
 from ..base.dataclass import dataclass
 from .arrays import Arrays, offsets, open_arrays, pack_arrays
-from .format import TensorEntry
+from .format import TensorEntry, neuron_layers
 
 if TYPE_CHECKING:
     from .reader import Bundle
@@ -139,12 +139,6 @@ def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
             if i in by_neuron:
                 check_scales(matrix, PREDICTOR_TYPE, cols, f"layers.{i}.{name}", where)
     return made
-
-
-def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:
-    """Return the FFNs stored neuron by neuron, by layer, in the order of the layers."""
-    found = {int(entry.name.split(".")[1]): entry for entry in tensors if entry.type.layout == "neuron"}
-    return dict(sorted(found.items()))
 
 
 def part_extents(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:

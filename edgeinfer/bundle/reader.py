@@ -16,9 +16,10 @@ from edgeinfer.quant import WeightType
 
 from ..base.progress import OnStageProgress
 from .checksums import Passed, Piece, compare
-from .files import map_weights_file, read_header, state_of, weights_pieces
+from .files import check_parts, map_weights_file, read_header, state_of, weights_pieces
 from .format import APPROXIMATING, WEIGHTS_FILE, Header, Quantisation, TensorEntry
 from .header import check_tensors, header_from_json
+from .mapping import MappedFile
 from .orders import check_orders
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Bundle:
         place later has another.
     """
 
-    def __init__(self, path: Path, header: Header, weights: NDArray[np.uint8], identity: str = "",
+    def __init__(self, path: Path, header: Header, weights: MappedFile, identity: str = "",
                  states: Mapping[str, os.stat_result] | None = None):
         self.path = path
         self.header = header
@@ -59,7 +60,7 @@ class Bundle:
         self.tensors = {entry.name: entry for entry in header.tensors}
         self.types = {entry.name: entry.type for entry in header.tensors}
         self.files = {entry.name: entry for entry in header.files}
-        self._weights: NDArray[np.uint8] | None = weights
+        self._weights: MappedFile | None = weights
 
     @classmethod
     def open(cls, path: str | Path, expected: Mapping[str, tuple[int, ...]] | None = None, compare: bool = True
@@ -85,7 +86,8 @@ class Bundle:
             text = read_header(path)
             header = header_from_json(text)
             states = {entry.name: state_of(path, entry) for entry in header.files}
-            weights, states[WEIGHTS_FILE] = map_weights_file(path, header)
+            weights = map_weights_file(path, header)
+            states[WEIGHTS_FILE] = weights.status
             bundle = cls(path, header, weights, hashlib.sha256(text).hexdigest(), states)
             if compare:
                 bundle._once(bundle._names(parts=False), lambda: list(bundle._files(parts=False)))
@@ -131,7 +133,7 @@ class Bundle:
         """weights.bin, mapped read-only, as uint8 of shape (weights_bytes,)."""
         if self._weights is None:
             raise BundleError(f"The bundle {self.path} was closed.")
-        return self._weights
+        return self._weights.array
 
     def weight_type(self, name: str) -> WeightType:
         """Return the storage of a tensor that the graph needs; raises `BundleError` if the table lacks it."""
@@ -197,7 +199,7 @@ class Bundle:
                        lambda: [*weights_pieces(self.path, self.header), *self._files(parts=True)], threads, tell)
             if cold:
                 self._once(self._names(cold=True), lambda: list(self._files(cold=True)), threads, tell)
-        self._check_parts()
+        check_parts(self)
 
     def verify(self, progress: OnStageProgress | None = None) -> None:
         """Read everything and compare every checksum; gaps between tensors must be zero.
@@ -222,7 +224,7 @@ class Bundle:
         with self._using():
             compare(pieces, progress=behind(0))
             check_orders(self.header.tensors, self.weights)
-            self._check_parts(clusters=True)  # which names the neurons that were altered
+            check_parts(self, clusters=True)  # which names the neurons that were altered
             if cold:
                 compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
 
@@ -267,26 +269,6 @@ class Bundle:
         if names and not passed:
             compare(pieces(), threads, progress)
             passed.remember()
-
-    def _check_parts(self, clusters: bool = False) -> None:
-        """Refuse parts that are not these weights'; read all `clusters` of cold neurons."""
-        parts = {entry.part for entry in self.header.files}
-        if parts & {"predictor", "statistics", "cold"}:
-            from .cold import read_cold
-            from .parts import read_predictor, read_statistics
-
-            read_predictor(self)
-            read_statistics(self)
-            if (cold := read_cold(self)) and clusters:
-                cold.verify()
-        if "draft_head" in parts:
-            from .draft_heads import read_draft_head
-
-            read_draft_head(self)
-        if "screen" in parts:
-            from .screens import read_screen
-
-            read_screen(self)
 
     def _names(self, parts: bool = False, cold: bool = False) -> tuple[str, ...]:
         """The files beside the weights: parts of the model, which may be large, or `cold` neurons, or the others."""

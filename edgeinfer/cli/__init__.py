@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-GARBAGE_OBJECTS = 50_000
-"""New objects after which Python looks for cycles; its own 700 cost a short run time in each import."""
+GARBAGE_OBJECTS = 100_000
+"""New objects after which Python looks for cycles: more than a short run makes, which would wait 20 ms for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

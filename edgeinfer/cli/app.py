@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import typer
 import typer.core
 
 from ..base import process
+from ..base.validation import similar
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
 from . import settings
 from .help import with_headings
@@ -24,16 +24,37 @@ from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
 
 COMMANDS = {
-    "run": "run", "serve": "serve", "batch": "batch", "chat": "chat", "models": "models", "pull": "pull", "rm": "rm",
-    "ps": "ps",
-    "info": "info", "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench", "eval": "evaluate",
-    "convert": "convert", "sparsify": "sparsify", "export": "export", "verify": "verify", "embed": "embed",
-    "warmup": "warmup", "cache": "app", "config": "app",
+    "run": "Continue a text, answer a message, or chat.",
+    "serve": "Serve models over HTTP.",
+    "batch": "Answer a file of requests.",
+    "chat": "Chat with a model that a server runs.",
+    "models": "List the models on this machine that edgeinfer finds.",
+    "pull": "Download a model and convert it into the cache.",
+    "rm": "Delete the converted bundles of a model.",
+    "ps": "List running edgeinfer processes, with their model and memory.",
+    "info": "Describe a bundle or a GGUF file.",
+    "plan": "Print a model's memory and speed, and whether it fits.",
+    "estimate": "Predict the speed of a model on this or another machine.",
+    "devices": "List the known devices, show one, or measure this machine.",
+    "bench": "Measure the speed of a model.",
+    "eval": "Measure perplexity on a text, and divergence from a reference.",
+    "convert": "Convert a checkpoint or GGUF file to a bundle.",
+    "sparsify": "Create a bundle whose FFNs skip inactive neurons.",
+    "export": "Export a model to ONNX.",
+    "verify": "Verify all checksums of a bundle.",
+    "embed": "Print the embeddings of texts, one JSON object per line.",
+    "warmup": "Compile the kernels for this machine.",
+    "cache": "List or delete converted models and compiled kernels.",
+    "config": "Show and change the defaults of options.",
 }
-"""Names of the commands in each module: a function, or a group of commands."""
+"""The commands and how their help begins, so that the list of them imports none."""
+MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app"}
+"""Commands whose functions, or groups of commands, have another name."""
 MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
 """Modules of commands that share one."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
+COMPLETION = "_EDGEINFER_COMPLETE"
+"""Variable with which a shell asks for completions."""
 TYPER_INTERRUPTED = 130
 """Exit code of newer versions of typer after Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
 HELP = """Run language models on this machine.
@@ -58,19 +79,33 @@ HEADED = with_headings(typer.core.TyperCommand)
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the application with its commands, or with some of them: each module takes its time to import."""
-    app = typer.Typer(
-        name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=True, rich_markup_mode=None,
-        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(_program)
+    app = _without_commands()
     for name in names:
-        command = getattr(import_module(f".commands.{MODULES.get(name, name)}", __package__), COMMANDS[name])
+        module = import_module(f".commands.{MODULES.get(name, name)}", __package__)
+        command = getattr(module, MEMBERS.get(name, name))
         if isinstance(command, typer.Typer):
             for inner in command.registered_commands:
                 inner.cls = HEADED
             app.add_typer(command, name=name)
         else:
             app.command(name, cls=HEADED)(command)
+    return app
+
+
+def make_listing() -> typer.Typer:
+    """Return the application as far as its own help shows it."""
+    app = _without_commands()
+    for name, help in COMMANDS.items():
+        app.command(name, help=help)(_without_commands)
+    return app
+
+
+def _without_commands() -> typer.Typer:
+    app = typer.Typer(
+        name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=True, rich_markup_mode=None,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_program)
     return app
 
 
@@ -101,7 +136,7 @@ def execute(arguments: list[str]) -> int:
             if arguments[:1] not in ([], ["config"], ["--help"], ["-h"], ["--version"]):
                 settings.apply()
                 process.reports_json = _wants_json(arguments)
-            command = _command(tuple(name for name in arguments[:1] if name in COMMANDS) or tuple(COMMANDS))
+            command = _command(*arguments[:1])
             result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
             sys.stdout.flush()
             if result == TYPER_INTERRUPTED:
@@ -118,9 +153,16 @@ def execute(arguments: list[str]) -> int:
 
 
 @cache
-def _command(names: tuple[str, ...]) -> Any:
-    """Return the program with these commands; a process that runs many, such as a test, makes each once."""
-    command = typer.main.get_command(make_app(names))
+def _command(first: str = "") -> Any:
+    """Return the program with the command that is the first argument; otherwise with all, or their list if that does.
+
+    A process that runs many, such as a test, makes each once.
+    """
+    if first in COMMANDS:
+        app = make_app([first])
+    else:
+        app = make_app() if first == "--" or COMPLETION in os.environ else make_listing()
+    command = typer.main.get_command(app)
     read_plainly(command)
     return command
 
@@ -170,12 +212,12 @@ def _usage_sentence(error: Any, command: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         name = error.option_name
         known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
-        near = difflib.get_close_matches(name, known, n=1)
+        near = similar(name, known)
         message = f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
     elif message.startswith("No such command"):
         group = context.command if context else command
         typed = message.split("'")[1]
-        near = difflib.get_close_matches(typed, list(group.commands), n=1)
+        near = similar(typed, list(group.commands))
         hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(sorted(group.commands))}."
         message = f"There is no command {typed!r}; {hint}"
     where = context.command_path if context else "edgeinfer"

@@ -6,7 +6,6 @@ into the variables that are not set, so that commands treat both alike.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from functools import cache
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
-from ..base.validation import checked
+from ..base.cache_dir import user_directory
+from ..base.validation import checked, similar
 from ..errors import EdgeInferError, UsageError
 from ..options import OPTIONS, Option
 
@@ -38,9 +38,7 @@ def config_path() -> Path | None:
     given = os.environ.get(VARIABLE)
     if given is not None:
         return Path(given).expanduser() if given else None
-    from platformdirs import user_config_path
-
-    return user_config_path("edgeinfer") / "config.toml"
+    return user_directory("config") / "config.toml"
 
 
 def origin(variable: str) -> str:
@@ -85,7 +83,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 def check(name: str, value: Any, where: str = "") -> Any:
     """Return the value of a key as its type; raises `UsageError` with the nearest key, or with what it must be."""
     if name not in known():
-        near = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), known(), n=1)
+        near = similar(name.removeprefix("--").replace("_", "-"), known())
         hint = f"did you mean {near[0]}?" if near else "'edgeinfer config' lists the keys."
         raise UsageError(f"There is no key {name!r:.80}{where}; {hint}")
     kind = known()[name].kind

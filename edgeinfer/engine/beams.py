@@ -76,7 +76,7 @@ class BeamSearch(Generation):
         super().__init__(runner, tokenizer, prompt_ids, config, eos_ids)
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
-        return [Beam(self.prompt_ids, self.sampler(0), self.stop, tokenizer, self._ends, 0)]
+        return [Beam(self.prompt_ids, self.sampler(0), self._config.stop, tokenizer, self._ends, 0)]
 
     def sampler(self, index: int) -> Sampler:
         """Return what edits logits; no kernel chooses from them."""
@@ -121,9 +121,9 @@ class BeamSearch(Generation):
         done = super().result()
         if done.tok_per_s is None:
             return done
-        seconds, steps = self._times[-1] - self._times[1], len(self._times) - 2  # beams that were given up included
         tokens = done.completion_tokens - sum(1 for choice in done.choices if choice.token_ids)
-        return replace(done, tpot_ms=1000 * seconds / steps, tok_per_s=tokens / seconds)
+        _, tpot_ms, tok_per_s = self._times.figures(self._times.steps, tokens)  # beams that were given up included
+        return replace(done, tpot_ms=tpot_ms, tok_per_s=tok_per_s)
 
     def _choose(self, parents: Items[Beam], rows: Items[Any]) -> None:
         """Take the best candidates as the next beams, or as results."""
@@ -137,7 +137,7 @@ class BeamSearch(Generation):
             elif rank < beams:
                 child.score = self._score(total, parent.n_tokens + 1)
                 ended.append(child)
-        self._note_times(1)
+        self._times.note(1)
         self._results = self._best([*self._results, *ended])
         if survivors and not self._settled(survivors[0][1]):
             self._go_on(survivors)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..config import GenerationConfig
 from ..errors import RequestError
@@ -17,6 +16,8 @@ from .completion import Completion
 from .sampler import Sampler
 from .speculation.usage import Usage
 from .task import MORE, Ran, Run, Task, check_blocks
+from .token_times import TokenTimes
+from .verification import Draft
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
 
 SEED_BITS = 32
 """Of seeds sampled here; short enough to be typed again."""
-
-
-class Draft(NamedTuple):
-    """A sample and the draft tokens that a forward pass verifies for it."""
-
-    sample: Sample
-    proposal: list[int]
-    samplers: list[Sampler]
-    """Of the token after the sample's last one, and after each draft token."""
 
 
 class Generation(Task[Completion]):
@@ -92,8 +84,7 @@ class Generation(Task[Completion]):
         """Holds the prompt until a sample continues with it."""
         self._chosen = False
         """Whether the first tokens are there."""
-        self._times = [time.perf_counter()]
-        self._began: float | None = None
+        self._times = TokenTimes()
         self._taken_over = self._resume(generated)
 
     def _resume(self, generated: Iterable[int]) -> int:
@@ -118,7 +109,7 @@ class Generation(Task[Completion]):
         check_blocks(self._runner, whose, n_prompt, room, n, remedy=remedy)
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
-        return [Sample(self.prompt_ids, self.sampler(index), self.stop, tokenizer, self._ends, index,
+        return [Sample(self.prompt_ids, self.sampler(index), self._config.stop, tokenizer, self._ends, index,
                        self._begin_form() if self._begin_form else None, self._skip_special)
                 for index in range(self._config.n)]
 
@@ -166,13 +157,13 @@ class Generation(Task[Completion]):
 
     def arrive(self) -> None:
         """Let the time to the first token begin."""
-        self._times = [time.perf_counter()]
+        self._times = TokenTimes()
 
     def begin(self, sequence: Sequence) -> None:
         """Take a sequence that holds a beginning of the prompt, or of the only sample."""
         self._base = sequence
-        if self._began is None:
-            self._began, self.cached_tokens = time.perf_counter(), len(sequence)
+        if self._times.begin():
+            self.cached_tokens = len(sequence)
 
     def join(self, others: list[Task[Any]]) -> None:
         """Speculate together with a task that runs already, if both have the same settings."""
@@ -206,14 +197,6 @@ class Generation(Task[Completion]):
         """Return what samples with sequences of their own have not run yet."""
         return [Run(sample.sequence, sample.tokens[len(sample.sequence) :], DECODE, True, False,
                     (sample.sampler.address,), sample, prepare=sample.prepare) for sample in live]
-
-    def verification(self, run: Run, proposal: list[int]) -> Run:
-        """Return the run of a sample's last token and draft tokens after it."""
-        sample = run.owner
-        proposal, masks, prepare = sample.draft(proposal)
-        ids, samplers = (sample.last_id, *proposal), sample.sampler.following(proposal, masks)
-        return run._replace(ids=ids, last=False, each=True, specs=[sampler.address for sampler in samplers],
-                            owner=Draft(sample, proposal, samplers), whole=True, prepare=prepare)
 
     def take(self, ran: list[Ran]) -> str:
         """Take in sampled tokens; returns the new text of the first sample."""
@@ -264,13 +247,7 @@ class Generation(Task[Completion]):
     def _took(self) -> None:
         """Record of when the longest sample got its latest tokens: all of a forward pass took the same time."""
         new = max(sample.n_tokens for sample in self._samples) - self._taken_over
-        self._note_times(new - len(self._times) + 1)
-
-    def _note_times(self, steps: int) -> None:
-        """Record of when these steps ended."""
-        before = self._times[-1]
-        each = (time.perf_counter() - before) / max(steps, 1)
-        self._times.extend(before + each * step for step in range(1, steps + 1))
+        self._times.note(new - self._times.steps)
 
     def end(self, reason: str = "cancelled") -> str:
         """Finish unfinished samples."""
@@ -302,22 +279,13 @@ class Generation(Task[Completion]):
         first = choices[0]
         n_tokens = sum(len(choice.token_ids) for choice in choices)
         longest = max(len(choice.token_ids) for choice in choices) - self._taken_over
-        longest = min(longest, len(self._times) - 1)  # of a request that runs, tokens may be there before their times
-        ttft_ms = tpot_ms = tok_per_s = None
-        if longest:
-            ttft_ms = 1000 * (self._times[1] - self._times[0])
-        if longest >= 2:
-            seconds = self._times[longest] - self._times[1]
-            tpot_ms = 1000 * seconds / (longest - 1)
-            started = sum(1 for choice in choices if choice.token_ids)
-            tok_per_s = (n_tokens - self._taken_over - started) / seconds
-        waited = 1000 * ((self._began or time.perf_counter()) - self._times[0])
+        longest = min(longest, self._times.steps)  # of a request that runs, tokens may be there before their times
+        started = sum(1 for choice in choices if choice.token_ids)
         return Completion(
-            first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,
-            tok_per_s, first.finish_reason, self.seed, first.logprobs, choices,
-            self.speculation.report(self._usage) if self.speculation and self._usage else None, waited,
-            self.preemptions,
-        )
+            first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens,
+            *self._times.figures(longest, n_tokens - self._taken_over - started), first.finish_reason, self.seed,
+            first.logprobs, choices, self.speculation.report(self._usage) if self.speculation and self._usage else None,
+            self._times.waited_ms, self.preemptions)
 
     def sampler(self, index: int) -> Sampler:
         """Return the sampler of one sample; it has taken note of the prompt."""
@@ -328,13 +296,5 @@ class Generation(Task[Completion]):
 
     @property
     def token_times(self) -> list[float]:
-        """When the request was handed in and when each token of the longest sample came, by time.perf_counter().
-
-        Tokens of one forward pass are spaced evenly within it.
-        """
-        return self._times
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Stop strings of the request."""
-        return self._config.stop
+        """When the request was handed in and when each token of the longest sample came; see `TokenTimes`."""
+        return self._times.at

@@ -14,6 +14,7 @@ from .generation import Generation
 from .request import Request
 from .scheduler import Scheduler, Work, result_of
 from .task import Ran, Result, Task
+from .verification import verification
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -208,8 +209,7 @@ class Steps:
         """Return works that verify draft tokens; samples without any decode one token."""
         following, checking = iter(proposals), []
         for work in works:
-            task = _generation(work)
-            runs = [task.verification(run, one) if (one := next(following)) else run for run in work.runs]
+            runs = [verification(run, one) if (one := next(following)) else run for run in work.runs]
             checking.append(Work(work.request, runs, [len(run.ids) for run in runs]))
         return checking
 

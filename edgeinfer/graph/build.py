@@ -8,6 +8,7 @@ from typing import Any
 
 from edgeinfer.kernels import ACTIVATIONS
 
+from ..base.validation import similar
 from ..config import Recipe
 from ..errors import CheckpointError, UnsupportedModelError
 from .builder.builder import GraphBuilder
@@ -148,10 +149,8 @@ def _check_rope(prefix: str, rope: RopeConfig, rotary_dim: int) -> None:
 def _architecture(model_type: Any, where: str) -> ModuleType:
     known = supported_architectures()
     if model_type not in known:
-        import difflib
-
         names = [*known, *seeing_models()]
-        near = difflib.get_close_matches(str(model_type), names, n=3)
+        near = similar(str(model_type), names, n=3)
         hint = f"the nearest: {', '.join(near)}; " if near else ""
         raise UnsupportedModelError(
             f"{where}: model_type is {model_type!r:.60}, which edgeinfer does not support; "

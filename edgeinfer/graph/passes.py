@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
+from ..base.validation import similar
 from ..config import Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
 from ..registry import technique, techniques
@@ -104,7 +104,7 @@ def _pass(name: str) -> Pass:
     if (one := technique(own)) and one.rewrite:
         return one.rewrite
     known = [*PASSES, *(one.name for one in techniques() if one.rewrite)]
-    near = difflib.get_close_matches(own, known, n=1)
+    near = similar(own, known)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
     raise UsageError(f"The recipe names the pass {name!r}, which does not exist; {hint}")
 

@@ -108,7 +108,7 @@ class Requests(Prompts):
     def _request(self, ids: Iterable[int], options: Mapping[str, Any], skip_special: bool = True,
                  salt: bytes = b"") -> Request[Completion]:
         """Check a request."""
-        from ..engine import BeamSearch, Generation, Request
+        from ..engine import Generation, Request
 
         options = dict(options)
         reuse, cache, on_progress, generated = (options.pop(name, None)
@@ -118,10 +118,15 @@ class Requests(Prompts):
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._engine.check_open()
         request = self.runner, self._tokenizer, ids, config, self._eos_ids
-        task: Task[Completion] = BeamSearch(*request) if config.beams > 1 else Generation(
-            *request, self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times),
-            self._form(config.response_format), () if generated is None else checked("generated", generated, IDS),
-            skip_special)
+        task: Task[Completion]
+        if config.beams > 1:
+            from ..engine import BeamSearch
+
+            task = BeamSearch(*request)
+        else:
+            drafting = self._drafting.speculation(config, self.runner, self.draft, self._kept, self._times)
+            task = Generation(*request, drafting, self._form(config.response_format),
+                              () if generated is None else checked("generated", generated, IDS), skip_special)
         task.on_progress = None if on_progress is None else checked("progress", on_progress, FUNCTION)
         return Request(self._engine, task, reuse, cache, salt)
 

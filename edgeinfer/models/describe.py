@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.validation import similar
 from ..bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from ..config import Recipe
 from ..errors import CheckpointError, ModelNotFoundError
@@ -138,7 +138,7 @@ def _from_bundle(
     name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None,
     profile: DeviceProfile | None,
 ) -> ModelDescription:
-    from ..runtime import decide  # imports NumPy
+    from ..runtime import decide
 
     recipe = recipe or Recipe()
     with Bundle.open(path) as bundle:
@@ -181,6 +181,6 @@ def _unknown(name: str) -> str:
     if missing := missing_path(name):
         return missing
     shapes = builtin_shapes()
-    near = difflib.get_close_matches(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
+    near = similar(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
     return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

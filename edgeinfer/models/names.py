@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.validation import similar
 from ..bundle import is_bundle
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _did_you_mean(near: Sequence[str]) -> str:
 
 def _nearest(typed: str, known: Iterable[str], cutoff: float) -> list[str]:
     by_lower = {name.lower(): name for name in known}
-    return [by_lower[key] for key in difflib.get_close_matches(typed, by_lower, n=3, cutoff=cutoff)]
+    return [by_lower[key] for key in similar(typed, by_lower, n=3, cutoff=cutoff)]
 
 
 def _ollamas(name: str) -> list[str]:

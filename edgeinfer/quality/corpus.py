@@ -92,7 +92,7 @@ def read_stream(stack: ExitStack, tokenizer: Tokenizer, text: Text, separator: s
     """Tokenise a text file as `token_stream`, without ever holding the whole text or all of its tokens in memory.
 
     The tokens are in a temporary file, four bytes each, until the stack is closed. A tokenizer whose texts cannot be
-    cut (`text.cuts`) still gets each document as a whole.
+    cut (`text.long_texts`) still gets each document as a whole.
 
     Raises
     ------

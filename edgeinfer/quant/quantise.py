@@ -8,7 +8,6 @@ are chosen. The 4-bit grid -8..7 is not symmetric, so scales of both signs are t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 
 from ..base.dataclass import dataclass
+from ..base.process import usable_cores
 from .table import TYPES
 
 Floats = NDArray[np.float32]
@@ -107,7 +107,7 @@ def quantise(
         return _quantise_block(weights[part], dtype, group_size, name, codes[part], scales[part])
 
     starts = range(0, rows, step)
-    n_threads = min(threads or _cores(), len(starts))
+    n_threads = min(threads or usable_cores(), len(starts))
     if n_threads <= 1:
         return codes, scales, sum(map(block, starts), ErrorSums())
     with ThreadPoolExecutor(n_threads) as pool:
@@ -124,10 +124,6 @@ def check_finite(weights: Floats, name: str, index_of: Callable[..., list[int]] 
         raise CheckpointError(
             f"The tensor {name} has the value {weights[where]} at {index_of(*where)}; weights must be finite."
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _quantise_block(

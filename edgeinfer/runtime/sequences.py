@@ -12,8 +12,6 @@ from edgeinfer.runner import Sequence, integers
 from edgeinfer.technique import ALWAYS, DECODED
 
 from .execution.forward import ModelRunner
-from .kv.prefix_file import PrefixFile
-from .kv.prompt_file import PromptFile
 
 
 class SequenceOwner(ModelRunner):
@@ -73,10 +71,14 @@ class SequenceOwner(ModelRunner):
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
+        from .kv.prompt_file import PromptFile
+
         PromptFile(self.kv).save(sequence, Path(path), self._identity(sequence.decoded is not None))
 
     def load(self, path: str | Path) -> Sequence:
         """Return a sequence as it was saved, by the same model with the same KV type."""
+        from .kv.prompt_file import PromptFile
+
         return PromptFile(self.kv).load(Path(path), self._identity(False), self._identity(True))
 
     # -- the prefix cache --------------------------------------------------------------------------------------------
@@ -112,10 +114,14 @@ class SequenceOwner(ModelRunner):
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write the prefix cache to a file; see `Runner.save_prefixes`."""
+        from .kv.prefix_file import PrefixFile
+
         return PrefixFile(self.kv).save(Path(path), self._identity(False))
 
     def load_prefixes(self, path: str | Path) -> int:
         """Take the blocks of a file into the prefix cache; see `Runner.load_prefixes`."""
+        from .kv.prefix_file import PrefixFile
+
         return PrefixFile(self.kv).load(Path(path), self._identity(False))
 
     def _origin(self, salt: bytes) -> bytes:

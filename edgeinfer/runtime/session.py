@@ -6,13 +6,14 @@ from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.progress import OnPromptProgress, OnStageProgress
 from edgeinfer.base.validation import shown
-from edgeinfer.bundle import Bundle, read_cold, watch
+from edgeinfer.bundle import Bundle, watch
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
@@ -29,8 +30,11 @@ from .planning import plan_run
 from .program.lowering.lower import Lowering
 from .sequences import SequenceOwner
 from .weights.loading import fill_constants, load
-from .weights.on_demand import read_layers
-from .weights.readers import Readers
+
+if TYPE_CHECKING:
+    from edgeinfer.bundle import Cold
+
+    from .weights.readers import Readers
 
 
 class Session(SequenceOwner):
@@ -79,7 +83,7 @@ class Session(SequenceOwner):
         free = config.threads is None and (host is None or host.executor.tuner.choose)
         planned = plan_run(bundle, _with_threads_of(host, config), place, beside)
         self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
-        cold = read_cold(bundle) if self.plan.cold else None
+        cold = self._cold()
         bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
@@ -100,12 +104,23 @@ class Session(SequenceOwner):
             opened.callback(self.executor.close)
             if "weights" in regions:
                 self.executor.unchanged = watch(bundle.weights)
-            read_layers(self.executor, self.bundle, self.plan)
+            if self.plan.parts:
+                from .weights.on_demand import read_layers
+
+                read_layers(self.executor, bundle, self.plan)
             if reader := technique(self.plan.technique):
                 reader.attach(self, None)
             for one, settings in each(in_use(self.config)):
                 one.attach(self, settings)
             opened.pop_all()
+
+    def _cold(self) -> Cold | None:
+        """Return the neurons that stay in storage, where the plan has any."""
+        if not self.plan.cold:
+            return None
+        from edgeinfer.bundle import read_cold
+
+        return read_cold(self.bundle)
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.dataclass import dataclass
 from ..base.process import say
-from ..bundle import Bundle, named, neuron_layers, read_predictor, read_statistics
+from ..bundle import Bundle, named, neuron_layers
 from ..config import Recipe, Step
 from ..errors import EdgeInferError
 from ..graph import RELUS
@@ -108,6 +108,8 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
     by_neuron = neuron_layers(bundle.header.tensors)
     if not (ffn_bytes := sum(entry.nbytes for entry in by_neuron.values())):
         return recipe, None
+    from ..bundle import read_predictor, read_statistics  # with NumPy, which a plan of most bundles does not need
+
     relu, n = bundle.config.hidden_act in RELUS, bundle.config.num_hidden_layers
     step = next((step for step in recipe.steps if step.name == "sparse"), Step("sparse"))
     settings = dict(step.settings)

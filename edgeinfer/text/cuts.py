@@ -21,17 +21,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from ..base.dataclass import dataclass
-from ..errors import CancelledError
+from .long_texts import WHITE, Cuts
 from .patterns import matches_each, separates
 from .pieces import SPACE_MARK
 
-PART = 16_384
-"""Characters of a part, but for the way to the next cut: a few megabytes and tens of milliseconds."""
 _ASCII = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _LETTERS = _ASCII + "".join(chr(code) for first, last in (
     (0xC0, 0xD6), (0xD8, 0xF6), (0xF8, 0x2AF), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x410, 0x44F), (0x3041, 0x3096),
@@ -39,16 +35,13 @@ _LETTERS = _ASCII + "".join(chr(code) for first, last in (
 ) for code in range(first, last + 1))
 _ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000\u3001\u3002\u300c\u300d\u300e\u300f\uff01\uff0c\uff1f"
 """Some letters, among them frequent ones of each script, and some characters that are none and compose with none."""
-WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
-"""Characters that an added token with `lstrip` takes before it."""
-_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
-_WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
-_END, _PAIR = re.compile(f"[{_ENDS}{SPACE_MARK}]"), re.compile(f"(?s)(?=(.[{_ENDS}]))")
-_ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
+_CUT, _WIDE_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", f"(?<=[{_LETTERS}])(?=[{_ENDS}])"
+_END, _PAIR = f"[{_ENDS}{SPACE_MARK}]", f"(?s)(?=(.[{_ENDS}]))"
+_ACROSS = f"[A-Za-z][ {SPACE_MARK}]|^ "
 _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
-_WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
-_ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
+_WORDS = f"(?<=[{_LETTERS}])(?= [{_LETTERS}])"
+_ACROSS_WORDS = f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]"
 _SPLIT_MARKED = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}]
 """Gemma's, which finds no spaces: its normaliser has made marks of them."""
 _BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
@@ -57,36 +50,7 @@ _SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
 """Patterns of spaces that a normaliser may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 """Tokens of characters that have none of their own."""
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Places where a tokenizer's texts can be cut."""
-
-    find: Callable[[str, int], int | None]
-    """Returns the first cut of a text at an index or after it; it looks at two characters after a cut at most."""
-    skipped: int = 0
-    """Characters that are left out at a cut."""
-    continues: bool = False
-    """Whether parts but the first are tokenised as the continuation of a text."""
-
-
-def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
-    """Yield the parts of a text that comes in pieces.
-
-    The parts are the same however the text comes, and no more of it is held than a part and a piece.
-    """
-    text, seen = "", 0
-    for piece in pieces:
-        text, start = text + piece, 0
-        while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
-            yield text[start:found]
-            start = found + cuts.skipped
-        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters after it
-        text = text[start:]
-    yield text
+_BYTE = "<0x[0-9A-F]{2}>"
 
 
 def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
@@ -113,7 +77,7 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         if any(token.single_word for token in added):
             return None
         if not (model.ignore_merges or (normalizer and any(token.normalized for token in added))):
-            merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
+            merged = any(re.search(_BYTE, one) for one in vocabulary.keys() - BYTES)
             fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
             strips = any(token.lstrip or token.rstrip for token in added)
             return between_pairs(vocabulary, fallback, [token.content for token in added], strips)
@@ -121,9 +85,9 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
         return Cuts(_searching(_CUT), skipped) if normalizer and narrow and not _any_across(vocabulary) else None
     if not narrow or [step["type"] for step in normalizer] not in ([], ["NFC"]):
         return None
-    wide = not any(token.single_word or token.rstrip or _WIDE_CUT.search(token.content) for token in added) and not any(
-        step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in words)
-    if wide and _ends_words(words, _LETTERS, _ENDS):
+    spaced = any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in words)
+    wide = not any(token.single_word or token.rstrip or re.search(_WIDE_CUT, token.content) for token in added)
+    if wide and not spaced and _ends_words(words, _LETTERS, _ENDS):
         return Cuts(_searching(_WIDE_CUT))
     return Cuts(_searching(_CUT)) if _ends_words(words, _ASCII, " ") else None
 
@@ -140,12 +104,14 @@ def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[
     strips : some of these take the white space beside them; there is no cut after white space
     """
     joined = "\0".join((*pieces, *added)).replace(SPACE_MARK, " ")
-    pairs = {found[1] for found in _PAIR.finditer(joined)}
+    pairs = {found[1] for found in re.finditer(_PAIR, joined)}
     single = set() if any_character else set(re.findall(r"(?s)(?<![^\0])[^\0](?![^\0])", joined))
     firsts, lasts = {one[0] for one in added}, {SPACE_MARK, *(WHITE if strips else " "), *(one[-1] for one in added)}
 
+    ends = re.compile(_END)
+
     def find(text: str, start: int) -> int | None:
-        for end in _END.finditer(text, max(start, 1)):
+        for end in ends.finditer(text, max(start, 1)):
             left, right = text[end.start() - 1], end[0].replace(SPACE_MARK, " ")
             if left + right in pairs or left in lasts or end[0] in firsts:
                 continue
@@ -156,10 +122,13 @@ def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[
     return Cuts(find, continues=True)
 
 
-def _searching(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
+def _searching(pattern: str) -> Callable[[str, int], int | None]:
+    compiled = re.compile(pattern)
+
     def find(text: str, start: int) -> int | None:
-        found = pattern.search(text, start)
+        found = compiled.search(text, start)
         return found.end() if found else None
+
     return find
 
 
@@ -174,10 +143,10 @@ def _is_split_at_spaces(normalizer: list[dict[str, Any]], words: list[dict[str, 
                or (step["type"] == "Strip" and not step.get("strip_left")) for step in normalizer)
 
 
-def _is_near(token: Any, across: re.Pattern[str]) -> bool:
+def _is_near(token: Any, across: str) -> bool:
     """Return whether an added token may reach over a cut of this form beside a letter."""
     strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
-    return bool(strips or across.search(token.content))
+    return bool(strips or re.search(across, token.content))
 
 
 def _any_across(vocabulary: Iterable[str]) -> bool:
@@ -211,33 +180,3 @@ def _steps(part: Any) -> list[dict[str, Any]]:
         return []
     state = json.loads(part.__getstate__())
     return state.get("normalizers") or state.get("pretokenizers") or [state]
-
-
-def check_wanted(stopped: Callable[[], bool] | None) -> None:
-    """Raise `CancelledError` once the tokens are no longer wanted."""
-    if stopped and stopped():
-        raise CancelledError("The request was cancelled while its prompt was tokenised.")
-
-
-def interruptible(work: Callable[[], _Result], stopped: Callable[[], bool] | None = None) -> _Result:
-    """Return what a long call into a library gives.
-
-    Ctrl-C, or `stopped`, leaves the call behind in a thread that ends with it or with the process.
-    """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.05)
-        check_wanted(stopped)
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from .continuation import without_leading_space
-from .cuts import PART, WHITE, Cuts, check_wanted, cuts_of, interruptible, parts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
+from .long_texts import PART, WHITE, Cuts, check_wanted, interruptible, parts
 from .pieces import rules_of_decoder
 
 QWEN2_SPLIT = (
@@ -114,6 +113,8 @@ class FastTokenizer:
 
     def _without_space(self) -> FastTokenizer:
         if self._continuing is None:
+            from .continuation import without_leading_space
+
             found = without_leading_space(self._tokenizer)
             self._borders = found.borders if found else frozenset()
             self._continuing = FastTokenizer(found.tokenizer, self._source, found.ids) if found else self
@@ -123,6 +124,8 @@ class FastTokenizer:
                       stopped: Callable[[], bool] | None = None) -> Iterator[list[int]]:
         """Yield the ids of a text that arrives in pieces, part by part; all at once if it cannot be cut."""
         if parse_special not in self._cuts:
+            from .cuts import cuts_of
+
             self._cuts[parse_special] = cuts_of(self._tokenizer, parse_special)
         cuts = self._cuts[parse_special]
         encode = self._encode

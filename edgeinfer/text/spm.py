@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from .cuts import Cuts, between_pairs, check_wanted, parts
+from .cuts import between_pairs
 from .fast import added_tokens
 from .files import REMEDY, read_bytes, read_optional_object
 from .libraries import library_errors
+from .long_texts import Cuts, check_wanted, parts
 from .pieces import SPACE_MARK, PieceRules
 
 _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"

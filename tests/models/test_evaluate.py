@@ -180,7 +180,7 @@ def test_a_text_file_gives_the_tokens_of_its_text(
     """However it is cut into pieces, and whatever its line ends."""
     text = "\n\n" + f"A king said: hé!\nHe had 3 daughters.\n\n\n{separator}{separator}\n\nThe youngest was wise." * 20
     want = token_stream(tokenizer, text, separator)
-    monkeypatch.setattr("edgeinfer.text.cuts.PART", 37)
+    monkeypatch.setattr("edgeinfer.text.long_texts.PART", 37)
     monkeypatch.setattr("edgeinfer.text.fast.PART", 37)
     for ends, changed in (("\n", ""), ("\r\n", "CR LF line endings were read as LF"),
                           ("\r", "CR line endings were read as LF")):

@@ -72,7 +72,7 @@ def test_same_text(opened: Session, passes: list[int], monkeypatch: pytest.Monke
     several, single = both(opened, monkeypatch, tokens(9), **options)
     for ours, theirs in zip(several.result().choices, single.result().choices, strict=True):
         assert ours == theirs and ours.finish_reason == "length"
-    times = several._times
+    times = several.token_times
     assert len(times) == 1 + len(several.result().token_ids) and all(map(float.__lt__, times, times[1:]))
     alone = "logprobs" in options or options.get("top_k") == 0
     assert alone or options.get("max_tokens") == 1 or max(passes) > 8

@@ -20,7 +20,7 @@ from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
 from edgeinfer.text import Tokenizer
-from edgeinfer.text.cuts import PART
+from edgeinfer.text.long_texts import PART
 from tests.helpers.command_line import PYTHON, environment
 
 MB = 1_000_000
@@ -83,7 +83,7 @@ def test_parts_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.Mon
             whole = tokenizer.encode(text, parse_special=special)
             for size in (10, 37, 200):
                 monkeypatch.setattr("edgeinfer.text.fast.PART", size)
-                monkeypatch.setattr("edgeinfer.text.cuts.PART", size)
+                monkeypatch.setattr("edgeinfer.text.long_texts.PART", size)
                 assert tokenizer.encode(text, parse_special=special) == whole
             few = tokenizer.encode(text, parse_special=special, most=5)
             assert few == whole[: len(few)] and (5 < len(few) < len(whole)) == cut
@@ -104,7 +104,7 @@ def test_texts_without_spaces_are_cut(kind: str, tmp_path: Path, monkeypatch: py
     units = ("吾輩は猫である。名前はまだ無い。\n", "\u2581A fox.", "e\u0301</s>🎉", "\u3000「", "a  b", "<0x0A>")
     text = "".join(units) * 20
     whole = tokenizer.encode(text, add_bos=False, leading_space=True)
-    monkeypatch.setattr("edgeinfer.text.cuts.PART", 20)
+    monkeypatch.setattr("edgeinfer.text.long_texts.PART", 20)
     monkeypatch.setattr("edgeinfer.text.fast.PART", 20)
     parts = list(tokenizer.encode_pieces(text[i : i + 7] for i in range(0, len(text), 7)))
     assert len(parts) > 30 and [token for part in parts for token in part] == whole
@@ -150,7 +150,7 @@ def test_texts_of_metaspace_are_cut(kind: str, splits: dict[str, Any], token: di
         monkeypatch.setattr("edgeinfer.text.fast.PART", 1 << 30)
         whole = tokenizer.encode(text, add_bos=False, leading_space=True)
         for size in (10, 40):
-            monkeypatch.setattr("edgeinfer.text.cuts.PART", size)
+            monkeypatch.setattr("edgeinfer.text.long_texts.PART", size)
             ends = sorted(rng.sample(range(len(text)), 20))
             pieces = (text[a:b] for a, b in pairwise([0, *ends, len(text)]))
             runs = list(tokenizer.encode_pieces(pieces))

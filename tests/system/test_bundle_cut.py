@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.bundle import Bundle, check_state, watch
-from edgeinfer.bundle.mapping import map_weights
+from edgeinfer.bundle.mapping import MappedFile
 from edgeinfer.errors import BundleError
 from edgeinfer.llm.api import LLM as Model
 from edgeinfer.models import demo_path
@@ -100,7 +100,7 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("edgeinfer.bundle.mapping.os.fstat", cut_behind)
     with pytest.raises(BundleError, match=r"^weights.bin is truncated: 4096 bytes instead of 8192\.$"):
-        map_weights(tmp_path / "weights.bin", 8192)
+        MappedFile(tmp_path / "weights.bin", 8192)
 
 
 def overwrite(path: Path) -> None:

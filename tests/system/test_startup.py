@@ -36,7 +36,6 @@ def loaded(code: str) -> set[str]:
 
 
 def test_building_a_graph_needs_no_numpy() -> None:
-    """Planning and `--help` stay quick."""
     code = f"from edgeinfer.graph import *; build_graph(read_config({CONFIG}), requested_types())"
     assert "numpy" not in loaded(code)
 
@@ -49,27 +48,13 @@ def test_naming_the_public_classes_loads_no_numba() -> None:
     assert not loaded("from edgeinfer import GenerationConfig, EdgeInferError") & {"numpy", "numba", "llvmlite"}
 
 
-def has_command_line() -> bool:
-    """Whether the command line stands; a folder without main is not a command line."""
-    init = ROOT / "edgeinfer" / "cli" / "__init__.py"
-    return init.is_file() and "main" in init.read_text(encoding="utf-8")
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "demo"]])
+def test_commands_that_run_no_model_load_nothing_heavy(arguments: list[str]) -> None:
+    call = f"edgeinfer.cli.main({arguments})"
+    code = f"import edgeinfer.cli, contextlib\nwith contextlib.suppress(SystemExit): {call}"
+    assert loaded(code) == set()
 
 
-needs_command_line = pytest.mark.skipif(not has_command_line(), reason="edgeinfer.cli has no main yet")
-
-
-@needs_command_line
-def test_help_loads_nothing_heavy() -> None:
-    assert (
-        loaded(
-            "import edgeinfer.cli, contextlib\nwith contextlib.suppress(SystemExit):\n"
-            "    edgeinfer.cli.main(['--help'])"
-        )
-        == set()
-    )
-
-
-@needs_command_line
 @pytest.mark.slow
 @pytest.mark.timing
 def test_help_answers_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.files import open_plain, replacement
 from ...base.process import peak_rss_bytes
 from ...base.strict_json import parse_json
-from ...base.validation import PATH, checked
+from ...base.validation import PATH, checked, similar
 from ...config import GenerationConfig
 from ...errors import ContextError, EdgeInferError, UsageError
 from ..output import figures
@@ -85,7 +84,7 @@ class Conversation:
         name = name.removeprefix("--").replace("_", "-")
         name = OTHERS_WORDS.get(name, name)
         if name not in SETTINGS:
-            near = difflib.get_close_matches(name, [*SETTINGS, "system"], n=1)
+            near = similar(name, [*SETTINGS, "system"])
             hint = f"did you mean {near[0]}?" if near else f"settings are {', '.join(SETTINGS)} and system."
             raise UsageError(f"There is no setting {name}; {hint}")
         field = SETTINGS[name]

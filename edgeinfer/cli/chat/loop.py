@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...base.units import format_size
+from ...base.validation import similar
 from ...errors import CancelledError, ContextError, EdgeInferError
 from ..generating import cancelling
 from ..output import folded, folded_for_terminal, say
@@ -107,7 +107,7 @@ class Chat:
             except EdgeInferError as error:
                 say(str(error))
             return
-        near = difflib.get_close_matches(name, [*self._commands, *LEAVING], n=1)
+        near = similar(name, [*self._commands, *LEAVING])
         hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
         _tell(f"There is no command {name}; {hint}")
 

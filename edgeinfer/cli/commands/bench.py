@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ... import registry, technique
+from ...base.validation import similar
 from ...config import CPU
 from ...errors import UsageError
 from ..options import NOTHING, Given, takes
@@ -199,7 +199,7 @@ def check_request(model: str | None, shape: str | None, repetitions: int) -> Non
     from ...models import LISTING, SHOWN_NAMES
 
     if shape is not None and shape not in SHAPES:
-        near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
+        near = similar(shape.lower(), SHAPES, n=2, cutoff=0.4)
         names = " or ".join(repr(name) for name in near)
         few = ", ".join(sorted(SHAPES)[:SHOWN_NAMES])
         hint = f"did you mean {names}?" if near else f"shapes include {few}; '{LISTING}' lists all."

@@ -22,7 +22,7 @@ from .acceptance import LONGEST_WAIT, WAIT, Level
 from .costs import SHORTEST, Times
 from .drafter import Drafter, Text
 from .shadows import Shadows
-from .usage import Usage
+from .usage import Usage, count_verified, usages_of
 
 if TYPE_CHECKING:
     from ...runner import Cancellation
@@ -264,11 +264,7 @@ class Speculation:
                 level.learn(len(proposal), right)
         self._unrefreshed += 1
         self._passes += 1
-        for text, proposal, right in zip(self._writing, proposals, accepted, strict=True):
-            if text.usage:
-                text.usage.verified(len(proposal), right)
-        for usage in self._usages():
-            usage.passes += 1
+        count_verified(self._writing, proposals, accepted)
         self._passed(1 + sum(accepted) // texts, seconds, step * (1 + sum(accepted) / texts))
 
     def _passed(self, n_tokens: int, seconds: float, instead: float) -> None:
@@ -277,7 +273,7 @@ class Speculation:
         for level in self._levels.values():
             level.left -= n_tokens
         self._seconds += seconds
-        for usage in self._usages():
+        for usage in usages_of(self._writing):
             usage.seconds += seconds
             usage.instead += instead
         if instead:
@@ -287,10 +283,6 @@ class Speculation:
 
     def _elapsed(self) -> float:
         return max(LEAST_SECONDS, time.perf_counter() - self._began)
-
-    def _usages(self) -> Items[Usage]:
-        """Statistics of the requests whose texts took part in this pass."""
-        return tuple({id(text.usage): text.usage for text in self._writing if text.usage}.values())
 
     def release(self, texts: Items[Text]) -> None:
         """Release what the drafter keeps of texts that have ended, or whose sequences are taken away."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..completion import SpeculationReport
+
+if TYPE_CHECKING:
+    from .drafter import Text
 
 
 @dataclass(slots=True, eq=False)
@@ -40,3 +45,17 @@ class Usage:
             drafter, state, self.passes, self.drafted, sum(self.accepted), tuple(self.accepted),
             self.tokens / self.texts if self.passes else None,
             self.instead / self.seconds if self.passes and self.instead else None)
+
+
+def usages_of(texts: Items[Text]) -> Items[Usage]:
+    """Return the statistics of the requests whose texts took part in a pass."""
+    return tuple({id(text.usage): text.usage for text in texts if text.usage}.values())
+
+
+def count_verified(texts: Items[Text], proposals: Items[list[int]], accepted: Items[int]) -> None:
+    """Record a pass that verified drafts, and how many tokens of each text were right."""
+    for text, proposal, right in zip(texts, proposals, accepted, strict=True):
+        if text.usage:
+            text.usage.verified(len(proposal), right)
+    for usage in usages_of(texts):
+        usage.passes += 1

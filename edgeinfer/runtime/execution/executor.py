@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,11 @@ from edgeinfer.kernels import Kernels, abi
 from edgeinfer.runner import Cancellation
 
 from ..program.program import Program
-from ..weights.readers import Readers
 from .thread_tuner import ThreadTuner
 from .threads import Pool
+
+if TYPE_CHECKING:
+    from ..weights.readers import Readers
 
 WAIT_SECONDS = 0.02
 """Longest wait before Python looks at signals and cancellations again (a signal ends the wait at once)."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.process import usable_cores
 from edgeinfer.errors import ClosedError, EdgeInferError
 from edgeinfer.kernels import Kernels, abi
 
@@ -58,13 +59,12 @@ def host_functions() -> dict[str, int]:
 
 def spins(kernels: Kernels, threads: int) -> int:
     """Turns before sleeping for this many threads on this machine: a turn takes 1 to 70 ns, which is measured here."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spin, idle, turns, taken = kernels.function("spin"), allocate(abi.CTX_BYTES), 500, []
     for _ in range(3):
         began = time.perf_counter_ns()
         spin(turns, idle.ctypes.data, 0, 1)
         taken.append(time.perf_counter_ns() - began)
-    return (SPIN_NS if threads <= cores else CROWDED_NS) * turns // max(1, min(taken))
+    return (SPIN_NS if threads <= usable_cores() else CROWDED_NS) * turns // max(1, min(taken))
 
 
 def _address(function: object) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import APPROXIMATING, Bundle, part_extents, read_screen
+from edgeinfer.bundle import APPROXIMATING, Bundle
 from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
 from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents, mapped_spans
 
@@ -65,6 +65,8 @@ def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regio
         weights = [one for one in wanted if one.kind == "predictor" and f"{part}." in one.name]
         if not weights:
             continue
+        from edgeinfer.bundle import part_extents, read_screen
+
         if part == "screen":
             read_screen(bundle)  # which refuses what is not this model's
         path, found = part_extents(bundle, part)

@@ -7,15 +7,14 @@ from edgeinfer.memory_planner import ColdPlan, ExpertsPlan, MemoryPlan
 
 from ..execution.executor import Executor
 from ..planning import offsets_of
+from ..program.lowering.base import RELEASE_KERNEL
 from .direct import File
 from .slots import Slots
-from .stream import RELEASE_KERNEL, Stream
+from .stream import Stream
 
 
 def read_layers(executor: Executor, bundle: Bundle, plan: MemoryPlan) -> None:
-    """Start the threads that read streamed weights ahead of use, where the plan streams any."""
-    if not plan.parts:
-        return
+    """Start the threads that read streamed weights ahead of use."""
     state = bundle.weights_state
     ends = [i for i, instruction in enumerate(executor.program.instructions) if instruction.kernel == RELEASE_KERNEL]
     executor.read_with(Stream(plan, executor.regions["streamed"], File.open(bundle.weights_path, state), state,

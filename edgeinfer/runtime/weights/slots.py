@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Cold
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.memory_planner import READERS, ColdPlan, ExpertsPlan
@@ -22,7 +21,9 @@ from edgeinfer.memory_planner import READERS, ColdPlan, ExpertsPlan
 from .direct import File
 from .readers import NAP_SECONDS, Readers
 
-RESOLVE_KERNEL, EXPERTS_KERNEL = "neuron_resolve", "experts_resolve"
+if TYPE_CHECKING:
+    from edgeinfer.bundle import Cold
+
 _EARLY, _LEFT = abi.COLD_EARLY >> 3, abi.PART_LEFT >> 3
 _FAILED, _NEXT, _RELEASED = (offset >> 3 for offset in (abi.STREAM_FAILED, abi.STREAM_NEXT, abi.STREAM_RELEASED))
 

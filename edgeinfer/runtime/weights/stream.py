@@ -19,7 +19,6 @@ from edgeinfer.memory_planner import PAGE_BYTES, READ_BYTES, STREAM_BUFFERS, Mem
 from .direct import File
 from .readers import Readers
 
-RELEASE_KERNEL = "stream_release"
 READERS = 4
 """Threads that read: enough to keep a disk busy with reads of READ_BYTES (docs/explanation/streaming.md)."""
 _FAILED, _STATE, _NEXT, _RELEASED = (offset >> 3 for offset in (

@@ -15,10 +15,10 @@ from edgeinfer.graph import Attention, Graph, NeuronDown, NeuronGated, Op, RopeS
 from edgeinfer.kernels import NEURON_RESOLVE, RELEASE, abi, fill
 from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch, sizes_of
 
-from ...weights.slots import RESOLVE_KERNEL
-from ...weights.stream import RELEASE_KERNEL
 from ..program import Instruction, Program
 
+RESOLVE_KERNEL, EXPERTS_KERNEL, RELEASE_KERNEL = "neuron_resolve", "experts_resolve", "stream_release"
+"""Kernels that wait for weights from storage, or give their memory back."""
 CHUNK_BYTES = 64 << 10
 """Weights of a claimed chunk: long enough to stream, short enough to balance."""
 STREAM_BYTES = 16 << 10

@@ -6,9 +6,8 @@ from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Rou
 from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, EXPERTS_RESOLVE, LINEAR, ROUTE, ROWS, abi, fill, routes
 from edgeinfer.memory_planner import LEAST_READ_BYTES, MOST_READ_BYTES, READERS
 
-from ...weights.slots import EXPERTS_KERNEL
 from ..program import Instruction
-from .base import Lowering, Operand, lower, matmul_chunk, rows
+from .base import EXPERTS_KERNEL, Lowering, Operand, lower, matmul_chunk, rows
 
 
 @lower.register
