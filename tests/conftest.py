@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,12 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     make_directories(kernels := cache_root().absolute() / "kernels")
     own = config.stash[OWN_CACHE] = Path(tempfile.mkdtemp(prefix="edgeinfer-tests-"))
-    (own / "kernels").symlink_to(kernels, target_is_directory=True)
-    os.environ["EDGEINFER_CACHE"] = str(own)
+    (own / "cache").mkdir()
+    (own / "cache" / "kernels").symlink_to(kernels, target_is_directory=True)
+    os.environ["EDGEINFER_CACHE"] = str(own / "cache")
+    if sys.dont_write_bytecode:  # each worker and each program that a test starts would compile all that it imports
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(own / "bytecode")
+        sys.dont_write_bytecode = False
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Delete the cache that `pytest_configure` made; the kernels behind the link stay."""
+    """Delete what `pytest_configure` made; the kernels behind the link stay."""
     if own := config.stash.get(OWN_CACHE, None):
         shutil.rmtree(own, ignore_errors=True)
 

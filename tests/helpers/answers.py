@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 def of_family(name: str, **sizes: object) -> ModelConfig:
     """The config of a golden case, with other sizes."""
-    return read_config({**golden_cases.load(name).config, "max_position_embeddings": 256, **sizes})
+    return read_config({**golden_cases.config_of(name), "max_position_embeddings": 256, **sizes})
 
 
 def models(folder: Path) -> dict[str, Path]:

@@ -34,7 +34,7 @@ LARGER = replace(TINY, model_type="qwen2_moe", hidden_size=128, num_hidden_layer
 EARLY = replace(TINY, model_type="smallthinker", num_hidden_layers=3, hidden_act="relu",
                 experts=ExpertsConfig(7, 3, 44, scores="sigmoid"))
 """The router stands before the attention, so reads go on meanwhile."""
-BESIDE = read_config(golden_cases.load("gemma4-mixture-rows").config)
+BESIDE = read_config(golden_cases.config_of("gemma4-mixture-rows"))
 """Experts side by side with an FFN, and added to nothing before they are normed; a table that stays in its file."""
 IDS = tokens(70)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from tests.helpers.checkpoints import make_checkpoint
 
-torch = pytest.importorskip("torch", reason="torch is not installed (extra 'reference')")
-pytest.importorskip("transformers", reason="transformers is not installed (extra 'reference')")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (find_spec("torch") and find_spec("transformers")),
+                                                  reason="the extra 'reference' is not installed")]
 
 
 def inputs(tokens: int) -> dict[str, Any]:
     """Two rows of so many tokens; six value heads share two key heads."""
+    import torch
+
     torch.manual_seed(0)
     q, k = (torch.randn(2, tokens, 2, 10) for _ in range(2))
     g = -torch.rand(2, tokens, 6) * 3
@@ -26,6 +28,7 @@ def inputs(tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tokens", [1, 32, 75])
 def test_chunks_give_what_single_tokens_give(tokens: int) -> None:
+    import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     from benchmarks.train_fables_delta import delta_rule
@@ -38,6 +41,7 @@ def test_chunks_give_what_single_tokens_give(tokens: int) -> None:
 
 
 def test_a_state_in_fewer_bits_differs_by_their_rounding() -> None:
+    import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     from benchmarks.state_types import EXACT, State, delta_rule

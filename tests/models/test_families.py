@@ -220,13 +220,13 @@ def test_a_text_model_has_no_pictures(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, changes: dict, message: str) -> None:
-    config = golden_cases.load(name).config
+    config = golden_cases.config_of(name)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read_config({**config, **changes})
 
 
 def test_layers_are_counted_before_something_is_made_for_each() -> None:
-    config = golden_cases.load("starcoder2-window").config
+    config = golden_cases.config_of("starcoder2-window")
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match="num_hidden_layers is 4194304; it must be a whole number from 1 to"):
@@ -237,7 +237,7 @@ def test_layers_are_counted_before_something_is_made_for_each() -> None:
 
 
 def test_factors_of_longrope_are_counted() -> None:
-    config = golden_cases.load("phi3-longrope-partial").config
+    config = golden_cases.config_of("phi3-longrope-partial")
     section = {**config["rope_parameters"], "long_factor": [1.0, 2.0]}
     with pytest.raises(CheckpointError, match="long_factor has 2 values; 4 are needed"):
         read_config({**config, "rope_parameters": section})
@@ -282,14 +282,14 @@ def test_dynamic_scaling_follows_the_context_of_the_run(tmp_path: Path) -> None:
 
 
 def test_an_early_phi_calls_longrope_su() -> None:
-    config = golden_cases.load("phi3-longrope-partial").config
+    config = golden_cases.config_of("phi3-longrope-partial")
     section = {**config["rope_parameters"], "rope_type": "su"}
     assert read_config({**config, "rope_parameters": section}) == read_config(config)
 
 
 def test_a_wrapper_s_config_is_that_of_its_text_model() -> None:
     """M-RoPE turns text as the plain rotation does; older files have the text model's fields outside."""
-    config = golden_cases.load("qwen2-vl-wrapped").config
+    config = golden_cases.config_of("qwen2-vl-wrapped")
     flat = {**config, **config["text_config"], "model_type": "qwen2_vl"}
     del flat["text_config"]
     plain = {key: value for key, value in config["text_config"].items() if key != "rope_parameters"}

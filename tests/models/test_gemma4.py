@@ -26,7 +26,7 @@ from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import SPLIT, logits_of, scored, session, tokens
 from tests.models.test_models_golden import TOLERANCE, difference
 
-FIELDS = golden_cases.load("gemma4").config
+FIELDS = golden_cases.config_of("gemma4")
 SMALL = replace(read_config(FIELDS), max_position_embeddings=1024)
 """Layers 4 and 6 read the K and V of layer 1, layer 5 those of layer 3."""
 SHARES = {4: 1, 5: 3, 6: 1}
@@ -60,7 +60,7 @@ def test_threads_and_chunks(experts: ExpertsConfig | None, model: Path, tmp_path
 def test_every_instruction_is_what_its_reference_says(name: str, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
-    write_random_bundle(read_config(golden_cases.load(name).config), tmp_path / "m", "int8", 32)
+    write_random_bundle(read_config(golden_cases.config_of(name)), tmp_path / "m", "int8", 32)
     with session(tmp_path / "m", ctx=64, prefill_chunk=16) as opened:
         sequence = opened.new_sequence()
         opened.prefill(sequence, tokens(20))

@@ -31,7 +31,7 @@ NO_WORSE = 1.5
 
 def opt(**sizes: int) -> ModelConfig:
     """An OPT of these sizes."""
-    return replace(read_config(golden_cases.load("opt").config), **sizes)
+    return replace(read_config(golden_cases.config_of("opt")), **sizes)
 
 
 SMALL = opt(vocab_size=300, hidden_size=66, intermediate_size=81, num_hidden_layers=2, max_position_embeddings=256)

@@ -37,7 +37,7 @@ STORAGE = [("f32", 32), ("f16", 32), ("int8", 64), ("q4", 32), ("q4", 128)]
 
 def storages() -> Iterator[tuple[str, ModelConfig, TypeOf]]:
     """All architectures in all kinds of storage; mixed ones have quantisations of their own in between."""
-    configs = {name: read_config(golden_cases.load(name).config) for name in golden_cases.names()}
+    configs = {name: read_config(golden_cases.config_of(name)) for name in golden_cases.names()}
     configs["one layer"] = replace(TINY, num_hidden_layers=1)
     configs["wide"] = replace(TINY, hidden_size=144, intermediate_size=30)
     for name, config in configs.items():

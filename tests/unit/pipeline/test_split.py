@@ -45,7 +45,7 @@ def test_what_is_no_split_is_refused_by_one_sentence(text: str, message: str) ->
 
 
 def test_a_model_whose_layers_share_k_and_v_is_refused_where_they_do() -> None:
-    config = read_config(golden_cases.load("gemma4").config)
+    config = read_config(golden_cases.config_of("gemma4"))
     graph = build_graph(config, requested_types("q4", 32), Recipe(()))
     last = config.num_hidden_layers - 1
     with pytest.raises(UnsupportedModelError, match=r"gemma4_text cannot be split before layer 1: later layers read"):
@@ -81,7 +81,7 @@ def test_splits_that_cannot_be_are_refused() -> None:
     for speeds in ([], [1.0, 0.0], [1.0, float("nan")], [-1.0, 1.0]):
         with pytest.raises(UsageError, match="finite numbers above 0"):
             auto_split(whole(), speeds)
-    shared = build_graph(read_config(golden_cases.load("gemma4").config), requested_types("q4", 32), Recipe(()))
+    shared = build_graph(read_config(golden_cases.config_of("gemma4")), requested_types("q4", 32), Recipe(()))
     with pytest.raises(UnsupportedModelError, match="cannot be split before layer"):
         auto_split(shared, [1.0, 1.0])
 
