@@ -63,6 +63,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(own, ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_linked_once() -> Iterator[None]:
+    """Let all sessions of this process share what is linked; tests/kernels/test_objects.py tests how it is linked."""
+    from edgeinfer.runtime import session
+    from tests.helpers.linked import linked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Kernels", linked)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Callable[[str], Path]:
     """Give the path of a file of the development data, which lies beside the checkout; skip the test without it."""

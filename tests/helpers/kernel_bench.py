@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import Isa, Kernels, abi, available, reference_of
+from edgeinfer.kernels import Kernels, abi, available, reference_of
 from edgeinfer.kernels.reference import Expected, InstructionView, compare, write_q8
 from tests import kernel_selection
+from tests.helpers.linked import linked
 
 ISAS = kernel_selection.levels()
 """Instruction sets under test, the best first: see tests/kernel_selection.py."""
@@ -41,10 +42,8 @@ def function(isa: str, name: str):
     return kernels(isa).function(name)
 
 
-@functools.cache
 def kernels(isa: str) -> Kernels:
-    found: Isa = next(i for i in available() if i.name == isa)
-    return Kernels(found)
+    return linked(next(i for i in available() if i.name == isa))
 
 
 def token_tiles(isa: str) -> tuple[int, ...]:

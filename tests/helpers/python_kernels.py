@@ -12,6 +12,7 @@ from typing import Any
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.runtime import Instruction, Program
 from edgeinfer.runtime.execution.executor import Executor
+from tests.helpers.linked import linked
 
 WORD = ctypes.c_int64
 COUNT_FREE = 15
@@ -20,9 +21,8 @@ ENTRY = ctypes.CFUNCTYPE(WORD, WORD, WORD, WORD, WORD)
 Make = Callable[..., Executor]
 
 
-@functools.cache
 def real() -> Kernels:
-    return Kernels(choose())
+    return linked(choose())
 
 
 class AnyMode:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import abi
-from edgeinfer.kernels.ops.neuron_ffn.neuron_batch import AREAS
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED, PAIRED, fill
 from edgeinfer.kernels.reference import REFERENCES, Expected
 from edgeinfer.quant import layouts
@@ -310,6 +309,8 @@ def test_a_threshold_takes_small_activations_of_decoded_tokens_for_zero(dtype: s
 @pytest.mark.parametrize("isa", ISAS)
 def test_tokens_that_are_not_there_are_zeros(isa: str) -> None:
     """They are multiplied too: denormal numbers where their x would lie made two tokens cost more than four."""
+    from edgeinfer.kernels.ops.neuron_ffn.neuron_batch import AREAS  # by way of Numba
+
     ffn = random_ffn(np.random.default_rng(3), "q4", 32, 17, 288, 2)
     ffn.bench.array(ffn.scratch_operand, np.uint8, (ffn.scratch,))[:] = 1
     ffn.gated(isa, keep=True)

@@ -90,10 +90,12 @@ def test_instruction_sets_share_a_cache_where_they_share_all_bits(
 
 
 @pytest.mark.parametrize("extra", ["sources", "recipe"])
-def test_what_else_changes_bits_counts(opened: Session, tmp_path: Path, extra: str) -> None:
+def test_what_else_changes_bits_counts(opened: Session, tmp_path: Path, extra: str,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     save(opened, tmp_path / "cache")
     if extra == "sources":  # as after an upgrade that changed kernels
-        opened.executor.kernels._sets[None] = replace(opened.executor.kernels._sets[None], sources="another")
+        sets = opened.executor.kernels._sets
+        monkeypatch.setitem(sets, None, replace(sets[None], sources="another"))
     else:
         opened.recipe = Recipe.parse("fuse_input+other")
     with pytest.raises(BundleError, match=OTHER):
