@@ -35,8 +35,8 @@ def config(**options: Any) -> Any:
 def test_slow_tests_and_times_are_left_out_and_some_cases_stay() -> None:
     cases = [item(f"many[{i}]", slow={"keep": 3}) for i in range(10)]
     long = [item(f"many[long {i}]", "slow", slow={"keep": 3}) for i in range(2)]
-    items = [item("plain"), item("slow", slow={}), item("times", timing={}), *cases, *long]
-    assert tiers.leave_out(config(), items) == {"slow": 10, "timing": 1}
+    items = [item("plain"), item("slow", slow={}), item("times", timing={}), item("torch", reference={}), *cases, *long]
+    assert tiers.leave_out(config(), items) == {"slow": 10, "timing": 1, "reference": 1}
     assert [one.nodeid for one in items] == ["plain", "many[0]", "many[3]", "many[6]"]
 
 

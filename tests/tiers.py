@@ -1,8 +1,9 @@
 """README's tier: what `python -m pytest` runs, what it leaves to `--all`, and the kernels that it compiles beforehand.
 
 A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, spread over those that are
-not marked `slow` themselves; one that measures times is marked `timing`. A run without `--all` leaves both out, tests
-the best instruction set of the machine alone, and says so at its end. Whoever names tests by their ids, or selects with
+not marked `slow` themselves; one that measures times is marked `timing`, one that compares with transformers
+`reference`. A run without `--all` leaves all three out, tests the best instruction set of the machine alone, and says
+so at its end. Whoever names tests by their ids, or selects with
 `-m`, gets what was asked for.
 """
 
@@ -22,8 +23,8 @@ from edgeinfer.errors import EdgeInferError
 from tests import kernel_selection
 from tests.helpers import machine_speed
 
-LEFT_OUT = ("slow", "timing")
-"""Marks of the tests that README's command leaves out."""
+LEFT_OUT = {"slow": "slow tests", "timing": "tests of times", "reference": "comparisons with transformers"}
+"""Marks of the tests that README's command leaves out, and what its last lines call them."""
 OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
@@ -64,7 +65,8 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
     wanted: dict[str, int] = {}
     for item in items:
         marks = list(item.iter_markers("slow"))
-        if marks and all("keep" in mark.kwargs for mark in marks) and not item.get_closest_marker("timing"):
+        others = any(item.get_closest_marker(mark) for mark in LEFT_OUT if mark != "slow")
+        if marks and all("keep" in mark.kwargs for mark in marks) and not others:
             name = item.nodeid.partition("[")[0]
             cases.setdefault(name, []).append(item.nodeid)
             wanted[name] = marks[0].kwargs["keep"]
@@ -77,7 +79,7 @@ def too_long(item: pytest.Item, seconds: float) -> str:
     `seconds` is the processor time of this process, so that other processes take none of it. They still slow it down
     by caches and by the other half of a core, and machines differ: so the limit is that of a loop timed just then.
     """
-    marked = any(item.get_closest_marker(mark) for mark in (*LEFT_OUT, "reference"))
+    marked = any(item.get_closest_marker(mark) for mark in LEFT_OUT)
     if marked or not item.config.getoption("all_tests") or seconds <= UNIT_SECONDS:
         return ""
     most = UNIT_SECONDS * machine_speed.slowness()
@@ -255,8 +257,7 @@ class Tier:
     def _on_marks(self) -> list[str]:
         if not is_whole(self._config):
             others = ", ".join(kernel_selection.other_levels())
-            told = {"slow": "slow tests", "timing": "tests of times"}
-            parts = [f"{self._left[mark]} {told[mark]}" for mark in LEFT_OUT if self._left[mark]]
+            parts = [f"{self._left[mark]} {told}" for mark, told in LEFT_OUT.items() if self._left[mark]]
             parts += [f"instruction sets other than {kernel_selection.levels()[0]} ({others})"] if others else []
             return [f"left out: {', '.join(parts) or 'nothing'}; `python -m pytest --all` runs everything"]
         plain = {name: seconds for name, seconds in self._seconds.items() if name not in self._outside}
