@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -64,14 +65,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_linked_once() -> Iterator[None]:
-    """Let all sessions of this process share what is linked; tests/kernels/test_objects.py tests how it is linked."""
+def nothing_twice() -> Iterator[None]:
+    """Let sessions of this process share linked kernels, and wait for no disk: no test cuts the power.
+
+    tests/kernels/test_objects.py tests how kernels are linked.
+    """
     from edgeinfer.runtime import session
     from tests.helpers.linked import linked
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "Kernels", linked)
+        patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules and tests, which all stay, out of garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,7 @@ def test_help_shows_what_people_need_under_headings_and_help_all_the_rest() -> N
     assert len(re.findall(r"^  (?:-\w, )?--[a-z]", few.split("\nHelp:")[0], re.MULTILINE)) == 21
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_installed_and_completes(tmp_path: Path, shell: str) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "SHELL": f"/bin/{shell}",

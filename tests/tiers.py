@@ -1,10 +1,9 @@
 """README's tier: what `python -m pytest` runs, what it leaves to `--all`, and the kernels that it compiles beforehand.
 
 A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, spread over those that are
-not marked `slow` themselves; one that measures times is marked `timing`, one that compares with transformers
-`reference`. A run without `--all` leaves all three out, tests the best instruction set of the machine alone, and says
-so at its end. Whoever names tests by their ids, or selects with
-`-m`, gets what was asked for.
+not marked `slow` themselves; one that measures times is marked `timing`, one that needs the extra of that name
+`reference`. A run without `--all` leaves all of these out, tests the best instruction set of the machine alone, and
+says so at its end. Whoever names tests by their ids, or selects with `-m`, gets what was asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from edgeinfer.errors import EdgeInferError
 from tests import kernel_selection
 from tests.helpers import machine_speed
 
-LEFT_OUT = {"slow": "slow tests", "timing": "tests of times", "reference": "comparisons with transformers"}
+LEFT_OUT = {"slow": "slow tests", "timing": "tests of times", "reference": "tests of the extra 'reference'"}
 """Marks of the tests that README's command leaves out, and what its last lines call them."""
 OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0

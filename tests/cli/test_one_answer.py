@@ -72,7 +72,7 @@ def agree(shape: str, kind: str, card: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_card_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for combination in random.Random(1).sample(COMBINATIONS, 12):
+    for combination in random.Random(1).sample(COMBINATIONS, 6):
         agree(*combination, monkeypatch)
 
 

@@ -32,9 +32,9 @@ def modes(cases: Iterable[answers.Case], whole: bool = False) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_they_agree(models: dict[str, Path], seed: int) -> None:
-    assert len(modes(answers.cases(models, 15, seed))) > 1
+    assert len(modes(answers.cases(models, 12, seed))) > 1
 
 
 @pytest.mark.slow

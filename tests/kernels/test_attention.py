@@ -447,6 +447,7 @@ def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
         assert share[0] > 0.999 and share[1] < 1 and share[3] < 1e-6
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("rounded", "window"), [(False, 0), (False, 37), (True, 0)])
 @pytest.mark.parametrize("kv", KV)
 def test_scores_fall_with_the_distance(kv: str, rounded: bool, window: int) -> None:

@@ -121,7 +121,7 @@ PASSES = {
 """Tokens of each pass, and of these tokens that stay."""
 
 
-@pytest.mark.slow(keep=14)
+@pytest.mark.slow(keep=7)
 @each
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES[1:4]], ids=lambda shape: "x".join(map(str, shape)))

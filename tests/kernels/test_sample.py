@@ -76,7 +76,7 @@ class Samples:
         return [chain._spec[0] if chain else None for chain in self.chains]
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_choose_what_the_sampler_chooses(isa: str, size: int) -> None:
@@ -162,7 +162,7 @@ def masks(size: int) -> list[np.ndarray]:
                                              np.arange(size) == size - 1, np.zeros(size, bool))]
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", SIZES)
 def test_masked_kernels_choose_what_the_masked_sampler_chooses(isa: str, size: int) -> None:

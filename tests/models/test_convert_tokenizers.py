@@ -147,9 +147,8 @@ def accepted(source: Path, target: Path) -> bool:
 
 @pytest.mark.slow
 def test_what_converts_also_runs(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a hundred conversions
     original = (source / "tokenizer.json").read_bytes()
     outcomes: Counter[bool] = Counter()
     try:
@@ -164,9 +163,8 @@ def test_what_converts_also_runs(
 
 
 def test_sentencepiece_models_that_convert_also_run(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
     model = sentencepiece_model()
     capfd.readouterr()  # the trainer's report
     folder = shutil.copytree(source, tmp_path / "hf")

@@ -72,6 +72,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- logits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize(("name", "chunk"), [
     ("qwen3-5", 1), ("qwen3-5", 5), ("qwen3-5", 32), ("qwen3-5-wrapped", 5), ("qwen3-5-equal-heads", 5),
     ("qwen3-5-moe", 1), ("qwen3-5-moe", 32), ("qwen3-5-moe-wrapped", 5), ("qwen3-next", 5), ("glm4-moe-lite", 1),
@@ -285,6 +286,7 @@ def test_rows_that_are_kept_stay_within_the_plan(path: Path) -> None:
         assert 0 < kept <= own.plan.region("draft_rows").nbytes
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_weights_in_memory_and_checked_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither copies of all weights nor the comparison with NumPy changes what it drafts."""

@@ -286,6 +286,7 @@ def test_with_weights_in_storage_the_pool_has_a_context(tmp_path: Path) -> None:
     assert resident.mode == "resident" and resident.kv_blocks > 64
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kv", ["int8", "f16"])
 def test_a_pool_beyond_the_budget_is_offered_smaller(name: str, kv: str) -> None:

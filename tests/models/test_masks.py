@@ -129,6 +129,7 @@ def complete(runner: Runner, speculation: Speculation | None = None, **options: 
     return run_alone(Generation(runner, None, tokens(21), config, (), speculation), runner)
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.usefixtures("masked")
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_draft_tokens_are_checked_under_masks(opened: Runner, options: dict[str, Any]) -> None:

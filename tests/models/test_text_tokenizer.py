@@ -113,6 +113,7 @@ def test_behind_a_special_token_text_is_as_the_file_says() -> None:
     assert both == [*tokenizer.encode("the", add_bos=False), end, *space]
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("flags", [{}, {"special": False}, {"lstrip": True}, {"rstrip": True}, {"single_word": True},
                                    {"special": False, "lstrip": True}, {"normalized": True},
                                    {"normalized": True, "special": False, "lstrip": True}], ids=str)

@@ -43,6 +43,7 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("company", [False, True])
 @pytest.mark.parametrize("offset", [0, *[pytest.param(us, marks=pytest.mark.slow) for us in range(1, STEP_US)]])

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("starlette")
 from tests.helpers.serving import Running, chat_model, serving
 
+pytestmark = pytest.mark.reference
+
 HELLO: list[Any] = [{"role": "user", "content": "Tell me a tale."}]
 PARAMETERS = {"type": "object", "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
               "required": ["days"], "additionalProperties": False}

@@ -252,7 +252,7 @@ def test_what_does_not_end_in_time_is_told_so() -> None:
     try:
         assert until(program.ready, 60)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(program.running.ask, "/v1/embeddings", {"input": ["word " * 100] * 1900})
+            asked = pool.submit(program.running.ask, "/v1/embeddings", {"input": ["word " * 100] * 900})
             assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
             program.process.send_signal(signal.SIGTERM)
             assert asked.result().status == 503 and "about to end" in asked.result().error

@@ -32,6 +32,7 @@ def sampler(size: int, seed: int = 1, **options: Any) -> Sampler:
     return chain
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_a_mask_is_a_bias_of_minus_infinity(size: int, options: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ CUTS_NOWHERE = {"gemma4", "gemma4-mixture-rows", "gemma4-wide-heads", "gemma4-wr
 """Layers of these read rows of the embedding, or K and V of earlier layers, to the end."""
 
 
+@pytest.mark.slow(keep=40)
 @pytest.mark.parametrize("case", golden_cases.names())
 def test_all_other_families_can_be_split_before_any_layer(case: str) -> None:
     config = read_config(golden_cases._described(case)["config"])

@@ -32,6 +32,7 @@ def test_garbage_that_calls_nothing_is_content_to_the_letter(name: str) -> None:
         assert said(read(form, [Tool("other", "", TEXT, False)], pieces(text, cuts))) == ("", text, [])
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FORMS)
 def test_garbage_reads_the_same_however_it_is_cut(name: str) -> None:
     form, rng = FORMS[name], random.Random(name)

@@ -122,6 +122,7 @@ def test_other_arguments_are_not_taken(vocabulary: Vocabulary, name: str) -> Non
     assert not vocabulary.takes(grammar, "Hello")
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FORMS)
 def test_whatever_is_generated_is_a_call_that_satisfies_the_schema(vocabulary: Vocabulary, name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (extra 'dev')")

@@ -45,6 +45,7 @@ def work(monkeypatch: pytest.MonkeyPatch, name: str, text: str, cut: int) -> int
     return count
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FORMS)
 def test_hostile_answers_take_linear_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     openers = format_of(FORMS[name].template).openers or ("<tool_call>",)

@@ -30,6 +30,7 @@ def compared(found: Said) -> Said:
     return found._replace(calls=[(name, json.dumps(json.loads(text), sort_keys=True)) for name, text in found.calls])
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_example_at_every_cut(name: str) -> None:
     form = FORMS[name]
@@ -39,6 +40,7 @@ def test_an_example_at_every_cut(name: str) -> None:
     assert compared(said(read(form, TOOLS, list(text)))) == compared(want)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_that_ends_anywhere(name: str) -> None:
     """Nothing is taken back or invented, and complete calls are complete."""
