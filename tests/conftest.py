@@ -47,19 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers.Tier(config))
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    make_directories(kernels := cache_root().absolute() / "kernels")
-    own = config.stash[OWN_CACHE] = Path(tempfile.mkdtemp(prefix="edgeinfer-tests-"))
-    (own / "cache").mkdir()
-    (own / "cache" / "kernels").symlink_to(kernels, target_is_directory=True)
-    os.environ["EDGEINFER_CACHE"] = str(own / "cache")
+    users = cache_root().absolute()
     if sys.dont_write_bytecode:  # each worker and each program that a test starts would compile all that it imports
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(own / "bytecode")
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(users / "bytecode")
         sys.dont_write_bytecode = False
+    make_directories(kernels := users / "kernels")
+    own = config.stash[OWN_CACHE] = Path(tempfile.mkdtemp(prefix="edgeinfer-tests-"))
+    (own / "kernels").symlink_to(kernels, target_is_directory=True)
+    os.environ["EDGEINFER_CACHE"] = str(own)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Delete what `pytest_configure` made; the kernels behind the link stay."""
+    """Delete the cache that `pytest_configure` made; the kernels behind the link stay."""
     if own := config.stash.get(OWN_CACHE, None):
         shutil.rmtree(own, ignore_errors=True)
 

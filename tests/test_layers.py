@@ -57,10 +57,18 @@ def imported(path: Path, module: list[str]) -> Iterator[tuple[int, str]]:
     yield from imports_of(ast.parse(path.read_text(encoding="utf-8")), module)
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Give what stands in a tree except for expressions, which are most of it and import nothing."""
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+
+
 def imports_of(tree: ast.AST, module: list[str]) -> Iterator[tuple[int, str]]:
     """As `imported`, of what stands in a tree."""
     package = module[:-1]
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -205,7 +213,7 @@ def module_imports(path: Path, module: list[str]) -> Iterator[str]:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             run.body.append(node)
-        waiting += ast.iter_child_nodes(node)
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
     yield from (name for _, name in imports_of(run, module))
 
 

@@ -47,8 +47,9 @@ def known_names() -> set[str]:
 
 
 def families_in(folder: Path) -> list[str]:
+    known = known_names()
     return [f"{path.name}: {name}" for path in sorted(folder.rglob("*.py"))
-            for name in sorted(strings(path) & known_names())
+            for name in sorted(strings(path) & known)
             if name not in FORMAT_WORDS or not path.stem.endswith(("tokenizer", "vocabulary"))]
 
 
