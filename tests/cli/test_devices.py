@@ -165,6 +165,7 @@ def test_a_probe_that_cannot_save_does_not_begin(probed: list[Any], cache: Path)
     assert "EDGEINFER_CACHE moves the directory" in shown.err and not probed
 
 
+@pytest.mark.slow
 @needs_matplotlib
 def test_a_picture_of_the_curves(probed: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "curves.svg"

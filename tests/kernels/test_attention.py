@@ -165,7 +165,7 @@ def chain_of(new: int, past: int = 0) -> list[Sequence]:
     return [Sequence(past, new)]
 
 
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv", KV)
@@ -219,7 +219,7 @@ def test_attention_agrees_with_its_reference(kv: str, heads: tuple[int, int, int
             layer.attend(isa)
 
 
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 256, 300])
 @pytest.mark.parametrize("kv", KV)
 def test_sliding_windows(kv: str, window: int) -> None:
@@ -286,7 +286,7 @@ GROUPS = [(3, 3, 6), (6, 2, 10), (8, 2, 16), (8, 1, 64)]
 """Heads with 1, 3, 4 and 8 heads a KV head."""
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("past", [0, 14, 15, 16, 17, 254, 255, 256, 257, 2040])
 @pytest.mark.parametrize("kv", KV)
 def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
@@ -307,7 +307,7 @@ def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
         np.testing.assert_array_equal(layer.attend_in_splits(ISAS[-1]), whole[-2:-1])
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("past", [0, 15, 255, 256, 1020])
 @pytest.mark.parametrize("kv", KV)
 def test_the_last_tokens_of_a_pass_are_split_beside_a_prompt(kv: str, past: int) -> None:

@@ -76,6 +76,7 @@ def test_matmuls_read_the_same_parameters() -> None:
     assert SCREEN._fields[:9] == LINEAR._fields[:9]
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(("dtype", "group", "isa"), weight_types([
     (dtype, group, isa) for dtype, group in (("int8", 32), ("q4", 64), ("int8", 128))
     for isa in isas(f"head_{dtype}_g{group}")], "head"))

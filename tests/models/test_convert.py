@@ -48,6 +48,7 @@ def loaded(bundle: Bundle, weight: Weight) -> np.ndarray:
     return layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("weights", ["q4", "int8", "f16", "f32"])
 def test_every_weight_in_its_place(tmp_path: Path, model_type: str, weights: str) -> None:

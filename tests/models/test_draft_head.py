@@ -377,6 +377,7 @@ def test_norms_that_are_not_numbers_are_refused(path: Path, tmp_path: Path) -> N
         read_draft_head(bundle)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("name", "tensor", "shape"), [
     ("qwen3-5", "mtp.fc.weight", ()), ("qwen3-5", "mtp.layers.0.mlp.up_proj.weight", ()),
     ("qwen3-5-moe", "mtp.layers.0.mlp.experts.4.up_proj.weight", ()), ("qwen3-5-moe", "mtp.norm.weight", (4,)),

@@ -45,7 +45,7 @@ def trace(path: Path, **options: Any) -> bytes:
     return bits
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("config", [MOE, SHARED], ids=["mixture", "shared"])
 @pytest.mark.parametrize(("weights", "group"), [
     ("q4", 32), ("int8", 32), pytest.param("int8", 64, marks=pytest.mark.slow), ("f16", 32), ("f32", 32)])
@@ -185,6 +185,7 @@ def test_a_gguf_file_has_the_logits_of_its_checkpoint(name: str, tmp_path: Path)
     assert np.abs(logits - case.logits).max() / np.abs(case.logits).max() < 1e-5
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_codes_of_stacked_experts_are_kept(model_type: str, kind: str, tmp_path: Path) -> None:

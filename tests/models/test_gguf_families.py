@@ -268,6 +268,7 @@ def test_rows_of_heads_that_turn_in_part_keep_their_codes(tmp_path: Path) -> Non
             np.testing.assert_array_equal(ours[name], floats[name])
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_K"])
 def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
     """Each row becomes a tile; of blocks of 256 its pieces are whole ones."""

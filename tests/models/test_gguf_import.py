@@ -105,6 +105,7 @@ def test_types_are_mixed_within_a_weight_without_loss(tmp_path: Path) -> None:
             "head": "q4g32"}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("model_type", "kinds", "stored"), [
     ("llama", {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_down": "Q6_K", "": "Q4_K"}, ["q4kg32", "q6g16"]),
     ("qwen2", {"attn_k": "F16", "attn_": "Q4_0", "": "Q4_0"}, ["q4g32", "f16", "q4g32"]),

@@ -120,6 +120,7 @@ def spoiled(path: Path, tensor: str, at: int, data: bytes) -> None:
         file.write(data)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(
     ("kind", "at", "data", "message"),
     [("Q4_0", 18, b"\x00\x7e", "has a scale that is NaN or infinite"),

@@ -61,6 +61,7 @@ def exported(checkpoint: Path, folder: Path, qk_norm: str = "", ctx: int | None 
     return bundle, Pages(folder / "m.onnx")
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["llama-gqa3-bias-gelu", "mistral-window-head6", "qwen2-window", "llama-yarn", "qwen3",
                                   "qwen3-window-bias-tied"])
 def test_chunks_and_decodes_together(name: str, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_values_are_those_that_were_packed(tmp_path: Path, form: str) -> None:
         assert np.array_equal(columns, tensors[down][2:30, 5:45])
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("form", EXACT)
 def test_codes_are_kept(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)

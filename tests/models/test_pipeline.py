@@ -94,6 +94,7 @@ def test_stages_give_the_bits_of_one_session(folder: Path, name: str) -> None:
             assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["llama", "windowed", "hybrid"])
 def test_a_stage_in_another_process_gives_the_same_bits(folder: Path, name: str) -> None:
     model, split = MODELS[name]
@@ -154,6 +155,7 @@ class Requests(Crowd):
                 assert own.tokens == request.sequence.tokens and not own.reserved
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["llama", "windowed"])
 def test_a_crowd_of_requests(folder: Path, name: str) -> None:
     model, split = MODELS[name]

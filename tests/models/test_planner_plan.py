@@ -161,6 +161,7 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=50)
 @pytest.mark.parametrize("name", list(CASES)[::7])
 def test_every_tensor_and_weight_has_an_allocation_in_its_region(name: str) -> None:
     graph = graph_of(name)

@@ -65,6 +65,7 @@ def refused(opened: Session, path: Path, match: str, kind: type[Exception] = Bun
     assert (opened.free_blocks, opened.prefix_blocks) == before
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 @pytest.mark.parametrize("model", [TINY, WINDOWED, HYBRID], ids=["tiny", "windows", "hybrid"])
 def test_another_process_has_the_same_hits(models: Path, tmp_path: Path, kv: str, model: object) -> None:

@@ -37,6 +37,7 @@ def fresh(opened: Session, ids: list[int]) -> bytes:
     return row
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("config", [HYBRID, OLMO, KIMI], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 64])
 def test_bits_do_not_depend_on_chunks(bundle: Path, chunk: int, config: ModelConfig) -> None:

@@ -95,7 +95,7 @@ def test_beams_look_at_all_logits(path: Path) -> None:
 
 
 def test_no_estimate_is_off_by_more_than_its_bound(path: Path) -> None:
-    ids = ids_of(path)
+    ids = ids_of(path, 24)
     with Bundle.open(path) as bundle:
         screen = read_screen(bundle)
         assert screen is not None

@@ -203,6 +203,7 @@ def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeyp
     assert told == [("compile", 1, 40, "linear")]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("stage", ["capture", "write", "factors", "thresholds", "price"])
 def test_whatever_ends_it_nothing_is_left(bundles: Path, tmp_path: Path, stage: str) -> None:
     def told(now: str, *_: object) -> None:

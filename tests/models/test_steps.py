@@ -61,6 +61,7 @@ def both(opened: Session, monkeypatch: pytest.MonkeyPatch, prompt: list[int], en
     return several, single
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.0}, {"n": 3}, {"max_tokens": 1}, {"max_tokens": 18}, {"repetition_penalty": 1.4},
     {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"frequency_penalty": 0.7, "logit_bias": {9: 3.0, 11: -4.0}},

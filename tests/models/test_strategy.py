@@ -122,6 +122,7 @@ def test_what_was_slower_is_switched_off(bundle: Bundle) -> None:
     assert learn(bundle, again._replace(probed=True), 0.001, 16) is None  # nothing approximates
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"KEY": "y"}', '{"KEY": 1' + "0" * 400 + "}", '{"KEY": -1}',
                                   '{"KEY": 1e999}', "\udcff"], ids=range(8))
 def test_a_damaged_memory_counts_as_none(bundle: Bundle, tmp_path: Path, text: str) -> None:

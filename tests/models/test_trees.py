@@ -63,7 +63,7 @@ def chain_logits(opened: Session, sequence: Sequence, ids: list[int]) -> list[by
     return found
 
 
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("base", BASES)
 def test_each_path_is_a_chain(opened: Session, base: int) -> None:
     rng = np.random.default_rng(base)

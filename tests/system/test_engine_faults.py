@@ -62,6 +62,7 @@ def raising(error: BaseException, at: int) -> Callable[..., None]:
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, CancelledError])
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("opened", ["llm", "pruning"])

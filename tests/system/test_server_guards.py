@@ -236,11 +236,11 @@ def test_it_starts_answers_and_drains() -> None:
     try:
         assert until(program.ready, 60)
         with ThreadPoolExecutor(2) as pool:
-            last = pool.submit(program.running.ask, COMPLETIONS, {**LONG, "n": 8, "max_tokens": 600, "temperature": 1})
+            last = pool.submit(program.running.ask, COMPLETIONS, {**LONG, "n": 8, "max_tokens": 300, "temperature": 1})
             assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
             program.process.send_signal(signal.SIGTERM)
             drained = until(lambda: program.running.ask("/health").status == 503)
-            assert drained and last.result().json["usage"]["completion_tokens"] == 8 * 600
+            assert drained and last.result().json["usage"]["completion_tokens"] == 8 * 300
         code, errors = program.end()
     finally:
         program.kill()
