@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from filelock import FileLock
+
+if TYPE_CHECKING:
+    from tests.helpers.streamed import Pread
 
 os.environ["EDGEINFER_CONFIG"] = ""  # the configuration of whoever runs the tests is not theirs
 if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker: threads of BLAS would wait for it in circles
@@ -114,6 +118,19 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (own / "kernels").symlink_to(kernels, target_is_directory=True)
     monkeypatch.setenv("EDGEINFER_CACHE", str(own))
     return own
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pread], None]:
+    """Make readers of weights call a function in Python in place of pread; what it leaves to `streamed.real` is read.
+    """
+    from edgeinfer.runtime.weights import readers
+
+    def use(function: Pread) -> None:
+        callback = readers._PREAD(function)
+        monkeypatch.setattr(readers, "_host_pread", lambda: (readers._address(callback), 0, callback))
+
+    return use
 
 
 MOST_WORKERS, WORKER_BYTES = 4, 3 << 29

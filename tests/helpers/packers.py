@@ -353,3 +353,13 @@ def write_config(directory: Path, **fields: Any) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def raw_of(directory: Path) -> dict[str, Raw]:
+    """The tensors of model.safetensors as they are stored."""
+    stored = (directory / "model.safetensors").read_bytes()
+    size = int.from_bytes(stored[:8], "little")
+    header, data = json.loads(stored[8 : 8 + size]), stored[8 + size :]
+    header.pop("__metadata__")
+    return {name: (entry["dtype"], tuple(entry["shape"]), data[slice(*entry["data_offsets"])])
+            for name, entry in header.items()}

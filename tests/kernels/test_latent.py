@@ -10,8 +10,8 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, LATENT, LINEAR, ROWS, SCREEN, fill
 from edgeinfer.quant import KV_TYPES, WeightType
 from edgeinfer.quant import kv as kv_layout
+from tests.helpers.attention_layer import KV, Layer, Sequence, chain_of
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles
-from tests.kernels.test_attention import KV, Layer, Sequence, chain_of
 from tests.kernels.test_matmul import kernel_name, random_weights
 
 SIZES = [(3, 16, 6), (16, 64, 16), (5, 48, 10)]

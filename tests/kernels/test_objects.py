@@ -16,75 +16,22 @@ from types import SimpleNamespace
 
 import pytest
 
-import edgeinfer
 from edgeinfer.errors import DestinationError, KernelError
-from edgeinfer.kernels import Isa, Kernels, available, find_set
-from edgeinfer.kernels.catalogue import FAMILIES
-from edgeinfer.kernels.toolchain import build, elf, objects, provide
+from edgeinfer.kernels import Isa, Kernels, find_set
+from edgeinfer.kernels.toolchain import build, objects, provide
 from edgeinfer.kernels.toolchain.__main__ import main as compile_ahead
-
-ROOT = str(Path(edgeinfer.__file__).parents[1])
-ISA = available()[0]
-NAMES = ("quantize", "gather_outputs")
-EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "forward")
-FEW = ("linear_q4_g32", *NAMES, "rms_norm_q8", *EVERY_PROGRAM)
-"""Kernels that represent a set: nothing here depends on their number."""
-SEAL = 32
-
-
-@pytest.fixture(scope="session")
-def real_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the user's own set, built now where they are not there."""
-    return few_objects(tmp_path_factory.mktemp("set"))
-
-
-def few_objects(directory: Path) -> Path:
-    """Lay sealed objects of FEW into a directory; returns it."""
-    wanted = objects.KernelSet(ISA)
-    for name, code in provide.find_objects(wanted, FEW).items():
-        wanted.write(directory, name, code)
-    return directory
-
-
-class Builds:
-    """Stands for the compiling processes: they hand out objects of the real set."""
-
-    def __init__(self, source: Path):
-        self.source, self.started, self.failure = source, 0, ""
-
-    def start(self, isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
-        self.started += 1
-        script = f"""
-            import sys
-            from pathlib import Path
-            if {self.failure!r}: raise RuntimeError({self.failure!r})
-            for name in sys.stdin:
-                code = Path({str(self.source)!r}, name.strip() + ".o").read_bytes()[:-{SEAL}]
-                sys.stdout.buffer.write(f"{{name.strip()}} {{len(code)}}\\n".encode() + code)
-                sys.stdout.flush()"""
-        script = "\n".join(line[12:] for line in script.splitlines())
-        pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-S", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
-
-
-@pytest.fixture
-def builds(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
-    """A new cache and package, few kernels, and compiling processes that only copy."""
-    stand_in = Builds(real_set)
-    monkeypatch.setattr(objects.KernelSet, "names", list(FEW))
-    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(objects, "package_directory", lambda: tmp_path / "package")
-    monkeypatch.setattr(provide, "_unkept", {})
-    monkeypatch.setattr(build, "_start", stand_in.start)
-    return stand_in
-
-
-def cached(tmp_path: Path) -> Path:
-    return objects.KernelSet(ISA).directory(tmp_path / "cache" / "kernels", False)
-
-
-def files(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
+from tests.helpers.kernel_builds import (
+    EVERY_PROGRAM,
+    FEW,
+    ISA,
+    NAMES,
+    ROOT,
+    Builds,
+    cached,
+    files,
+    flip_a_bit,
+    refused,
+)
 
 
 def test_only_what_is_needed_is_compiled_and_once(builds: Builds, tmp_path: Path) -> None:
@@ -120,12 +67,6 @@ def test_the_cache_is_private(builds: Builds, tmp_path: Path) -> None:
         os.umask(before)
     for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-
-
-def flip_a_bit(file: Path) -> None:
-    code = bytearray(file.read_bytes())
-    code[len(code) // 2] ^= 4
-    file.write_bytes(bytes(code))
 
 
 @pytest.mark.parametrize("damage", [
@@ -197,11 +138,6 @@ def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:
     assert find_set(ISA) == released and builds.started == 0
     flip_a_bit(released / "quantize.o")
     assert find_set(ISA).parent == tmp_path / "cache" / "kernels"
-
-
-def refused(why: str) -> str:
-    return f"edgeinfer: kernels cannot be kept ({why}); they are compiled again in the next process. " \
-        "Set EDGEINFER_CACHE to a directory that only you can write.\n"
 
 
 def test_an_unwritable_cache_is_said_once_and_done_without(
@@ -322,181 +258,3 @@ def test_linking_needs_neither_numba_nor_a_second_look(real_set: Path) -> None:
     done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
-
-
-# -- whose files -------------------------------------------------------------------------------------------------------
-
-posix = pytest.mark.skipif(os.name == "nt", reason="files have no such owners")
-as_root = pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="giving files away needs root")
-
-
-def open_file(directory: Path) -> str:
-    (directory / "quantize.o").chmod(0o666)
-    return "quantize.o can be written by others"
-
-
-def given_file(directory: Path) -> str:
-    os.chown(directory / "quantize.o", 12345, 12345)
-    return "quantize.o belongs to another user (12345)"
-
-
-def link_in_place_of_a_file(directory: Path) -> str:
-    (directory / "quantize.o").rename(directory / "elsewhere")
-    (directory / "quantize.o").symlink_to("elsewhere")
-    return "Too many levels of symbolic links: quantize.o"
-
-
-@posix
-@pytest.mark.parametrize("spoil", [open_file, pytest.param(given_file, marks=as_root), link_in_place_of_a_file])
-def test_an_object_that_others_could_change_is_compiled_again(
-    builds: Builds, tmp_path: Path, spoil: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Kernels(ISA).addresses(NAMES)
-    started, why = builds.started, spoil(cached(tmp_path))
-    Kernels(ISA).addresses(NAMES)
-    assert builds.started > started
-    assert capsys.readouterr().err == f"edgeinfer: kernels in {cached(tmp_path)} cannot be used ({why}); they are " \
-        "compiled again.\n"
-    status = (cached(tmp_path) / "quantize.o").lstat()
-    assert (status.st_uid, status.st_mode) == (os.geteuid(), 0o100600)
-
-
-def open_set(directory: Path) -> str:
-    directory.chmod(0o777)
-    return f"{directory} can be written by others"
-
-
-def open_directory_above(directory: Path) -> str:
-    directory.parents[1].chmod(0o757)
-    return f"{directory.parents[1]} can be written by others"
-
-
-def given_directory(directory: Path) -> str:
-    os.chown(directory.parent, 12345, 12345)
-    return f"{directory.parent} belongs to another user (12345)"
-
-
-def link_of_another(directory: Path) -> str:
-    directory.rename(directory.parent / "elsewhere")
-    directory.symlink_to("elsewhere")
-    os.chown(directory, 12345, 12345, follow_symlinks=False)
-    return f"{directory} belongs to another user (12345)"
-
-
-def link_into_an_open_directory(directory: Path) -> str:
-    (open_one := directory.parents[2] / "open").mkdir()
-    open_one.chmod(0o777)
-    directory.rename(open_one / "set")
-    directory.symlink_to(open_one / "set")
-    return f"{open_one} can be written by others"
-
-
-@pytest.mark.slow(keep=3)
-@posix
-@pytest.mark.parametrize("spoil", [
-    open_set, open_directory_above, pytest.param(given_directory, marks=as_root),
-    pytest.param(link_of_another, marks=as_root), link_into_an_open_directory,
-])
-def test_a_cache_that_others_could_change_is_not_used(
-    builds: Builds, tmp_path: Path, spoil: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Kernels(ISA).addresses(NAMES)
-    directory = cached(tmp_path)
-    started, why = builds.started, spoil(directory)
-    flip_a_bit(directory / "quantize.o")  # nobody looks
-    assert Kernels(ISA).addresses(NAMES) and builds.started > started
-    assert capsys.readouterr().err == refused(f"{why}, and they are code")
-    with pytest.raises(DestinationError, match=re.escape(why)):
-        find_set(ISA)
-
-
-@posix
-def test_links_and_sticky_directories_of_our_own_are_fine(builds: Builds, tmp_path: Path) -> None:
-    Kernels(ISA).addresses(NAMES)
-    directory, started = cached(tmp_path), builds.started
-    (sticky := tmp_path / "sticky").mkdir()
-    sticky.chmod(0o1777)
-    directory.rename(sticky / "set")
-    directory.symlink_to("../../sticky/set")
-    Kernels(ISA).addresses(NAMES)
-    assert builds.started == started
-
-
-# -- machine code ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_kernel_that_needs_a_foreign_symbol_is_refused() -> None:
-    script = """
-import math
-from edgeinfer.kernels import available
-from edgeinfer.kernels.toolchain import compile
-compile.load_kernels(available()[-1])
-compile.only_translate()
-def bad(inst, ctx, tid, n_threads):
-    return int(math.exp(inst) * 8)
-try:
-    compile.compile_kernel("bad", bad)
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "kernel bad needs the symbols exp, which only Numba has\n", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [["quantize", "rms_norm_q8"], ["neuron_mask_signs"]], ids=" ".join)
-def test_a_lighter_front_end_changes_no_code(names: list[str]) -> None:
-    """With outlined helpers Numba makes one for each constant, so both front ends make one for all."""
-    script = """
-import hashlib, sys
-from edgeinfer.kernels import available
-from edgeinfer.kernels.toolchain import compile
-from edgeinfer.kernels.toolchain import front_end
-kernels = compile.load_kernels(available()[-1])
-compile.only_translate()
-if sys.argv[1] == "light":
-    front_end.lighten()
-elif "neuron_mask_signs" in sys.argv:
-    front_end._one_helper_for_all_constants()
-for name in sys.argv[2:]:
-    print(hashlib.sha256(compile.compile_kernel(name, kernels[name])[0]).hexdigest())
-"""
-    codes = [subprocess.run([sys.executable, "-c", script, how, *names], cwd=ROOT, capture_output=True, text=True)
-             for how in ("light", "whole")]
-    assert codes[0].stdout == codes[1].stdout != "", codes[0].stderr
-    assert len(codes[0].stdout.split()) == len(names), codes[0].stderr
-
-
-@pytest.mark.parametrize("code", [b"", b"garbage", b"MZ" + bytes(100), b"\x7fELF\x01\x01" + bytes(100)])
-def test_what_is_no_elf_object_is_refused(code: bytes) -> None:
-    with pytest.raises(KernelError, match="is no 64-bit little-endian ELF file; kernels are built as ELF everywhere"):
-        elf.undefined_symbols(code)
-
-
-@pytest.mark.slow
-def test_the_whole_set_needs_no_foreign_symbols() -> None:
-    for file in find_set(ISA).glob("*.o"):
-        assert elf.undefined_symbols(file.read_bytes()) <= {"memset", "memcpy", "memmove"}, file.name
-
-
-def test_two_kernels_of_one_name_are_refused() -> None:
-    from edgeinfer.kernels.registry import KERNELS, kernel
-
-    kernel("twice")(lambda inst, ctx, tid, n: 0)
-    try:
-        with pytest.raises(ValueError, match="Two kernels are named 'twice'"):
-            kernel("twice")(lambda inst, ctx, tid, n: 0)
-    finally:
-        del KERNELS["twice"]
-
-
-def test_what_lies_in_the_working_directory_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's directory may hold modules that are named like ours or like those that the compiler imports."""
-    for name in ("edgeinfer", "numba", "numpy"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()")
-    monkeypatch.chdir(tmp_path)
-    child = build._start(available()[0])
-    child.communicate(timeout=600)
-    assert not (tmp_path / "executed").exists()

@@ -17,18 +17,12 @@ from edgeinfer.base.lock import DestinationLock
 from edgeinfer.errors import KernelError
 from edgeinfer.kernels import ISA_LEVELS, Isa, Kernels, available, find_set
 from edgeinfer.kernels.toolchain import build, elf, objects, provide, tidy
-from tests.kernels.test_objects import EVERY_PROGRAM, FEW, SEAL, Builds, few_objects
+from tests.helpers.kernel_builds import EVERY_PROGRAM, FEW, SEAL, Builds
 
 ISA = available()[0]
 OTHER = next(isa for isa in available() + tuple(ISA_LEVELS) if isa != ISA)
 DAY = 86400
 COMPILED = "they are compiled into the user's cache."
-
-
-@pytest.fixture(scope="session")
-def real_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the user's own set, built now where they are not there."""
-    return few_objects(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture

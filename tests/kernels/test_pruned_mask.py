@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import abi
+from tests.helpers.attention_layer import GROUPS, KV, Layer, Sequence, chain_of
 from tests.helpers.kernel_bench import ISAS
-from tests.kernels.test_attention import GROUPS, KV, Layer, Sequence, chain_of
 from tests.kernels.test_scores import Scored
 
 PATTERNS = ("scattered", "blocks", "splits", "own")

@@ -7,8 +7,8 @@ import pytest
 
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION
+from tests.helpers.attention_layer import GROUPS, KV, Layer, Sequence, chain_of
 from tests.helpers.kernel_bench import ISAS
-from tests.kernels.test_attention import GROUPS, KV, Layer, Sequence, chain_of
 
 
 class Scored(Layer):

@@ -11,8 +11,8 @@ import pytest
 
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, fill
+from tests.helpers.attention_layer import GROUPS, KV, Sequence, chain_of
 from tests.helpers.kernel_bench import ISAS, function
-from tests.kernels.test_attention import GROUPS, KV, Sequence, chain_of
 from tests.kernels.test_pruned_mask import PATTERNS, Pruned
 from tests.kernels.test_scores import Scored
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import abi
+from tests.helpers.attention_layer import KV, Layer, Sequence
 from tests.helpers.kernel_bench import ISAS
-from tests.kernels.test_attention import KV, Layer, Sequence
 
 LENGTHS = (0, 1, 15, 16, 17, 255, 256, 257)
 """Rows before a tree: around the borders of blocks and splits."""

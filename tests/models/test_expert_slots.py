@@ -23,8 +23,8 @@ from edgeinfer.runtime import Session, plan_run
 from tests.helpers import golden_cases
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import TINY, logits_of, session, tokens, write_model
+from tests.helpers.streamed import Pread, decoded_after_errors, real, resumed_after_cancellations, watched
 from tests.models.test_gpt_oss import MOE as BIASED
-from tests.system.test_streaming import Pread, decoded_after_errors, host, real, resumed_after_cancellations, watched  # noqa: F401
 
 MOE = replace(TINY, model_type="qwen3_moe", num_hidden_layers=4, experts=ExpertsConfig(9, 3, 40))
 LARGER = replace(TINY, model_type="qwen2_moe", hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -112,7 +112,7 @@ def test_every_instruction_beside_its_reference(models: Path, monkeypatch: pytes
         assert (watched(lambda: logits_of(opened, IDS[:30], 3))).any()
 
 
-def test_a_token_brings_an_expert_with_one_read(models: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_token_brings_an_expert_with_one_read(models: Path, host: Callable[[Pread], None]) -> None:
     path, calls = write_model(models, LARGER), list[tuple[int, int]]()
 
     def seen(file: int, to: int, length: int, offset: int) -> int:
@@ -189,7 +189,7 @@ def test_a_bundle_that_lacks_room_even_for_a_layer_is_streamed_or_refused(models
 
 
 def test_an_error_ends_the_pass_and_the_next_one_is_right(models: Path,
-                                                          host: Callable[[Pread], None]) -> None:  # noqa: F811
+                                                          host: Callable[[Pread], None]) -> None:
     path, bad = write_model(models, MOE), list[bool]()
     host(lambda *call: -1 if bad else real(*call))
     want = resident(path)
@@ -198,7 +198,7 @@ def test_an_error_ends_the_pass_and_the_next_one_is_right(models: Path,
         assert (decoded_after_errors(opened, IDS[:58], IDS[58:], bad, match) == want[1:]).all()
 
 
-def test_a_cancellation_does_not_wait_for_reads(models: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_cancellation_does_not_wait_for_reads(models: Path, host: Callable[[Pread], None]) -> None:
     path, answers = write_model(models, MOE), threading.Event()
     answers.set()
 
@@ -213,7 +213,7 @@ def test_a_cancellation_does_not_wait_for_reads(models: Path, host: Callable[[Pr
         assert (resumed_after_cancellations(opened, sequence, IDS, 58, answers) == want[1:]).all()
 
 
-def test_a_read_that_is_cut_short_is_repeated(models: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_read_that_is_cut_short_is_repeated(models: Path, host: Callable[[Pread], None]) -> None:
     path, calls = write_model(models, LARGER), list[tuple[int, int]]()
 
     def torn(file: int, to: int, length: int, offset: int) -> int:

@@ -24,7 +24,7 @@ from edgeinfer.runtime import Session
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.offloaded import COLD, CONFIG, HOT, IDS, MIXED, OPTIONS, WIDE, made, offloaded, resident
 from tests.helpers.sessions import logits_of, session, tokens
-from tests.system.test_streaming import watched
+from tests.helpers.streamed import watched
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime.weights import readers as readers_module
 from tests.helpers.offloaded import COLD, IDS, MIXED, OPTIONS, made, offloaded, placed, resident
 from tests.helpers.sessions import logits_of
-from tests.system.test_streaming import Pread, decoded_after_errors, host, real, resumed_after_cancellations, watched  # noqa: F401
+from tests.helpers.streamed import Pread, decoded_after_errors, real, resumed_after_cancellations, watched
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_bit_that_flips(q4: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_a_bit_that_flips_on_the_way(q4: Path, host: Callable[[Pread], None],  # noqa: F811
+def test_a_bit_that_flips_on_the_way(q4: Path, host: Callable[[Pread], None],
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Of reads that are not what was written the debug mode alone knows."""
     def flipping(file: int, to: int, length: int, offset: int) -> int:
@@ -79,7 +79,7 @@ def test_a_bit_that_flips_on_the_way(q4: Path, host: Callable[[Pread], None],  #
         watched(lambda: opened.prefill(opened.new_sequence(), IDS[:3]))
 
 
-def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -> None:
     def slow(*call: int) -> int:
         time.sleep(1e-3)
         return real(*call)
@@ -91,7 +91,7 @@ def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -
         assert opened.executor.waited_ns > 20e6  # of 13 forward passes over 4 layers, each at least 1 ms
 
 
-def test_a_read_that_is_cut_short_is_repeated(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_read_that_is_cut_short_is_repeated(q4: Path, host: Callable[[Pread], None]) -> None:
     calls: list[tuple[int, ...]] = []
 
     def torn(file: int, to: int, length: int, offset: int) -> int:
@@ -107,7 +107,7 @@ def test_a_read_that_is_cut_short_is_repeated(q4: Path, host: Callable[[Pread], 
 
 
 def test_an_error_ends_the_pass_and_the_next_one_is_right(q4: Path,
-                                                          host: Callable[[Pread], None]) -> None:  # noqa: F811
+                                                          host: Callable[[Pread], None]) -> None:
     bad: list[bool] = []
     host(lambda *call: -1 if bad else real(*call))
     want = resident(q4)
@@ -151,7 +151,7 @@ def test_a_file_that_is_replaced_after_its_check(q4: Path, tmp_path: Path) -> No
     bundle.close()
 
 
-def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[Pread], None],  # noqa: F811
+def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[Pread], None],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled in the wait for neurons, and in the wait for what a cancelled pass has left; closed meanwhile."""
     answers = threading.Event()
@@ -177,7 +177,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
     answers.set()
 
 
-def test_a_prompt_whose_reads_fail_or_do_not_return(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_prompt_whose_reads_fail_or_do_not_return(q4: Path, host: Callable[[Pread], None]) -> None:
     """Reads that were asked for before the attention; cancelled also where the instruction that wants them did not
     run.
     """
@@ -211,7 +211,7 @@ def test_a_prompt_whose_reads_fail_or_do_not_return(q4: Path, host: Callable[[Pr
         assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
 
 
-def test_a_pass_that_goes_on_behind_a_read_that_failed_ends(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+def test_a_pass_that_goes_on_behind_a_read_that_failed_ends(q4: Path, host: Callable[[Pread], None]) -> None:
     """A range of instructions asked for data that another one computes with; they did not come before the second
     began.
     """

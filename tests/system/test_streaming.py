@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,20 +23,18 @@ from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import Planner, resolve, to_request
 from edgeinfer.memory_planner import stream as stream_plan
-from edgeinfer.runner import Cancellation, Segment, Sequence
+from edgeinfer.runner import Cancellation, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.weights import readers as readers_module
 from edgeinfer.runtime.weights import stream as streaming
 from edgeinfer.runtime.weights.direct import File
 from tests.helpers.sessions import TINY, config_of, logits_of, session, tokens
+from tests.helpers.streamed import Pread, decoded_after_errors, real, resumed_after_cancellations, watched
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32)
 IDS = tokens(90)
 OPTIONS: dict[str, Any] = {"prefill_chunk": 64, "ctx": 256}
-WATCHDOG_SECONDS = 60
-"""A hang ends here; no test waits so long otherwise."""
-Pread = Callable[[int, int, int, int], int]
 
 
 @pytest.fixture(scope="module", params=["q4", "int8", "f16"])
@@ -77,83 +74,6 @@ def resident(path: Path, **options: Any) -> np.ndarray:
     with session(path, **{**OPTIONS, **options}) as opened:
         assert opened.executor.stream is None
         return logits_of(opened, IDS, 6)
-
-
-def watched(work: Callable[[], Any]) -> Any:
-    """Return or raise the outcome of `work`; fail if it hangs."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WATCHDOG_SECONDS)
-    assert outcome, "it hangs"
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
-
-
-def cancelled_twice(opened: Session, sequence: Sequence, ids: list[int]) -> None:
-    """Go on with tokens while reads do not return; a cancellation from another thread ends it, again and again."""
-    for _ in range(2):
-        cancel = Cancellation()
-        timer = threading.Timer(0.1, cancel.cancel)
-        timer.start()
-        with pytest.raises(CancelledError):
-            for token in ids:
-                watched(lambda token=token, c=cancel: opened.forward([Segment(sequence, [token], [0])], c))
-        timer.join()
-
-
-def resumed_after_cancellations(opened: Session, sequence: Sequence, ids: list[int], n: int,
-                                answers: threading.Event) -> np.ndarray:
-    """Logits of the tokens behind the first n, decoded while reads do not return (`answers`), and then again."""
-    opened.prefill(sequence, ids[:n])
-    answers.clear()
-    cancelled_twice(opened, sequence, ids[n:])
-    answers.set()
-    opened.truncate(sequence, n)
-    return np.stack([watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in ids[n:]])
-
-
-def decoded_after_errors(opened: Session, prompt: list[int], ids: list[int], bad: list[bool], match: str) -> np.ndarray:
-    """Logits of tokens behind a prompt; before that all reads fail twice (while `bad` holds something)."""
-    sequence = opened.new_sequence()
-    opened.prefill(sequence, prompt)
-    bad.append(True)
-    for _ in range(2):
-        with pytest.raises(BundleError, match=match):
-            for token in ids:
-                watched(lambda token=token: opened.decode([sequence], [token]))
-    bad.clear()
-    opened.truncate(sequence, len(prompt))
-    return np.stack([watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in ids])
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pread], None]]:
-    """Makes readers call a function in Python instead of pread; what it leaves to `real` is read."""
-    kept: list[Any] = []
-
-    def use(function: Pread) -> None:
-        callback = readers_module._PREAD(function)
-        kept.append(callback)
-        monkeypatch.setattr(readers_module, "_host_pread", lambda: (readers_module._address(callback), 0, callback))
-
-    yield use
-
-
-def real(file: int, to: int, length: int, offset: int) -> int:
-    buffer = (ctypes.c_uint8 * length).from_address(to)
-    try:
-        return os.preadv(file, [buffer], offset)
-    except OSError:
-        return -1
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------

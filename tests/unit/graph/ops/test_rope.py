@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.graph import RopeConfig, rope_tables
-from tests.helpers.reference import frequencies
+from tests.helpers.reference_parts import frequencies
 
 ROPES = {
     "default": RopeConfig(500000.0),
