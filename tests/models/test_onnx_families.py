@@ -72,7 +72,7 @@ def _noting(gaps: list[np.ndarray]) -> Callable[..., np.ndarray]:
     return route
 
 
-@pytest.mark.slow(keep=16)
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize(("name", "weights", "group_size", "layout"), CASES)
 def test_the_oracles_logits(name: str, weights: str, group_size: int, layout: str, tmp_path: Path) -> None:
     """In chunks of all tokens, of 7 and of 1, in the second slot."""
@@ -142,6 +142,7 @@ def test_architectures_that_transformers_lacks(model_type: str, tmp_path: Path) 
         assert difference(opened(bundle, 64, "f32").chunks(ids, 7, 1), expected(bundle, ids)) < F32
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("name", [name for name in golden_cases.names() if name.startswith(RECURRENT)])
 def test_recurrent_models_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     bundle = written(name, tmp_path, weights="f32")

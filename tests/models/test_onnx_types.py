@@ -57,6 +57,7 @@ def exact(bundle: Bundle) -> None:
             assert found < max(least, 2.5 * rounding)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_types_of_gguf_files(kind: str, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "hf", "llama", **sizes_for(kind))
@@ -73,6 +74,7 @@ def test_types_that_are_mixed(kinds: dict[str, str], tmp_path: Path) -> None:
     exact(Bundle.open(tmp_path / "b"))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_1", "Q4_1"), ("MXFP4", "IQ4_NL")])
 def test_types_of_experts(kinds: tuple[str, str], tmp_path: Path) -> None:
     """Codes of all experts side by side; all are chosen, so that rounding chooses no others."""

@@ -151,6 +151,7 @@ def not_ended(session: Any, binding: Binding, options: Any) -> None:
     session.run_with_iobinding(binding.binding, onnxruntime.RunOptions())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("run", "where"), [
     (nan, "f16 logits"), (swapped, "unlike lengths"), (stale, "second chunk"), (wrong_best, "from the best logits"),
     (not_ended, "pass that is cancelled"),
