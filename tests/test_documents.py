@@ -156,6 +156,7 @@ PYTHON = [page for page in RUN if blocks(page, "python") and page != CLIENTS]
 PYTHON.append(ROOT / "docs" / "reference" / "python.md")
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("page", PYTHON, ids=label)
 def test_the_python_of_a_page_runs(page: Path, folder: Path) -> None:
     done = run([sys.executable, "-c", "\n".join(blocks(page, "python"))], folder)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_layers import statements
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("edgeinfer", "kernels", "memory_planner", "converters", "sparse", "offload", "devices")
 FILE_WISH, FILE_CAP = 300, 500
@@ -42,7 +44,7 @@ def sources() -> Iterator[Path]:
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Name and number of lines of each function, without its docstring."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
             yield node.name, (node.end_lineno or 0) - body[0].lineno + 1

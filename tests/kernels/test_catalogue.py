@@ -36,6 +36,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_names_every_registered_kernel_and_no_other() -> None:
     """Registered in a process of its own, as for compiling."""
     registered = run("from edgeinfer.kernels import available; from edgeinfer.kernels.toolchain import compile;"

@@ -110,6 +110,7 @@ def test_another_compiler_names_another_set_but_not_a_released_one(monkeypatch: 
     assert after[0] != before[0] and after[1] == before[1]
 
 
+@pytest.mark.slow
 def test_every_source_that_kernels_import_is_hashed() -> None:
     """The hash covers everything that compile.py loads in its process, except for the tools around it.
 

@@ -80,6 +80,7 @@ def test_two_kernels_of_one_name_are_refused() -> None:
         del KERNELS["twice"]
 
 
+@pytest.mark.slow
 def test_what_lies_in_the_working_directory_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's directory may hold modules that are named like ours or like those that the compiler imports."""
     for name in ("edgeinfer", "numba", "numpy"):

@@ -96,9 +96,9 @@ def test_codes_are_kept(name: str, form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "form", "head"), [
     ("qwen3-5", "gptq", "bf16"), ("qwen3-5", "awq", "bf16"), ("qwen3-5", "mlx", "bf16"), ("qwen3-5-moe", "fp8", "bf16"),
-    pytest.param("qwen3-5-moe", "pack-quantized", "bf16", marks=pytest.mark.slow),  # experts in groups of 128
     ("qwen3-5-moe", "fp8", "same"),
-    ("qwen3-5-moe", "gptq", "same")])
+    pytest.param("qwen3-5-moe", "pack-quantized", "bf16", marks=pytest.mark.slow),  # experts in groups of 128
+    pytest.param("qwen3-5-moe", "gptq", "same", marks=pytest.mark.slow)])
 def test_a_head_that_drafts(name: str, form: str, head: str, tmp_path: Path) -> None:
     """It stays in floats where it is in the checkpoint, as in most that are published, or keeps its codes."""
     tensors = written(name, form, tmp_path / "hf", head)

@@ -100,7 +100,7 @@ def compare(folder: Path, name: str, n: int, longest: int, reuse: bool, speculat
         assert len(said) == engine.preemptions
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_some_at_once(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In a pool for few of them, with prefix cache, drafts and two threads."""
