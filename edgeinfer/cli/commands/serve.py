@@ -200,14 +200,21 @@ def open_served(source: str, left: int | None, *, given: options.Given, techniqu
     """Open a model within what the budget leaves."""
     from ...llm import LLM
 
+    opened = opening(source, left, given=given, techniques=techniques, sequences=sequences, queue=queue, alone=alone)
+    with ProgressLine() as progress:
+        return LLM(source, progress=progress, **opened)
+
+
+def opening(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
+            queue: int, alone: bool) -> dict[str, Any]:
+    """Return the options with which a model is opened to be served."""
     weights, group_size = given.stored(source)
     opened: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
     fills = alone and given.kv_memory is None and given.device in (None, CPU)
-    opened |= dict(budget=left, kv=given.kv_on(given.device or CPU),
-                   max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
-                   weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None)
-    with ProgressLine() as progress:
-        return LLM(source, progress=progress, **opened, **techniques)
+    return opened | dict(budget=left, kv=given.kv_on(given.device or CPU),
+                         max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
+                         weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None,
+                         **techniques)
 
 
 def _announce(where: str, models: Models, config: ServerConfig) -> None:

@@ -40,8 +40,8 @@ class Answered(NamedTuple):
 class Answerer(Protocol):
     """Gives the answers to requests."""
 
-    async def post(self, url: str, body: bytes) -> Answered:
-        """Return the answer to a request."""
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row with this body."""
 
 
 class InProcess:
@@ -57,7 +57,11 @@ class InProcess:
         self._salt = salt
         self._endpoints = {url: Endpoint(server, handler, openai_error) for url, handler in HANDLERS.items()}
 
-    async def post(self, url: str, body: bytes) -> Answered:
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row with this body."""
+        return await self.post_to(row.url, body)
+
+    async def post_to(self, url: str, body: bytes) -> Answered:
         """Return the answer to a request."""
         endpoint, note = self._endpoints[url], dict[str, Any]()
         scope = {"path": url, "headers": (), "state": {"note": note, "salt": self._salt}}
@@ -89,7 +93,7 @@ async def answer_all(rows: Iterable[Row], body_of: Callable[[Row], bytes], answe
 
     async def work() -> None:
         for row in waiting:
-            answered = await answerer.post(row.url, body_of(row))
+            answered = await answerer.post(row, body_of(row))
             if answered.status in LATER:
                 raise EdgeInferError(msgspec.json.decode(answered.body)["error"]["message"])
             write(row, answered)

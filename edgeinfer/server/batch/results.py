@@ -37,7 +37,8 @@ class _Line(msgspec.Struct):
 class Results:
     """Appends answers to a file. A context manager, which holds the file's lock.
 
-    Lines that a former run has written stay, and the beginning of one that a killed run left behind is cut off.
+    Lines that a former run has written stay, and the beginning of one that a killed run left behind is cut off. A file
+    without any line is removed in the end.
 
     Parameters
     ----------
@@ -94,6 +95,8 @@ class Results:
             self._sync()
         finally:
             os.close(self._handle)
+            if not self._size:
+                self.path.unlink(missing_ok=True)
             self._lock.release()
 
     def write(self, custom_id: str, status: int, line: bytes) -> None:
