@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .on_ray import Ray, connected
+    from .connection import connected
+    from .on_ray import Ray
     from .pool import Pool, Worker, WorkerLost
 
 __all__ = ["Pool", "Ray", "Worker", "WorkerLost", "connected"]
-__getattr__ = lazily(__name__, {"on_ray": "Ray connected", "pool": "Pool Worker WorkerLost"})
+__getattr__ = lazily(__name__, {"connection": "connected", "on_ray": "Ray", "pool": "Pool Worker WorkerLost"})

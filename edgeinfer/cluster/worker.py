@@ -10,7 +10,7 @@ from ..errors import EdgeInferError
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..server import Answered, InProcess
+    from ..server import Answered, InProcess, Models
 
 
 class Identity(NamedTuple):
@@ -28,6 +28,13 @@ class Engine:
         self._answers: InProcess | None = None
         self._opening = asyncio.Lock()
         self._identity: Identity | None = None
+        self._models: Models | None = None
+
+    async def room(self) -> int:
+        """Return the bytes that this machine can give."""
+        from ..memory_planner import process_budget
+
+        return process_budget()
 
     async def open(self, name: str, source: str, options: dict[str, Any]) -> Identity | str:
         """Open the model once; return what it is, or the sentence that says why it cannot be opened."""
@@ -39,6 +46,11 @@ class Engine:
                     return str(error)
             return self._identity
 
+    async def planned_bytes(self) -> int:
+        """Return the memory of the open model's plan."""
+        assert self._models is not None
+        return self._models.first.model.plan.total_bytes
+
     async def post(self, url: str, body: bytes) -> Answered | None:
         """Return the answer to a request; None if the model is not open, as after a new start of this process."""
         return None if self._answers is None else await self._answers.post_to(url, body)
@@ -49,12 +61,12 @@ class Engine:
         def opened(source: str, left: int | None) -> LLM:
             from ..llm import LLM
 
-            return LLM(source, **options)
+            return LLM(source, **{**options, "budget": left})
 
-        models = Models({name: source}, opened, None, 1e9)
+        models = Models({name: source}, opened, options["budget"], 1e9)
         server = private_server(models)
         await models.open(models.first)
         server.ready = True
-        self._answers = InProcess(server)
+        self._answers, self._models = InProcess(server), models
         session = models.first.model.session
         return Identity(__version__, session.bundle.identity, session.executor.kernels.arithmetic)

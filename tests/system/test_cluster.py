@@ -28,7 +28,7 @@ from tests.helpers.command_line import edgeinfer, process
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
               pytest.mark.skipif(find_spec("ray") is None, reason="extra 'cluster' is not installed"),
               pytest.mark.skipif(sys.platform == "win32", reason="Ray's processes are POSIX here")]
-OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=4, max_queue=1 << 20, fill_budget=None)
+OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, budget=None, max_sequences=4, max_queue=1 << 20, fill_budget=None)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,25 @@ def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any
         asyncio.run(run(rows))
     assert found == right and len(set(killed)) == 3
     assert sum("is lost (" in one for one in said) >= 2
+
+
+def test_ray_listens_on_this_machine_alone(ray: Ray) -> None:
+    own = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    addresses = {each.laddr.ip for one in own for each in one.net_connections("inet")
+                 if each.status == psutil.CONN_LISTEN}
+    assert addresses and addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
+    async def plans(budget: int | None) -> list[int]:
+        workers = await ray.open(2, "demo", "demo", {**OPTIONS, "budget": budget, "fill_budget": True, "ctx": None})
+        return [await one.planned_bytes() for one in workers]
+
+    for budget in (400 << 20, None):
+        found = asyncio.run(plans(budget))
+        assert sum(found) <= (budget or psutil.virtual_memory().available * 1.2)
+    with pytest.raises(EdgeInferError, match=r"worker \d on 127.0.0.1 cannot open the model: .*needs .*the budget"):
+        asyncio.run(plans(20 << 20))
 
 
 def test_a_model_that_a_node_cannot_open(ray: Ray) -> None:

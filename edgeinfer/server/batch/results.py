@@ -73,6 +73,8 @@ class Results:
         return MARK + hashlib.sha256(f"{row.digest}{model}".encode()).hexdigest()[:24]
 
     def __enter__(self) -> Results:
+        if not (folder := Path(os.path.abspath(self.path)).parent).is_dir():  # the lock's library would make it
+            raise DestinationError(f"Cannot write {self.path}: there is no folder {folder}; create it first.")
         try:
             self._lock.acquire()
             if self.path.exists():
