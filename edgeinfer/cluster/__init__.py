@@ -6,8 +6,11 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .connection import connected
+    from .job import WorkerLost
     from .on_ray import Ray
-    from .pool import Pool, Worker, WorkerLost
+    from .pool import Pool, Worker
+    from .remote_model import RemoteModel
 
-__all__ = ["Pool", "Ray", "Worker", "WorkerLost", "connected"]
-__getattr__ = lazily(__name__, {"connection": "connected", "on_ray": "Ray", "pool": "Pool Worker WorkerLost"})
+__all__ = ["Pool", "Ray", "RemoteModel", "Worker", "WorkerLost", "connected"]
+__getattr__ = lazily(__name__, {"connection": "connected", "job": "WorkerLost", "on_ray": "Ray", "pool": "Pool Worker",
+                                "remote_model": "RemoteModel"})

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import EdgeInferError
 from .connection import first_sentence
-from .pool import WorkerLost
-from .worker import Engine, Identity
+from .job import Facts, Failed, Identity, Item, Job, WorkerLost
+from .worker import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from ..server import Answered
 
 REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
@@ -55,23 +57,42 @@ class Ray:
         EdgeInferError
             A node cannot open it, or the answers of two nodes would not have the same bits.
         """
-        places = [self.nodes[i % len(self.nodes)] for i in range(n or len(self.nodes))]
-        workers = [ActorWorker(self._ray, f"worker {i + 1} on {node.name}", node) for i, node in enumerate(places)]
-        rooms = await asyncio.gather(*(one.room() for one in workers))
-        for worker, node, room in zip(workers, places, rooms, strict=True):
-            worker.asked = name, source, _share(options, node, places.count(node), room)
-        found = await asyncio.gather(*(one.opened() for one in workers))
+        workers, found = await self._opened(n, "worker", (name, source, options))
         _refuse_unlike(list(zip(workers, found, strict=True)))
         return workers
 
+    async def replicas(self, n: int | None, name: str, source: str, options: dict[str, Any]) -> list[ActorWorker]:
+        """Return workers for a server, as `open`, whose arithmetic may differ: its router keeps them apart."""
+        workers, found = await self._opened(n, "replica", (name, source, options))
+        _refuse_unlike([(one, identity._replace(arithmetic="")) for one, identity in zip(workers, found, strict=True)])
+        for one in workers:  # one after the other, since each is measured
+            await one.learn_facts()
+        return workers
+
+    def end(self, workers: list[ActorWorker]) -> None:
+        """End the processes of workers."""
+        for one in workers:
+            one.kill()
+
+    async def _opened(self, n: int | None, kind: str, asked: tuple[str, str, dict[str, Any]]
+                      ) -> tuple[list[ActorWorker], list[Identity]]:
+        places = [self.nodes[i % len(self.nodes)] for i in range(n or len(self.nodes))]
+        workers = [ActorWorker(self._ray, f"{kind} {i + 1} on {node.name}", node) for i, node in enumerate(places)]
+        rooms = await asyncio.gather(*(one.room() for one in workers))
+        for worker, node, room in zip(workers, places, rooms, strict=True):
+            worker.asked = *asked[:2], _share(asked[2], node, places.count(node), room)
+        return workers, await asyncio.gather(*(one.opened() for one in workers))
+
 
 class ActorWorker:
-    """A worker that is an actor of Ray on one node."""
+    """A worker of a batch and a replica of a server: an actor of Ray on one node."""
+
+    facts: Facts
 
     def __init__(self, ray: Any, name: str, node: Node):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.name = name
+        self.name, self._ray = name, ray
         self.asked: tuple[str, str, dict[str, Any]]
         self._lost = ray.exceptions.RayActorError
         self._failed = ray.exceptions.RayError
@@ -79,16 +100,16 @@ class ActorWorker:
             num_cpus=0, max_restarts=-1, max_concurrency=CONCURRENT,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
 
+    def kill(self) -> None:
+        """End its process."""
+        self._ray.kill(self._actor)
+
     async def room(self) -> int:
         """Return the bytes that the node can give, before any worker there has opened a model."""
         try:
             return int(await self._actor.room.remote())
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
-
-    async def planned_bytes(self) -> int:
-        """Return the memory of its plan."""
-        return int(await self._actor.planned_bytes.remote())
 
     async def opened(self) -> Identity:
         """Open the model and return what it is; raises `EdgeInferError` with the sentence of the node."""
@@ -111,6 +132,29 @@ class ActorWorker:
         if found is None:
             raise WorkerLost("its process has started again")
         return found
+
+    async def learn_facts(self) -> None:
+        """Ask for the properties of the open model."""
+        try:
+            self.facts = await self._actor.facts.remote()
+        except self._failed as error:
+            raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
+
+    async def run(self, job: Job) -> AsyncIterator[Item]:
+        """Run a job, whose last item is `Done` or `Failed`."""
+        try:
+            async for reference in self._actor.run.options(num_returns="streaming").remote(job):
+                if (item := await reference) is None:
+                    raise WorkerLost("its process has started again")
+                yield item
+        except self._lost as error:
+            raise WorkerLost(first_sentence(error)) from None
+        except self._failed as error:
+            yield Failed(EdgeInferError(f"The {self.name} failed: {first_sentence(error)}."))
+
+    async def cancel(self, key: int) -> None:
+        """End a job."""
+        await self._actor.cancel.remote(key)
 
     async def reopen(self) -> None:
         """Open the model in the process that Ray starts in the place of the lost one."""

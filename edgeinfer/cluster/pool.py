@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import EdgeInferError
+from .job import WorkerLost
 
 if TYPE_CHECKING:
     from ..server import Answered, Row
 
 TRIES = 5
 """Workers that may be lost with one row before the run ends: the row may be what ends them."""
-
-
-class WorkerLost(Exception):
-    """A worker has ended, or cannot be reached; the text says why."""
 
 
 class Worker(Protocol):

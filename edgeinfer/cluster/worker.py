@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..errors import EdgeInferError
 
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..server import Answered, InProcess, Models
-
-
-class Identity(NamedTuple):
-    """Parts on which the bits of an answer depend."""
-
-    version: str
-    bundle: str
-    arithmetic: str
+    from .job import Facts, Identity, Item, Job
+    from .serving import Serving
 
 
 class Engine:
@@ -26,9 +20,10 @@ class Engine:
 
     def __init__(self) -> None:
         self._answers: InProcess | None = None
-        self._opening = asyncio.Lock()
-        self._identity: Identity | None = None
+        self._serving: Serving | None = None
         self._models: Models | None = None
+        self._identity: Identity | None = None
+        self._opening = asyncio.Lock()
 
     async def room(self) -> int:
         """Return the bytes that this machine can give."""
@@ -46,17 +41,38 @@ class Engine:
                     return str(error)
             return self._identity
 
-    async def planned_bytes(self) -> int:
-        """Return the memory of the open model's plan."""
-        assert self._models is not None
-        return self._models.first.model.plan.total_bytes
+    async def facts(self) -> Facts:
+        """Return the properties of the open model."""
+        from ..server import in_thread
+        from .serving import facts_of
+
+        return await in_thread(lambda: facts_of(self._llm))
 
     async def post(self, url: str, body: bytes) -> Answered | None:
         """Return the answer to a request; None if the model is not open, as after a new start of this process."""
         return None if self._answers is None else await self._answers.post_to(url, body)
 
+    async def run(self, job: Job) -> AsyncIterator[Item | None]:
+        """Run a job; gives None if the model is not open."""
+        if self._serving is None:
+            yield None
+            return
+        async for item in self._serving.run(job):
+            yield item
+
+    async def cancel(self, key: int) -> None:
+        """End a job, if it runs."""
+        if self._serving is not None:
+            self._serving.cancel(key)
+
+    @property
+    def _llm(self) -> LLM:
+        assert self._models is not None
+        return self._models.first.model
+
     async def _open(self, name: str, source: str, options: dict[str, Any]) -> Identity:
         from ..server import InProcess, Models, private_server
+        from .serving import Serving, identity_of
 
         def opened(source: str, left: int | None) -> LLM:
             from ..llm import LLM
@@ -68,5 +84,5 @@ class Engine:
         await models.open(models.first)
         server.ready = True
         self._answers, self._models = InProcess(server), models
-        session = models.first.model.session
-        return Identity(__version__, session.bundle.identity, session.executor.kernels.arithmetic)
+        self._serving = Serving(self._llm)
+        return identity_of(self._llm)

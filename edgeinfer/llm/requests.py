@@ -56,6 +56,8 @@ class State(NamedTuple):
 class Requests(Prompts):
     """The part of `LLM` that makes requests."""
 
+    elsewhere = False
+    """Whether other processes run the model."""
     runner: Runner
     draft: Runner | None
     _drafting: Drafting

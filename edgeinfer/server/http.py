@@ -53,6 +53,8 @@ class Call:
         Names in the body.
     prompt_field, form_field : str
         Fields of the body that hold the prompt and the form of the answer.
+    reply_headers : dict of str
+        Further headers of the answer.
     """
 
     def __init__(self, server: Server, scope: Scope, body: bytes):
@@ -64,6 +66,7 @@ class Call:
         self.note: dict[str, Any] = scope["state"]["note"]
         self.prompt_field, self.form_field = "messages", "response_format"
         self.fields: Collection[str] = ()
+        self.reply_headers: dict[str, str] = {}
 
     def count(self, **tokens: int) -> None:
         """Add to the figures in the log: a request may have several prompts."""
@@ -238,11 +241,13 @@ class Endpoint:
     async def _answer(self, call: Call, send: Send) -> None:
         answer = await self.handler(call)
         if isinstance(answer, Reply):
+            answer.headers.update(call.reply_headers)
             await respond(send, answer)
             return
         async with answer.held:
             await send({"type": "http.response.start", "status": 200, "headers": [
                 (b"content-type", answer.kind.encode()), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in call.reply_headers.items()),
             ]})
             try:
                 async for piece in answer.pieces:

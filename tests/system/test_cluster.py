@@ -19,8 +19,8 @@ import pytest
 
 pytest.importorskip("msgspec")
 from edgeinfer.cluster import Pool, Ray, connected
+from edgeinfer.cluster.job import Identity
 from edgeinfer.cluster.on_ray import _refuse_unlike
-from edgeinfer.cluster.worker import Identity
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server import Answered, Row, Rows, answer_all
 from tests.helpers.command_line import edgeinfer, process
@@ -103,7 +103,9 @@ def test_ray_listens_on_this_machine_alone(ray: Ray) -> None:
 def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
     async def plans(budget: int | None) -> list[int]:
         workers = await ray.open(2, "demo", "demo", {**OPTIONS, "budget": budget, "fill_budget": True, "ctx": None})
-        return [await one.planned_bytes() for one in workers]
+        for one in workers:
+            await one.learn_facts()
+        return [one.facts.plan.total_bytes for one in workers]
 
     for budget in (400 << 20, None):
         found = asyncio.run(plans(budget))

@@ -20,8 +20,9 @@ from ...rules import RULES
 from .. import options
 from ..output import print_json, say, speed
 from ..progress import ProgressLine
+from ..served import open_served, opening, short_name
 from .plan import SERVED_SEQUENCES
-from .serve import check_packages, open_served, opening, short_name
+from .serve import check_packages
 
 if TYPE_CHECKING:
     from ...server import Answered, Answerer, Models, Results, Row, Rows
