@@ -28,6 +28,14 @@ class Identity(NamedTuple):
     arithmetic: str
 
 
+class Refused(NamedTuple):
+    """The error with which a model cannot be opened; errors with plans do not go from process to process."""
+
+    sentence: str
+    code: str
+    exit_code: int
+
+
 class Speeds(NamedTuple):
     """Seconds that a replica takes for a token."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import EdgeInferError
 from .connection import first_sentence
-from .job import Facts, Failed, Identity, Item, Job, WorkerLost
+from .job import Facts, Failed, Identity, Item, Job, Refused, WorkerLost
 from .worker import Engine
 
 if TYPE_CHECKING:
@@ -117,8 +117,10 @@ class ActorWorker:
             found = await self._actor.open.remote(*self.asked)
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot open the model: {first_sentence(error)}.") from None
-        if isinstance(found, str):
-            raise EdgeInferError(f"The {self.name} cannot open the model: {found}")
+        if isinstance(found, Refused):
+            refused = EdgeInferError(f"The {self.name} cannot open the model: {found.sentence}")
+            refused.code, refused.exit_code = found.code, found.exit_code
+            raise refused
         return Identity(*found)
 
     async def post(self, url: str, body: bytes) -> Answered:
@@ -162,9 +164,9 @@ class ActorWorker:
         while time.monotonic() < until:
             try:
                 found = await asyncio.wait_for(self._actor.open.remote(*self.asked), until - time.monotonic())
-                if not isinstance(found, str):
+                if not isinstance(found, Refused):
                     return
-                why = found
+                why = found.sentence
             except self._lost as error:
                 why = first_sentence(error)
             except asyncio.TimeoutError:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EdgeInferError
+from .job import Refused
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -31,14 +32,14 @@ class Engine:
 
         return process_budget()
 
-    async def open(self, name: str, source: str, options: dict[str, Any]) -> Identity | str:
-        """Open the model once; return what it is, or the sentence that says why it cannot be opened."""
+    async def open(self, name: str, source: str, options: dict[str, Any]) -> Identity | Refused:
+        """Open the model once; return what it is, or why it cannot be opened."""
         async with self._opening:
             if self._identity is None:
                 try:
                     self._identity = await self._open(name, source, options)
                 except EdgeInferError as error:
-                    return str(error)
+                    return Refused(str(error), error.code, error.exit_code)
             return self._identity
 
     async def facts(self) -> Facts:

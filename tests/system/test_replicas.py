@@ -56,7 +56,7 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
 REQUESTS = requests()
 OWN = ("id", "created", "created_at", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration",
        "prompt_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "prompt_eval_count",
-       "completion_tokens_details")
+       "completion_tokens_details", "input_tokens")
 """Fields that are of the time, of what the prefix cache had, and of how often speculation was worth it."""
 
 

@@ -68,8 +68,8 @@ def test_a_full_replica_is_waited_for_as_long_as_its_texts_take() -> None:
 
 
 def test_fast_replicas_get_more() -> None:
-    loads = [load("laptop", 0.0002, 0.005), load("board", 0.002, 0.05)]
-    for key in range(12):
+    loads = [load("laptop", 0.0002, 0.005), load("board", 0.0006, 0.015)]
+    for key in range(16):
         choose(loads, asked := need([key] * 20)).begin(key, asked)
     assert loads[0].sent > 2 * loads[1].sent > 0
 
