@@ -46,6 +46,7 @@ COMMANDS = {
     "warmup": "Compile the kernels for this machine.",
     "cache": "List or delete converted models and compiled kernels.",
     "config": "Show and change the defaults of options.",
+    "cluster": "Join machines to a Ray cluster, for batch --ray and serve --ray.",
 }
 """The commands and how their help begins, so that the list of them imports none."""
 MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app"}

@@ -85,7 +85,7 @@ def connected(address: str, cpus: int | None = None) -> Iterator[Ray]:
 @contextlib.contextmanager
 def environment(address: str) -> Iterator[None]:
     """Set the variables that Ray reads, for this process and those that it starts."""
-    variables = {**ALWAYS, ON_LOOPBACK: "1"}
+    variables = {**ALWAYS, ON_LOOPBACK: "0" if address.startswith("127.") else "1"}
     if address == LOCAL:
         variables |= {ON_LOOPBACK: "0", "RAY_AUTH_TOKEN": own_token()}
     before = {name: os.environ.get(name) for name in variables}
@@ -126,6 +126,15 @@ def check_head(address: str) -> None:
                              "set RAY_AUTH_TOKEN.") from None
     except Exception as error:
         raise EdgeInferError(f"Cannot connect to Ray at {address}: {first_sentence(error)}.") from None
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether something listens at an address."""
+    try:
+        socket.create_connection((host, port), REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

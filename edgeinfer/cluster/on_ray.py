@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import EdgeInferError
 from .connection import first_sentence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..server import Answered
 
+T = TypeVar("T")
 REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
 """Time that a lost worker has to come back, and between two looks at it."""
 CONCURRENT = 4096
@@ -68,6 +70,17 @@ class Ray:
         for one in workers:  # one after the other, since each is measured
             await one.learn_facts()
         return workers
+
+    async def ask(self, node: Node, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns in a process of a node; raises `EdgeInferError` with what it raises."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = self._ray.remote(function).options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
+        try:
+            return await remote.remote(*arguments)
+        except self._ray.exceptions.RayError as error:
+            raise EdgeInferError(f"{first_sentence(error)}.") from None
 
     def end(self, workers: list[ActorWorker]) -> None:
         """End the processes of workers."""
