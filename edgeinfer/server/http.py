@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -49,6 +50,8 @@ class Call:
         Of the client's key: the prefix cache is shared among its requests alone.
     note : dict
         What the log says of the request.
+    query : dict of str
+        Of the address.
     fields : collection of str
         Names in the body.
     prompt_field, form_field : str
@@ -65,6 +68,7 @@ class Call:
         self.salt: bytes = scope["state"]["salt"]
         self.note: dict[str, Any] = scope["state"]["note"]
         self.prompt_field, self.form_field = "messages", "response_format"
+        self.query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         self.fields: Collection[str] = ()
         self.reply_headers: dict[str, str] = {}
 
@@ -148,10 +152,13 @@ class Endpoint:
     handler : coroutine function
     failed : an error in the object of the path's API
     public : whether it answers while the server is loading or ending
+    limit : setting that limits the size of the body
     """
 
-    def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False):
+    def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False,
+                 limit: str = "max_body"):
         self.server, self.handler, self.failed, self.public = server, handler, failed, public
+        self._limit, self._most = limit, getattr(server.config, limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -217,15 +224,15 @@ class Endpoint:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         config = self.server.config
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > config.max_body:
-                raise _too_large(int(value[:20]), config.max_body)
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._most:
+                raise self._too_large(int(value[:20]))
         try:
-            return await asyncio.wait_for(self._parts(receive, config.max_body), config.read_seconds)
+            return await asyncio.wait_for(self._parts(receive), config.read_seconds)
         except asyncio.TimeoutError:
             raise ApiError(408, f"The body did not arrive within {config.read_seconds:g} s; send it faster.",
                            code="timeout") from None
 
-    async def _parts(self, receive: Receive, most: int) -> bytes:
+    async def _parts(self, receive: Receive) -> bytes:
         parts, n = list[bytes](), 0
         while True:
             message = await receive()
@@ -233,10 +240,14 @@ class Endpoint:
                 raise ClientLeft
             parts.append(message.get("body", b""))
             n += len(parts[-1])
-            if n > most:
-                raise _too_large(n, most)
+            if n > self._most:
+                raise self._too_large(n)
             if not message.get("more_body"):
                 return b"".join(parts)
+
+    def _too_large(self, n: int) -> ApiError:
+        return ApiError(413, f"The body has {n} bytes or more; at most {self._most} are taken "
+                             f"(--{self._limit.replace('_', '-')}).", code="request_too_large")
 
     async def _answer(self, call: Call, send: Send) -> None:
         answer = await self.handler(call)
@@ -285,11 +296,6 @@ async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _too_large(n: int, most: int) -> ApiError:
-    return ApiError(413, f"The body has {n} bytes or more; at most {most} are taken (--max-body).",
-                    code="request_too_large")
 
 
 ALIVE = b": the answer is being computed\n\n"

@@ -34,8 +34,9 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
         (cache / "kernels").symlink_to(kernels.resolve(), target_is_directory=True)
 
         def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run([*PYTHON, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=180,
-                                  env=environment(HOME=str(home), EDGEINFER_CACHE=str(cache), **variables))
+            return subprocess.run([*PYTHON, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+                                  timeout=180, env=environment(HOME=str(home), EDGEINFER_CACHE=str(cache),
+                                                           **variables))
 
         return run
 

@@ -75,6 +75,10 @@ def serve(
     max_samples: Annotated[int, _limit("--max-samples", "N", "Texts that one request may ask for.")] = 16,
     max_stops: Annotated[int, _limit("--max-stops", "N", "Stop strings of a request.")] = 16,
     max_body: Annotated[str, _limit("--max-body", "SIZE", "Size of a request.")] = "1MiB",
+    max_file: Annotated[str, _limit("--max-file", "SIZE", "Size of a file of requests (/v1/files).")] = "64MiB",
+    batch_dir: Annotated[str, options.option(
+        "--batch-dir", metavar="DIR", help="Folder of files and batches (/v1/files, /v1/batches).  [default: one of "
+        "the cache, by the name of MODEL]", group=REST + LIMITS, show_default=False)] = "",
     request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "End requests after this time.")] = 600.0,
     read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time in which the headers of a request have to "
                                           "arrive, and then its body.")] = 30.0,
@@ -111,7 +115,8 @@ def serve(
     config = _config(
         host=host, port=port, api_keys=_keys(api_key, api_key_file), insecure=insecure,
         cors_origins=tuple(cors_origin or ()), max_queue=max_queue, max_requests=max_requests, max_samples=max_samples,
-        max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), request_seconds=request_timeout,
+        max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), batch_dir=batch_dir,
+        max_file=checked("--max-file", max_file, RULES["budget"]), request_seconds=request_timeout,
         read_seconds=read_timeout, drain_seconds=drain, keep_alive_seconds=keep_alive, log_prompts=log_prompts)
     sources = _sources(model, name, others or [])
     sequences = max_sequences
