@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .connection import connected
     from .job import WorkerLost
     from .node import PORT, current, own_address, start_head, start_worker, stop
-    from .on_ray import Ray
+    from .on_ray import Ray, connected
     from .pool import Pool, Worker
     from .remote_model import RemoteModel
 
 __all__ = ["PORT", "Pool", "Ray", "RemoteModel", "Worker", "WorkerLost", "connected", "current", "own_address",
            "start_head", "start_worker", "stop"]
 __getattr__ = lazily(__name__, {
-    "connection": "connected", "job": "WorkerLost", "node": "PORT current own_address start_head start_worker stop",
-    "on_ray": "Ray", "pool": "Pool Worker", "remote_model": "RemoteModel"})
+    "job": "WorkerLost", "node": "PORT current own_address start_head start_worker stop",
+    "on_ray": "Ray connected", "pool": "Pool Worker", "remote_model": "RemoteModel"})

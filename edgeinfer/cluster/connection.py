@@ -11,12 +11,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import EdgeInferError, UsageError
-
-if TYPE_CHECKING:
-    from .on_ray import Ray
 
 LOCAL, LOOPBACK = "local", "127.0.0.1"
 OBJECT_BYTES = 80_000_000
@@ -38,8 +35,8 @@ def first_sentence(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def connected(address: str, cpus: int | None = None) -> Iterator[Ray]:
-    """Connect to a cluster, or start one of this machine alone that ends with the context.
+def initialised(address: str, cpus: int | None = None) -> Iterator[Any]:
+    """Connect Ray to a cluster, or start one of this machine alone that ends with the context; gives the package.
 
     Ray must not have been imported before: it reads once, then, whether tokens are required, as here they always are,
     and where it listens.
@@ -74,10 +71,8 @@ def connected(address: str, cpus: int | None = None) -> Iterator[Ray]:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        from .on_ray import Ray
-
         try:
-            yield Ray(ray)
+            yield ray
         finally:
             ray.shutdown()
 

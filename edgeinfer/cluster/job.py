@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a sample has got since the last part."""
+    """Tokens that a sample has got since the last part."""
 
     number: int
     pieces: list[str]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import EdgeInferError
-from .connection import first_sentence
+from .connection import first_sentence, initialised
 from .job import Facts, Failed, Identity, Item, Job, Refused, WorkerLost
 from .worker import Engine
 
@@ -95,6 +96,13 @@ class Ray:
         for worker, node, room in zip(workers, places, rooms, strict=True):
             worker.asked = *asked[:2], _share(asked[2], node, places.count(node), room)
         return workers, await asyncio.gather(*(one.opened() for one in workers))
+
+
+@contextlib.contextmanager
+def connected(address: str, cpus: int | None = None) -> Iterator[Ray]:
+    """Connect to a cluster, or start one of this machine alone that ends with the context; see `initialised`."""
+    with initialised(address, cpus) as ray:
+        yield Ray(ray)
 
 
 class ActorWorker:

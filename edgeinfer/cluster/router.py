@@ -20,7 +20,7 @@ NEW_WEIGHT = 0.1
 
 
 class Need(NamedTuple):
-    """What a request asks of a replica.
+    """Work that a request asks for.
 
     Attributes
     ----------

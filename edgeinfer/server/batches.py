@@ -226,7 +226,7 @@ class _Patient:
 
 
 class CreateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client asks for."""
+    """A request for a batch."""
 
     input_file_id: str
     endpoint: str

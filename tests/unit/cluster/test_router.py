@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""The choice of a replica for a request."""
 
 from __future__ import annotations
 
