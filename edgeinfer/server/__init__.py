@@ -6,8 +6,9 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .answers import Arrivals
-    from .batch import Answered, Answerer, InProcess, Results, Row, Rows, answer_all, line_of, private_server
+    from .batch import Answered, Answerer, InProcess, Results, Row, Rows, answer_all, line_of
     from .models import Models, in_thread
+    from .private import private_server
     from .program import bound, serve
     from .server import Server, application
     from .settings import ServerConfig
@@ -15,5 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Answered", "Answerer", "Arrivals", "InProcess", "Models", "Results", "Row", "Rows", "Server",
            "ServerConfig", "answer_all", "application", "bound", "in_thread", "line_of", "private_server", "serve"]
 __getattr__ = lazily(__name__, {
-    "answers": "Arrivals", "batch": "Answered Answerer InProcess Results Row Rows answer_all line_of private_server",
-    "models": "Models in_thread", "program": "bound serve", "server": "Server application", "settings": "ServerConfig"})
+    "answers": "Arrivals", "batch": "Answered Answerer InProcess Results Row Rows answer_all line_of",
+    "models": "Models in_thread", "private": "private_server", "program": "bound serve",
+    "server": "Server application", "settings": "ServerConfig"})
