@@ -61,6 +61,7 @@ def initialised(address: str, cpus: int | None = None) -> Iterator[Any]:
                        _node_ip_address=LOOPBACK)
         else:
             check_head(address)
+        _leave_output_alone()
         handlers = _signal_handlers()
         try:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False, **own)
@@ -159,6 +160,13 @@ def imported() -> Any:
     except ImportError:
         raise UsageError("A cluster needs the package ray; install it with: pip install 'edgeinfer[cluster]'") from None
     return ray
+
+
+def _leave_output_alone() -> None:
+    """Keep what Ray says of processes that end off standard output, which may be JSON; the sentences are ours."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _signal_handlers() -> dict[int, Any]:

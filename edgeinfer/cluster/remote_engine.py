@@ -95,8 +95,7 @@ class RemoteEngine:
         need = self._need(request)
         place = self._free(need, None)
         task = asyncio.get_running_loop().create_task(self._work(request, need, place))
-        loop = task.get_loop()
-        request.task.on_cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # type: ignore[attr-defined]
+        request.task.on_cancel = lambda: _cancel(task)  # type: ignore[attr-defined]
         if place is not None and place.facts.identity.arithmetic != self.home:
             request.headers = {HEADER: place.facts.isa}
         self._tasks.add(task)
@@ -106,16 +105,17 @@ class RemoteEngine:
     """Nothing runs in the client's thread."""
 
     def cancel(self) -> None:
-        """Cancel all requests."""
-        for task in self._tasks:
-            task.get_loop().call_soon_threadsafe(task.cancel)
+        """Cancel all requests; from any thread."""
+        for task in tuple(self._tasks):
+            _cancel(task)
 
-    async def stop(self) -> None:
-        """End all requests, and wait for no replica."""
+    def close(self) -> None:
+        """End all requests, and wait for no replica; from any thread."""
         self.closed = True
-        for task in (*self._tasks, *(one.reopening for one in self.places if one.reopening)):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cancel()
+        for one in self.places:
+            if one.reopening is not None:
+                _cancel(one.reopening)
 
     def _need(self, request: Request[Any]) -> Need:
         task = request.task
@@ -230,6 +230,12 @@ class RemoteEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 async with self._changed:
                     self._changed.notify_all()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task, which has begun by then, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 def _home(places: Sequence[Place]) -> str:

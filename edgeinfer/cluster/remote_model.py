@@ -98,6 +98,5 @@ class RemoteModel(Embeddings):
 
     def close(self) -> None:
         """End all requests and the replicas."""
-        self._remote.closed = True
-        self._remote.cancel()
+        self._remote.close()
         self._ended()

@@ -69,7 +69,8 @@ def engines() -> list[int]:
     return [one.pid for one in psutil.Process().children(recursive=True) if "ray::Engine" in " ".join(one.cmdline())]
 
 
-def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any]) -> None:
+def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any],
+                                     capfd: pytest.CaptureFixture[str]) -> None:
     found, said, killed = dict[str, Any](), list[str](), list[int]()
 
     def write(row: Row, answered: Answered) -> None:
@@ -89,7 +90,7 @@ def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any
 
     with Rows(given) as rows:
         asyncio.run(run(rows))
-    assert found == right and len(set(killed)) == 3
+    assert found == right and len(set(killed)) == 3 and not capfd.readouterr().out
     assert sum("is lost (" in one for one in said) >= 2
 
 

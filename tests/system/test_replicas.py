@@ -132,12 +132,12 @@ def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[
             lost[0] += now
             return now
 
-    for one in three[:2]:
+    for one in three:
         one.lost_after = dies
     with serving({"chat": model}, opener(three, said)) as running:
         assert all_of(running) == right
-    assert lost[0] > 20 and sum("is lost (killed); others go on" in one for one in said) > 10, (lost, said)
-    assert sum(len(job.generated) > 0 for one in three for job in one.jobs) > 5
+    assert lost[0] > 10 and sum("is lost (killed); others go on" in one for one in said) > 5, (lost, said)
+    assert sum(len(job.generated) > 0 for one in three for job in one.jobs) > 3
 
 
 def test_a_client_that_leaves_frees_its_replica(model: str, three: list[Within]) -> None:
