@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import generation_config
 from ..engine import Request
-from ..llm import Embeddings, State
+from ..llm import Embeddings, ReplicaState, State
 from ..models import Storage, resolve
 from .remote_engine import RemoteEngine
 from .tasks import RemoteEmbedding, RemoteGeneration, RemoteScoring
@@ -71,6 +71,11 @@ class RemoteModel(Embeddings):
         one = self._remote
         planned = sum(place.facts.plan.total_bytes for place in one.places if place.there)
         return State(one.n_running, one.n_waiting, one.kv_usage, one.preemptions, planned)
+
+    def replicas(self) -> list[ReplicaState]:
+        """Return the replicas as the router knows them."""
+        return [ReplicaState(one.name, one.facts.isa, one.there, len(one.work), one.sent, 1 / one.speeds.prompt,
+                             1 / one.speeds.decode, one.facts.plan.total_bytes) for one in self._remote.places]
 
     def _request(self, ids: Iterable[int], options: Mapping[str, Any], skip_special: bool = True,
                  salt: bytes = b"") -> Request[Any]:

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .api import LLM
     from .asynchronous import AsyncLLM
     from .embeddings import Embeddings
-    from .requests import State
+    from .requests import ReplicaState, State
 
-__all__ = ["LLM", "AsyncLLM", "Embeddings", "State"]
+__all__ = ["LLM", "AsyncLLM", "Embeddings", "ReplicaState", "State"]
 __getattr__ = lazily(__name__, {"api": "LLM", "asynchronous": "AsyncLLM", "embeddings": "Embeddings",
-                              "requests": "State"})
+                              "requests": "ReplicaState State"})

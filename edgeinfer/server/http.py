@@ -14,6 +14,7 @@ import msgspec
 
 from ..base.strict_json import parse_json
 from ..errors import FormError, PromptError
+from .body import ClientLeft, body_of
 from .errors import ApiError, api_error, busy, ending
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ encode = msgspec.json.encode
 _names = random.Random()
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before it had sent a whole request."""
 
 
 class Call:
@@ -158,7 +155,7 @@ class Endpoint:
     def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False,
                  limit: str = "max_body"):
         self.server, self.handler, self.failed, self.public = server, handler, failed, public
-        self._limit, self._most = limit, getattr(server.config, limit)
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -172,7 +169,7 @@ class Endpoint:
         try:
             if not self.public:
                 self.server.check_ready()
-            call = Call(self.server, scope, await self._body(scope, receive))
+            call = Call(self.server, scope, await body_of(scope, receive, self.server.config, self._limit))
             with self._counted(call):
                 await _until_gone(receive, self._answer(call, sending))
         except ClientLeft:
@@ -220,34 +217,6 @@ class Endpoint:
             counts[call.salt] -= 1
             if not counts[call.salt]:
                 del counts[call.salt]
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        config = self.server.config
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._most:
-                raise self._too_large(int(value[:20]))
-        try:
-            return await asyncio.wait_for(self._parts(receive), config.read_seconds)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"The body did not arrive within {config.read_seconds:g} s; send it faster.",
-                           code="timeout") from None
-
-    async def _parts(self, receive: Receive) -> bytes:
-        parts, n = list[bytes](), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            parts.append(message.get("body", b""))
-            n += len(parts[-1])
-            if n > self._most:
-                raise self._too_large(n)
-            if not message.get("more_body"):
-                return b"".join(parts)
-
-    def _too_large(self, n: int) -> ApiError:
-        return ApiError(413, f"The body has {n} bytes or more; at most {self._most} are taken "
-                             f"(--{self._limit.replace('_', '-')}).", code="request_too_large")
 
     async def _answer(self, call: Call, send: Send) -> None:
         answer = await self.handler(call)

@@ -120,7 +120,11 @@ def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
     with serving({"chat": model}, opener(replicas, said)) as running:
         assert all_of(running) == right and not said
         assert all(len(one.jobs) > 5 for one in replicas) and all(one.free for one in replicas)
-        assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in running.ask("/metrics").body.decode()
+        metrics = running.ask("/metrics").body.decode()
+        assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in metrics
+        assert metrics.count('edgeinfer:replica_up{model_name="chat",replica="replica ') == n
+        found = running.ask("/status").json["models"][0]["replicas"]
+        assert [one["sent"] for one in found] == [len(one.jobs) for one in replicas]
 
 
 def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[Within]) -> None:

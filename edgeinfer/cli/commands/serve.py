@@ -75,7 +75,7 @@ def serve(
     max_samples: Annotated[int, _limit("--max-samples", "N", "Texts that one request may ask for.")] = 16,
     max_stops: Annotated[int, _limit("--max-stops", "N", "Stop strings of a request.")] = 16,
     max_body: Annotated[str, _limit("--max-body", "SIZE", "Size of a request.")] = "1MiB",
-    max_file: Annotated[str, _limit("--max-file", "SIZE", "Size of a file of requests (/v1/files).")] = "64MiB",
+    max_file: Annotated[str, _limit("--max-file", "SIZE", "Size of a file of requests (/v1/files).")] = "16MiB",
     batch_dir: Annotated[str, options.option(
         "--batch-dir", metavar="DIR", help="Folder of files and batches (/v1/files, /v1/batches).  [default: one of "
         "the cache, by the name of MODEL]", group=REST + LIMITS, show_default=False)] = "",
