@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ClosedError, EdgeInferError, QueueFullError
 from .job import Done, Failed, Item, Replica, WorkerLost
@@ -32,6 +32,13 @@ class Place(Load):
         super().__init__(replica.name, replica.facts)
         self.replica = replica
         self.reopening: asyncio.Task[None] | None = None
+
+
+class Taken(NamedTuple):
+    """A replica that is given a request, and the name that it has there."""
+
+    place: Place
+    key: int
 
 
 class RemoteEngine:
@@ -93,11 +100,11 @@ class RemoteEngine:
         if not request.claim():
             return
         need = self._need(request)
-        place = self._free(need, None)
-        task = asyncio.get_running_loop().create_task(self._work(request, need, place))
+        taken = self._taken(need, None)
+        task = asyncio.get_running_loop().create_task(self._work(request, need, taken))
         request.task.on_cancel = lambda: _cancel(task)  # type: ignore[attr-defined]
-        if place is not None and place.facts.identity.arithmetic != self.home:
-            request.headers = {HEADER: place.facts.isa}
+        if taken is not None and taken.place.facts.identity.arithmetic != self.home:
+            request.headers = {HEADER: taken.place.facts.isa}
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -122,46 +129,51 @@ class RemoteEngine:
         blocks = blocks_of(task.prompt_ids, self.runner.block_tokens, request.salt) if request.reuse else []
         return Need(blocks, len(task.prompt_ids), getattr(task, "room", 0))
 
-    def _free(self, need: Need, arithmetic: str | None) -> Place | None:
-        """Return the best replica that answers: of an arithmetic, or of that of most replicas as far as one is there.
+    def _taken(self, need: Need, arithmetic: str | None) -> Taken | None:
+        """Take the best replica that answers, or None if there is none.
+
+        It is one of an arithmetic; without one of that of most replicas, and of another if none of these is there.
         """
         there = [one for one in self.places if one.there]
         own = [one for one in there if one.facts.identity.arithmetic == (arithmetic or self.home)]
-        among = own or (there if arithmetic is None else [])
-        return choose(among, need) if among else None  # type: ignore[return-value]
+        if not (among := own or (there if arithmetic is None else [])):
+            return None
+        place, key = choose(among, need), next(self._keys)
+        assert isinstance(place, Place)
+        place.begin(key, need)
+        return Taken(place, key)
 
-    async def _place(self, need: Need, arithmetic: str | None) -> Place:
-        """Return the best replica, and wait for one that starts again where there is no other."""
+    async def _awaited(self, need: Need, arithmetic: str) -> Taken:
+        """Take the best replica of an arithmetic, and wait for one that starts again where there is no other."""
         async with self._changed:
-            while (found := self._free(need, arithmetic)) is None:
-                if not any(one.reopening for one in self.places
-                           if arithmetic in (None, one.facts.identity.arithmetic)):
+            while (found := self._taken(need, arithmetic)) is None:
+                if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
                     raise ClosedError("No replica is left that can go on with this request; ask again later.")
                 await self._changed.wait()
             return found
 
-    async def _work_on(self, request: Request[Any], need: Need, place: Place | None) -> None:
-        """Run a request on one replica after the other until it is answered."""
-        arithmetic: str | None = None
+    async def _work_on(self, request: Request[Any], need: Need, taken: Taken | None) -> None:
+        """Run a request on one replica after the other until it is answered, all of one arithmetic."""
+        arithmetic = taken.place.facts.identity.arithmetic if taken else self.home
         task: Any = request.task
         tries = 0
         while tries < TRIES:
-            place = place or await self._place(need, arithmetic)
-            arithmetic, before = place.facts.identity.arithmetic, task.new_tokens
+            place, key = taken or await self._awaited(need, arithmetic)
+            before = task.new_tokens
             try:
-                return await self._run_on(place, request, need)
+                return await self._run_on(place, key, request)
             except WorkerLost as why:
                 self._lose(place, why)
-                place, tries = None, 0 if task.new_tokens > before else tries + 1
+                taken, tries = None, 0 if task.new_tokens > before else tries + 1
         raise EdgeInferError(f"{TRIES} replicas ended while they had this request; if they had too little memory, "
                              "lower --max-sequences or --budget.")
 
-    async def _work(self, request: Request[Any], need: Need, place: Place | None) -> None:
+    async def _work(self, request: Request[Any], need: Need, taken: Taken | None) -> None:
         """Run a request to its end, and tell its client."""
         task = request.task
         error: BaseException | None = None
         try:
-            await self._work_on(request, need, place)
+            await self._work_on(request, need, taken)
         except asyncio.CancelledError:
             task.end()
         except EdgeInferError as failure:
@@ -173,11 +185,10 @@ class RemoteEngine:
             task.end()
         request.conclude(error)
 
-    async def _run_on(self, place: Place, request: Request[Any], need: Need) -> None:
+    async def _run_on(self, place: Place, key: int, request: Request[Any]) -> None:
         """Let a replica run what is left of a request."""
-        key, task = next(self._keys), request.task
-        alone, ended = not place.work, False
-        place.begin(key, need)
+        task = request.task
+        alone, ended = len(place.work) == 1, False
         try:
             async for item in place.replica.run(task.job(key, request.salt)):  # type: ignore[attr-defined]
                 ended = not isinstance(item, list)

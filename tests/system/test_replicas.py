@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-from edgeinfer.cluster.job import Job
+from edgeinfer.cluster.job import Job, Speeds
 from tests.helpers.replicas import Within, opener
 from tests.helpers.serving import Answered, Running, chat_model, serving, until
 
@@ -142,6 +142,15 @@ def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[
         assert all_of(running) == right
     assert lost[0] > 10 and sum("is lost (killed); others go on" in one for one in said) > 5, (lost, said)
     assert sum(len(job.generated) > 0 for one in three for job in one.jobs) > 3
+
+
+def test_prompts_of_one_request_are_spread(model: str, three: list[Within]) -> None:
+    body = {"prompt": [f"{i} foxes" for i in range(12)], "max_tokens": 30, "temperature": 0}
+    for one in three:
+        one.facts = one.facts._replace(speeds=Speeds(1e-4, 1e-3))
+    with serving({"chat": model}, opener(three, [])) as running:
+        assert running.ask(COMPLETIONS, body).status == 200
+    assert sum(len(one.jobs) for one in three) == 12 and min(len(one.jobs) for one in three) == 4
 
 
 def test_a_client_that_leaves_frees_its_replica(model: str, three: list[Within]) -> None:
