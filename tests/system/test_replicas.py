@@ -114,6 +114,7 @@ def three(model: str) -> list[Within]:
     return [Within(model, f"replica {i}") for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
     replicas, said = [Within(model, f"replica {i}") for i in range(n)], list[str]()

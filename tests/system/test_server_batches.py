@@ -97,6 +97,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(running: Running) -> None:
 
 
 @needs_client
+@pytest.mark.slow
 def test_another_server_goes_on(tmp_path: Path) -> None:
     kept: dict[str, Any] = dict(batch_dir=str(tmp_path / "kept"))
     with serving({"demo": "demo"}, **kept) as running:
