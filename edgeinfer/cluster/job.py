@@ -92,6 +92,8 @@ class Done(NamedTuple):
     preemptions: int
     kv_usage: float
     speculation: SpeculationReport | None = None
+    parts: tuple[Part, ...] = ()
+    """The last ones."""
 
 
 class Failed(NamedTuple):

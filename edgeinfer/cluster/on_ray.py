@@ -164,10 +164,15 @@ class ActorWorker:
             raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
 
     async def run(self, job: Job) -> AsyncIterator[Item]:
-        """Run a job, whose last item is `Done` or `Failed`."""
+        """Run a job, whose last item is `Done` or `Failed`.
+
+        Each item is a call: a generator of Ray costs less for an item and more for a request, most of which are short.
+        """
+        item = None
         try:
-            async for reference in self._actor.run.options(num_returns="streaming").remote(job):
-                if (item := await reference) is None:
+            while item is None or isinstance(item, list):
+                item = await (self._actor.begin.remote(job) if item is None else self._actor.more.remote(job.key))
+                if item is None:
                     raise WorkerLost("its process has started again")
                 yield item
         except self._lost as error:

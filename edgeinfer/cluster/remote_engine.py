@@ -216,6 +216,7 @@ class RemoteEngine:
             raise item.error
         else:
             assert isinstance(item, Done)
+            task.take_parts(item.parts)
             task.take_end(item)
             self.kv_usage = item.kv_usage
             self.preemptions += item.preemptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -54,7 +54,7 @@ class Serving:
         self._llm = llm
         self._running: dict[int, Request[Any]] = {}
 
-    async def run(self, job: Job) -> AsyncIterator[Item]:
+    async def run(self, job: Job) -> AsyncGenerator[Item, None]:
         """Run a job to its end."""
         try:
             request = self._request(job)
@@ -96,10 +96,9 @@ class Serving:
             if reader and not request.ended and (found := reader.read()):
                 yield found
         value = request.finish()  # raises what it ended with
-        if reader and (found := reader.read()):
-            yield found
         yield Done(None if reader else value, request.task.cached_tokens, request.task.preemptions,
-                   self._llm.state().kv_usage, value.speculation if reader else None)
+                   self._llm.state().kv_usage, value.speculation if reader else None,
+                   tuple(reader.read()) if reader else ())
 
 
 class Reader:

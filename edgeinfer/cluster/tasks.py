@@ -46,7 +46,7 @@ class Remote:
         """Return what a replica is to do that has not been done."""
         raise NotImplementedError
 
-    def take_parts(self, parts: list[Part]) -> int:
+    def take_parts(self, parts: Iterable[Part]) -> int:
         """Take in parts of the text; returns the number of new tokens of the longest sample."""
         return 0
 
@@ -130,7 +130,7 @@ class RemoteGeneration(Remote, Generation):
                 one.again()
         return Job(key, TEXT, self.prompt_ids, options, salt, self._skip_special, generated)
 
-    def take_parts(self, parts: list[Part]) -> int:
+    def take_parts(self, parts: Iterable[Part]) -> int:
         """Take in new tokens and their texts."""
         before = self.new_tokens
         for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EdgeInferError
@@ -25,6 +25,9 @@ class Engine:
         self._models: Models | None = None
         self._identity: Identity | None = None
         self._opening = asyncio.Lock()
+        self._items: dict[int, AsyncGenerator[Item, None]] = {}
+        self._read = set[int]()
+        """Jobs whose next item somebody waits for."""
 
     async def room(self) -> int:
         """Return the bytes that this machine can give."""
@@ -53,18 +56,36 @@ class Engine:
         """Return the answer to a request; None if the model is not open, as after a new start of this process."""
         return None if self._answers is None else await self._answers.post_to(url, body)
 
-    async def run(self, job: Job) -> AsyncIterator[Item | None]:
-        """Run a job; gives None if the model is not open."""
+    async def begin(self, job: Job) -> Item | None:
+        """Begin a job, and return its first item; None if the model is not open."""
         if self._serving is None:
-            yield None
-            return
-        async for item in self._serving.run(job):
-            yield item
+            return None
+        self._items[job.key] = self._serving.run(job)
+        return await self.more(job.key)
+
+    async def more(self, key: int) -> Item | None:
+        """Return the next item of a job; None if this process has not begun it."""
+        if (items := self._items.get(key)) is None:
+            return None
+        self._read.add(key)
+        try:
+            item = await anext(items)
+        except BaseException:
+            del self._items[key]
+            raise
+        finally:
+            self._read.discard(key)
+        if not isinstance(item, list):
+            del self._items[key]
+            await items.aclose()
+        return item
 
     async def cancel(self, key: int) -> None:
         """End a job, if it runs."""
         if self._serving is not None:
             self._serving.cancel(key)
+        if key not in self._read and (items := self._items.pop(key, None)) is not None:
+            await items.aclose()
 
     @property
     def _llm(self) -> LLM:
