@@ -49,7 +49,7 @@ COMMANDS = {
     "cluster": "Join machines to a Ray cluster, for batch --ray and serve --ray.",
 }
 """The commands and how their help begins, so that the list of them imports none."""
-MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app"}
+MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app", "cluster": "app"}
 """Commands whose functions, or groups of commands, have another name."""
 MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
 """Modules of commands that share one."""
