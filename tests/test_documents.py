@@ -63,6 +63,8 @@ NOT_RUN = {
     "edgeinfer pull": "needs a download; tests/cli/test_local.py has a server",
     "edgeinfer rm smollm2-135m": "needs what was pulled; tests/cli/test_local.py removes it",
     "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; test_convert_hub.py has a server",
+    "edgeinfer cluster": "starts Ray, which listens; tests/system/test_cluster_command.py does so",
+    "edgeinfer batch in.jsonl out.jsonl --model ./my-bundle --ray": "needs Ray; tests/system/test_cluster.py has it",
     "edgeinfer plan owner/model": "needs a download",
     "edgeinfer estimate ./my-bundle --ctx 32768": "the bundle that stands in knows 1024 positions",
     "edgeinfer bench ./my-bundle -d 0,4096": "the bundle that stands in knows 1024 positions",

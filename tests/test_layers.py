@@ -32,6 +32,7 @@ LAYERS = {  # compared as strings
     **dict.fromkeys(["techniques"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["server"], "6b"),
+    **dict.fromkeys(["cluster"], "6c"),
     **dict.fromkeys(["cli"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
@@ -109,6 +110,8 @@ def violation(root: Path, part: str, name: str) -> str | None:
         return f"imports {top} from the root: write edgeinfer.{top}"
     if top in ("numba", "llvmlite") and part != "kernels":
         return f"imports {top}: only kernels/ may"
+    if top == "ray" and part != "cluster":
+        return f"imports {top}: only cluster/ may"
     if top != "edgeinfer" or not rest:
         return None
     target = PUBLIC_NAMES.get(rest[0], rest[0])
@@ -182,6 +185,7 @@ def test_a_computed_list_hides_everything(tmp_path: Path) -> None:
         ("converters/hf.py", "from edgeinfer.runtime import Session", "runtime is not below converters"),
         ("kernels/isa.py", "from ..errors import KernelError", "a relative import leaves the folder"),
         ("edgeinfer/llm/api.py", "import kernels", "imports kernels from the root"),
+        ("edgeinfer/cli/commands/serve.py", "def f():\n    import ray", "imports ray: only cluster/ may"),
         ("edgeinfer/stray.py", "", "stray has no layer"),
     ],
 )

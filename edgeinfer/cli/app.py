@@ -46,9 +46,10 @@ COMMANDS = {
     "warmup": "Compile the kernels for this machine.",
     "cache": "List or delete converted models and compiled kernels.",
     "config": "Show and change the defaults of options.",
+    "cluster": "Join machines to a Ray cluster, for batch --ray and serve --ray.",
 }
 """The commands and how their help begins, so that the list of them imports none."""
-MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app"}
+MEMBERS = {"eval": "evaluate", "cache": "app", "config": "app", "cluster": "app"}
 """Commands whose functions, or groups of commands, have another name."""
 MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
 """Modules of commands that share one."""

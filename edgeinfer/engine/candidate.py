@@ -35,6 +35,18 @@ class Delta(NamedTuple):
     """Log-probability of the end token, see `Choice.end`."""
 
 
+class Tokens(NamedTuple):
+    """New tokens of a sample, each with its text, since another process last looked."""
+
+    pieces: list[str]
+    """Text of each token; after the last one also the text that was held back."""
+    ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+    end: TokenLogprob | None
+    stop_string: str | None
+
+
 class Sample:
     """The state of one sample.
 
@@ -179,6 +191,19 @@ class Sample:
         new, named = self._text[texts:], tuple(self._logprobs[logprobs:])
         delta = Delta(self.index, "".join(new), named, reason, self._end if reason else None)
         return delta, texts + len(new), logprobs + len(named)
+
+    def tokens_since(self, pieces: int, ids: int, logprobs: int) -> tuple[Tokens, tuple[int, int, int]]:
+        """Return what came after so many pieces, tokens and log-probabilities, and how many there are; from any thread.
+
+        `_accept` adds a token before its log-probability and its text, so that both are there for each piece.
+        """
+        reason = self.finish_reason  # first: what it is set after is read below
+        new = self._text[pieces:]
+        end = pieces + len(new)
+        tokens = self.tokens[self._prompt_tokens + ids : self._prompt_tokens + end]
+        named = tuple(self._logprobs[logprobs : logprobs + len(tokens)])
+        found = Tokens(new, tokens, named, reason, self._end if reason else None, self._stops.found if reason else None)
+        return found, (end, ids + len(tokens), logprobs + len(named))
 
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""

@@ -7,6 +7,9 @@ from ..base.lazy_import import lazily
 if TYPE_CHECKING:
     from .api import LLM
     from .asynchronous import AsyncLLM
+    from .embeddings import Embeddings
+    from .requests import ReplicaState, State
 
-__all__ = ["LLM", "AsyncLLM"]
-__getattr__ = lazily(__name__, {"api": "LLM", "asynchronous": "AsyncLLM"})
+__all__ = ["LLM", "AsyncLLM", "Embeddings", "ReplicaState", "State"]
+__getattr__ = lazily(__name__, {"api": "LLM", "asynchronous": "AsyncLLM", "embeddings": "Embeddings",
+                              "requests": "ReplicaState State"})

@@ -53,9 +53,27 @@ class State(NamedTuple):
     planned_bytes: int
 
 
+class ReplicaState(NamedTuple):
+    """A process that runs a model elsewhere, at one moment."""
+
+    name: str
+    isa: str
+    there: bool
+    """Whether it answers."""
+    requests: int
+    """Those that it has."""
+    sent: int
+    """Those that it was given since it was opened."""
+    prompt_tok_per_s: float
+    tok_per_s: float
+    planned_bytes: int
+
+
 class Requests(Prompts):
     """The part of `LLM` that makes requests."""
 
+    elsewhere = False
+    """Whether other processes run the model."""
     runner: Runner
     draft: Runner | None
     _drafting: Drafting
@@ -81,6 +99,10 @@ class Requests(Prompts):
         n_blocks = runner.n_blocks
         usage = 1 - runner.available_blocks / n_blocks if n_blocks else 0.0
         return State(engine.n_running, engine.n_waiting, usage, engine.preemptions, runner.plan.total_bytes)
+
+    def replicas(self) -> list[ReplicaState]:
+        """Return the processes that run the model elsewhere."""
+        return []
 
     def request(self, prompt: Prompt, options: Mapping[str, Any], stream: bool = False, *, skip_special: bool = True,
                 salt: bytes = b"") -> Request[Completion]:

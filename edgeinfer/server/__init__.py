@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .batch import Answered, Answerer, InProcess, Results, Row, Rows, answer_all, line_of, private_server
-    from .models import Models
+    from .answers import Arrivals
+    from .batch import Answered, Answerer, InProcess, Results, Row, Rows, answer_all, line_of
+    from .models import Models, in_thread
+    from .private import private_server
     from .program import bound, serve
     from .server import Server, application
     from .settings import ServerConfig
 
-__all__ = ["Answered", "Answerer", "InProcess", "Models", "Results", "Row", "Rows", "Server", "ServerConfig",
-           "answer_all", "application", "bound", "line_of", "private_server", "serve"]
+__all__ = ["Answered", "Answerer", "Arrivals", "InProcess", "Models", "Results", "Row", "Rows", "Server",
+           "ServerConfig", "answer_all", "application", "bound", "in_thread", "line_of", "private_server", "serve"]
 __getattr__ = lazily(__name__, {
-    "batch": "Answered Answerer InProcess Results Row Rows answer_all line_of private_server", "models": "Models",
-    "program": "bound serve", "server": "Server application", "settings": "ServerConfig"})
+    "answers": "Arrivals", "batch": "Answered Answerer InProcess Results Row Rows answer_all line_of",
+    "models": "Models in_thread", "private": "private_server", "program": "bound serve",
+    "server": "Server application", "settings": "ServerConfig"})

@@ -33,7 +33,7 @@ class Answer:
     def __init__(self, request: Request[Completion], call: Call):
         self._request, self._call = request, call
         self._progress = Progress(request)
-        self._arrivals = _Arrivals(request)
+        self._arrivals = Arrivals(request)
         self.prompt_ids = request.task.prompt_ids
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent = False
@@ -42,6 +42,7 @@ class Answer:
     def start(self) -> None:
         """Hand it to the engine; raises what refuses it."""
         self._request.start_whole()
+        self._call.reply_headers.update(self._request.headers)
         server = self._call.server
         server.answers.add(self)
         loop = asyncio.get_running_loop()
@@ -104,7 +105,7 @@ class Answer:
 
 async def outcome(request: Request[T], start: Callable[[], None] | None = None) -> T:
     """Return the outcome of a request that has no text: scores, embeddings."""
-    arrivals = _Arrivals(request)
+    arrivals = Arrivals(request)
     try:
         (start or request.start_whole)()
         while not request.ended:
@@ -114,7 +115,7 @@ async def outcome(request: Request[T], start: Callable[[], None] | None = None) 
         request.cancel()
 
 
-class _Arrivals:
+class Arrivals:
     """Wakes a coroutine when a request has something to read: at once at first and at the end, else not too often.
 
     Until the coroutine has read, the engine need not wake the loop again.

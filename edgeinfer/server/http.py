@@ -8,11 +8,13 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from ..base.strict_json import parse_json
 from ..errors import FormError, PromptError
+from .body import ClientLeft, body_of
 from .errors import ApiError, api_error, busy, ending
 
 if TYPE_CHECKING:
@@ -30,10 +32,6 @@ _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOT
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
 
-class ClientLeft(Exception):
-    """The client closed its connection before it had sent a whole request."""
-
-
 class Call:
     """One request.
 
@@ -49,10 +47,14 @@ class Call:
         Of the client's key: the prefix cache is shared among its requests alone.
     note : dict
         What the log says of the request.
+    query : dict of str
+        Of the address.
     fields : collection of str
         Names in the body.
     prompt_field, form_field : str
         Fields of the body that hold the prompt and the form of the answer.
+    reply_headers : dict of str
+        Further headers of the answer.
     """
 
     def __init__(self, server: Server, scope: Scope, body: bytes):
@@ -63,7 +65,9 @@ class Call:
         self.salt: bytes = scope["state"]["salt"]
         self.note: dict[str, Any] = scope["state"]["note"]
         self.prompt_field, self.form_field = "messages", "response_format"
+        self.query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         self.fields: Collection[str] = ()
+        self.reply_headers: dict[str, str] = {}
 
     def count(self, **tokens: int) -> None:
         """Add to the figures in the log: a request may have several prompts."""
@@ -145,10 +149,13 @@ class Endpoint:
     handler : coroutine function
     failed : an error in the object of the path's API
     public : whether it answers while the server is loading or ending
+    limit : setting that limits the size of the body
     """
 
-    def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False):
+    def __init__(self, server: Server, handler: Handler, failed: Callable[[ApiError], object], public: bool = False,
+                 limit: str = "max_body"):
         self.server, self.handler, self.failed, self.public = server, handler, failed, public
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -162,7 +169,7 @@ class Endpoint:
         try:
             if not self.public:
                 self.server.check_ready()
-            call = Call(self.server, scope, await self._body(scope, receive))
+            call = Call(self.server, scope, await body_of(scope, receive, self.server.config, self._limit))
             with self._counted(call):
                 await _until_gone(receive, self._answer(call, sending))
         except ClientLeft:
@@ -211,38 +218,16 @@ class Endpoint:
             if not counts[call.salt]:
                 del counts[call.salt]
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        config = self.server.config
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > config.max_body:
-                raise _too_large(int(value[:20]), config.max_body)
-        try:
-            return await asyncio.wait_for(self._parts(receive, config.max_body), config.read_seconds)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"The body did not arrive within {config.read_seconds:g} s; send it faster.",
-                           code="timeout") from None
-
-    async def _parts(self, receive: Receive, most: int) -> bytes:
-        parts, n = list[bytes](), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            parts.append(message.get("body", b""))
-            n += len(parts[-1])
-            if n > most:
-                raise _too_large(n, most)
-            if not message.get("more_body"):
-                return b"".join(parts)
-
     async def _answer(self, call: Call, send: Send) -> None:
         answer = await self.handler(call)
         if isinstance(answer, Reply):
+            answer.headers.update(call.reply_headers)
             await respond(send, answer)
             return
         async with answer.held:
             await send({"type": "http.response.start", "status": 200, "headers": [
                 (b"content-type", answer.kind.encode()), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in call.reply_headers.items()),
             ]})
             try:
                 async for piece in answer.pieces:
@@ -280,11 +265,6 @@ async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _too_large(n: int, most: int) -> ApiError:
-    return ApiError(413, f"The body has {n} bytes or more; at most {most} are taken (--max-body).",
-                    code="request_too_large")
 
 
 ALIVE = b": the answer is being computed\n\n"

@@ -102,6 +102,17 @@ class _Live:
             preemptions.add_metric([one.name], state.preemptions)
         yield from gauges.values()
         yield preemptions
+        yield from self._replicas()
         resident, planned = psutil.Process().memory_info().rss, self._server.models.planned_bytes
         yield GaugeMetricFamily("edgeinfer:resident_bytes", "Memory of the process.", resident)
         yield GaugeMetricFamily("edgeinfer:planned_bytes", "Memory of the process by its plans.", planned)
+
+    def _replicas(self) -> Iterator[Any]:
+        """Yield what the replicas of a model hold; nothing where none are elsewhere."""
+        gauges = [GaugeMetricFamily(f"edgeinfer:{name}", text, labels=["model_name", "replica"]) for name, text in (
+            ("replica_up", "Whether a replica answers."), ("replica_requests", "Requests that a replica has."))]
+        found = [(one.name, each) for one in self._server.models.open_models() for each in one.model.replicas()]
+        for model, one in found:
+            for gauge, value in zip(gauges, (float(one.there), one.requests), strict=True):
+                gauge.add_metric([model, one.name], value)
+        yield from gauges if found else ()

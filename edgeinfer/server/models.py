@@ -24,6 +24,8 @@ Opener = Callable[[str, "int | None"], "LLM"]
 """Opens a model, by what the user called it, within a budget in bytes, or what the system has."""
 SERVER_BYTES = 40_000_000
 """Memory of the server itself: its libraries, connections and compiled forms."""
+CONNECTION_BYTES = 50_000_000
+"""Memory of the connection to processes that run a model elsewhere."""
 PROCESS = "python"
 """Region of a plan that all models of a process share."""
 LATEST = ":latest"
@@ -200,7 +202,9 @@ class Models:
 
 
 def _own_bytes(one: Served) -> int:
-    """Return what a model has planned for itself, without what all models of a process share."""
+    """Return what a model has planned for itself in this process, without what all models of a process share."""
+    if one.model.elsewhere:
+        return CONNECTION_BYTES
     plan = one.model.plan
     return plan.total_bytes - plan.region(PROCESS).nbytes
 

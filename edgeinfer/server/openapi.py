@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
-from . import anthropic, ollama_types, types
+from . import anthropic, batches, ollama_types, types
 from .http import Handler
 
 BODIES: dict[str, type] = {
@@ -18,7 +18,7 @@ BODIES: dict[str, type] = {
     "/api/chat": ollama_types.ChatBody, "/api/generate": ollama_types.GenerateBody,
     "/api/embed": ollama_types.EmbedBody,
     "/api/show": ollama_types.ShowBody, "/v1/messages": anthropic.Body,
-    "/v1/messages/count_tokens": anthropic.Counted,
+    "/v1/messages/count_tokens": anthropic.Counted, "/v1/batches": batches.CreateBody,
 }
 """Type of the body that each path reads."""
 REFUSED = ("400", "401", "403", "404", "408", "413", "429", "503")
@@ -34,10 +34,10 @@ def description(routes: Iterable[tuple[str, str, Handler]]) -> dict[str, Any]:
             "summary": (handler.__doc__ or "").strip().splitlines()[0],
             "responses": {"200": {"description": "The answer."},
                           **{status: {"description": "One sentence says what is wrong."} for status in REFUSED}}}
-        if path in bodies:
+        if path in bodies and method == "POST":
             needed = any(one.required for one in msgspec.structs.fields(BODIES[path]))
             operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": bodies[path]}}}
-        if "{name:path}" in path:
+        if "{name" in path:
             operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(path.replace("{name:path}", "{name}"), {})[method.lower()] = operation
     return {"openapi": "3.1.0", "info": {"title": "edgeinfer", "version": __version__}, "paths": paths,

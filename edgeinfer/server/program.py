@@ -94,6 +94,7 @@ class _Program:
     async def _open(self) -> None:
         await self._server.models.open(self._server.models.first)
         self._server.ready = True
+        self._server.batches.resume()
         self._opened()
 
     def _signalled(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import anthropic, chat, completions, embeddings, ollama, responses, status, tokens
+from ..base.cache_dir import cache_root
+from . import anthropic, batches, chat, completions, embeddings, files, ollama, responses, status, tokens
 from .errors import NOT_FOUND, ApiError, anthropic_error, ending, ollama_error, openai_error
 from .guards import Guards, failure_of
 from .http import Call, Endpoint, Handler, Receive, Reply, Scope, Send, respond
@@ -28,6 +31,14 @@ OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/detokenize", tokens.detokenize),
 )
 """Method, path and handler of OpenAI's API and what other servers have added to it."""
+BATCHES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/v1/files", files.files), ("GET", "/v1/files/{name}", files.file),
+    ("DELETE", "/v1/files/{name}", files.delete), ("GET", "/v1/files/{name}/content", files.content),
+    ("POST", "/v1/batches", batches.create), ("GET", "/v1/batches", batches.batches),
+    ("GET", "/v1/batches/{name}", batches.batch), ("POST", "/v1/batches/{name}/cancel", batches.cancel),
+)
+UPLOADS: tuple[tuple[str, str, Handler], ...] = (("POST", "/v1/files", files.upload),)
+"""Paths whose bodies are files."""
 OLLAMA: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/chat", ollama.chat), ("POST", "/api/generate", ollama.generate),
     ("POST", "/api/embed", ollama.embed), ("GET", "/api/tags", ollama.tags), ("POST", "/api/show", ollama.show),
@@ -46,7 +57,7 @@ async def openapi(call: Call) -> Reply:
     """Return the OpenAPI description of the server."""
     from .openapi import description
 
-    return Reply(description((*OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC)))
+    return Reply(description(ALL))
 
 
 PUBLIC: tuple[tuple[str, str, Handler], ...] = (
@@ -55,6 +66,7 @@ PUBLIC: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/api/version", ollama.version),
 )
 """Paths that answer while models are loading, too."""
+ALL = (*OPENAI, *BATCHES, *UPLOADS, *OLLAMA, *ANTHROPIC, *PUBLIC)
 
 
 def print_line(line: str) -> None:
@@ -88,6 +100,9 @@ class Server:
         self.requests: Counter[bytes] = Counter()
         self.answers: set[Answer] = set()
         self.metrics = Metrics(self)
+        name = re.sub(r"[^\w.-]", "_", models.first.name)
+        self.batches = batches.Batches(self, Path(config.batch_dir) if config.batch_dir else
+                                       cache_root() / "batches" / name)
 
     def check_ready(self) -> None:
         """Raise `ApiError` unless requests are served."""
@@ -108,6 +123,7 @@ class Server:
     async def drain(self) -> None:
         """Let running requests end within their time, then end them with what there is."""
         self.draining = True
+        await self.batches.close()
         deadline = asyncio.get_running_loop().time() + self.config.drain_seconds
         while self.n_requests and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
@@ -120,14 +136,15 @@ def application(server: Server) -> Any:
     from starlette.middleware.cors import CORSMiddleware
     from starlette.routing import Route, Router
 
-    routes = [Route(path, Endpoint(server, handler, failed, public), methods=[method])
-              for table, failed, public in ((OPENAI, openai_error, False), (OLLAMA, ollama_error, False),
-                                            (ANTHROPIC, anthropic_error, False), (PUBLIC, openai_error, True))
+    routes = [Route(path, Endpoint(server, handler, failed, table is PUBLIC, "max_file" if table is UPLOADS else
+                                   "max_body"), methods=[method])
+              for table, failed in ((OPENAI, openai_error), (BATCHES, openai_error), (UPLOADS, openai_error),
+                                    (OLLAMA, ollama_error), (ANTHROPIC, anthropic_error), (PUBLIC, openai_error))
               for method, path, handler in table]
-    app: Any = Router(routes, redirect_slashes=False, default=_Missing({path for _, path, _ in (
-        *OPENAI, *OLLAMA, *ANTHROPIC, *PUBLIC)}))
+    app: Any = Router(routes, redirect_slashes=False, default=_Missing({path for _, path, _ in ALL}))
     if server.config.cors_origins:
-        app = CORSMiddleware(app, server.config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        app = CORSMiddleware(app, server.config.cors_origins, allow_methods=["GET", "POST", "DELETE"],
+                             allow_headers=["*"])
     return Guards(_Methods(app), server)
 
 

@@ -46,6 +46,10 @@ class ServerConfig:
     """Origins of web pages that may use the server, such as ``https://chat.example.org``; ``*`` is all."""
     max_body: int = _count(1 << 20)
     """Bytes of a request."""
+    max_file: int = _count(16 << 20)
+    """Bytes of a file of requests, which is in memory while it is sent."""
+    batch_dir: str = option("", TEXT)
+    """Folder of files and batches; empty is one of the cache, by the name of the first model."""
     max_samples: int = _count(16)
     """Texts that one request may ask for (n, or prompts of a list)."""
     max_stops: int = _count(16)

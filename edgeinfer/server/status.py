@@ -48,7 +48,9 @@ def _model(one: Served) -> dict[str, Any]:
 async def status(call: Call) -> Reply:
     """Return what the open models hold, and the memory of the process beside their plans."""
     open_models = [{"name": one.name, **one.model.state()._asdict(), "context": one.room,
-                    "chat": one.format is not None} for one in call.server.models.open_models()]
+                    "chat": one.format is not None,
+                    "replicas": [each._asdict() for each in one.model.replicas()]}
+                   for one in call.server.models.open_models()]
     return Reply({"version": __version__, "ready": call.server.ready, "models": open_models,
                   "planned_bytes": call.server.models.planned_bytes,
                   "resident_bytes": psutil.Process().memory_info().rss})

@@ -110,10 +110,12 @@ def serving(models: dict[str, str], opener: Callable[[str, int | None], LLM] | N
             kept.update(server=server, web=web, loop=asyncio.get_running_loop())
             await server.models.open(server.models.first)
             server.ready = True
+            server.batches.resume()
             started.set()
             closing = asyncio.ensure_future(server.models.close_unused())
             await web.serve([listener])
             closing.cancel()
+            await server.batches.close()
             await server.models.close()
 
         def run() -> None:

@@ -157,6 +157,12 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines:
     assert (done.code, done.sentence) == (code, sentence) and not Path("out.jsonl").exists()
 
 
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    done = edgeinfer("batch", written(tmp_path, completion(0)), tmp_path / "no" / "out.jsonl", *ONE)
+    assert done.code == 1 and f"there is no folder {tmp_path / 'no'}; create it first." in done.sentence
+    assert not (tmp_path / "no").exists()
+
+
 def test_the_input_is_no_output(tmp_path: Path) -> None:
     path = written(tmp_path, completion(0))
     done = edgeinfer("batch", path, path)

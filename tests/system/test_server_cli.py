@@ -84,7 +84,7 @@ def test_the_client_reads_events(running: Running, key: None) -> None:
 
 
 def test_serve_reports_progress_while_it_opens_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeinfer.cli.commands.serve import open_served
+    from edgeinfer.cli.served import open_served
 
     def opening(source: str, **options: Any) -> Any:
         options["progress"]("convert", 5, 5, "")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ... import registry
 from ...base.validation import checked
+from ...config import CPU
 from ...errors import RequestError, UsageError
 from ...rules import RULES
 from .. import options
 from ..output import print_json, say, speed
 from ..progress import ProgressLine
+from ..served import open_served, opening, short_name
 from .plan import SERVED_SEQUENCES
-from .serve import check_packages, open_served, short_name
+from .serve import check_packages
 
 if TYPE_CHECKING:
     from ...server import Answered, Answerer, Models, Results, Row, Rows
@@ -36,6 +39,7 @@ WAITING = 2
 """Requests handed to the engine for each sequence that runs, so that none waits for the next request to be read."""
 MOST_WAITING = 1 << 20
 """Requests that the engine takes; one line may have thousands of texts."""
+MOST_WORKERS = 1024
 FOR_EVER = 1e9
 """Seconds."""
 
@@ -55,6 +59,12 @@ def batch(
     max_sequences: Annotated[int, options.option(
         "--max-sequences", metavar="N", help="Maximum number of sequences that run at once, 1 to 64.")
     ] = SERVED_SEQUENCES,
+    ray: Annotated[str | None, options.option(
+        "--ray", metavar="ADDRESS|local", help="Answer on the nodes of a Ray cluster, one worker on each; local starts "
+        "a cluster of this machine and ends it.", show_default=False)] = None,
+    workers: Annotated[int | None, options.option(
+        "--workers", metavar="N", help="With --ray: number of workers, on the nodes in turns.",
+        show_default=False)] = None,
     given: options.Given = options.NOTHING,
 ) -> int:
     """Answer a file of requests.
@@ -70,8 +80,13 @@ def batch(
     Examples:
       edgeinfer batch requests.jsonl answers.jsonl
       edgeinfer batch requests.jsonl answers.jsonl --model model-Q4_K_M.gguf --name gpt-4o-mini
+      edgeinfer batch requests.jsonl answers.jsonl --model ./my-bundle --ray 192.168.1.10:6379
     """
     check_packages()
+    if workers is not None and (ray is None or not 1 <= workers <= MOST_WORKERS):
+        raise UsageError(f"--workers is {workers}; it needs --ray, and is from 1 to {MOST_WORKERS}.")
+    if ray is not None and given.device not in (None, CPU):
+        raise UsageError(f"--ray runs edgeinfer's own kernels, and --device is {given.device}; use one or the other.")
     registry.check_served(given.techniques)
     import asyncio
 
@@ -84,14 +99,19 @@ def batch(
         source, served = _model(rows, model, name)
         results = held.enter_context(Results(answers, rows.all, served))
         work = _Work(rows, results, bool(given.json))
+        opens: dict[str, Any] = dict(given=given, sequences=sequences, queue=MOST_WAITING, alone=True,
+                                     techniques=registry.agreed(given.techniques, given.flags, 1))
         if work.left:
-            opener = partial(open_served, given=given, sequences=sequences, queue=MOST_WAITING, alone=True,
-                             techniques=registry.agreed(given.techniques, given.flags, 1))
             try:
-                asyncio.run(_answer(work, Models({served: source}, opener, given.budget, FOR_EVER),
-                                    WAITING * sequences))
+                if ray is None:
+                    models = Models({served: source}, partial(open_served, **opens), given.budget, FOR_EVER)
+                    asyncio.run(_answer(work, models, WAITING * sequences))
+                else:
+                    source = os.path.abspath(source) if os.path.exists(source) else source
+                    _answer_on_ray(work, ray, workers, (served, source, opening(source, given.budget, **opens)),
+                                   WAITING * sequences)
             except BaseException:
-                if len(results.done) < len(rows.all):
+                if 0 < len(results.done) < len(rows.all):
                     say(f"{len(results.done):,} of {len(rows.all):,} requests are in {answers}.")
                 raise
     work.report()
@@ -174,3 +194,22 @@ async def _answer(work: _Work, models: Models, at_once: int) -> None:
         await work.run(InProcess(server), at_once)
     finally:
         await models.close()
+
+
+def _answer_on_ray(work: _Work, address: str, n: int | None, asked: tuple[str, str, dict[str, Any]],
+                   at_once: int) -> None:
+    """Open the model on the nodes of a cluster, and answer there what is left."""
+    import asyncio
+
+    from ...cluster import Pool, connected
+
+    with connected(address) as ray:
+        async def run() -> None:
+            opened = await ray.open(n, *asked)
+            pool = Pool(opened, at_once, say)
+            try:
+                await work.run(pool, at_once * len(opened))
+            finally:
+                await pool.close()
+
+        asyncio.run(run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +14,16 @@ from ... import registry
 from ...base.files import open_plain
 from ...base.units import format_size
 from ...base.validation import checked
-from ...config import CPU
 from ...errors import UsageError
 from ...rules import RULES
 from .. import options
 from ..help import REST
 from ..output import say
-from ..progress import ProgressLine
+from ..replicas import open_replicas, replicas_asked
+from ..served import open_served, short_name
 from .plan import SERVED_SEQUENCES
-from .run import OPENING
 
 if TYPE_CHECKING:
-    from ...llm import LLM
     from ...server import Models, ServerConfig
 
 SHARING = 4
@@ -34,7 +32,7 @@ MAX_KEY_FILE = 64 << 10
 FLAGS = {"request_seconds": "--request-timeout", "read_seconds": "--read-timeout", "drain_seconds": "--drain",
          "keep_alive_seconds": "--keep-alive"}
 """Of settings that have another name."""
-LIMITS, ACCESS = "Limits", "Access"
+LIMITS, ACCESS, CLUSTER = "Limits", "Access", "Replicas"
 
 
 def _limit(flag: str, metavar: str, help: str) -> Any:
@@ -77,6 +75,10 @@ def serve(
     max_samples: Annotated[int, _limit("--max-samples", "N", "Texts that one request may ask for.")] = 16,
     max_stops: Annotated[int, _limit("--max-stops", "N", "Stop strings of a request.")] = 16,
     max_body: Annotated[str, _limit("--max-body", "SIZE", "Size of a request.")] = "1MiB",
+    max_file: Annotated[str, _limit("--max-file", "SIZE", "Size of a file of requests (/v1/files).")] = "16MiB",
+    batch_dir: Annotated[str, options.option(
+        "--batch-dir", metavar="DIR", help="Folder of files and batches (/v1/files, /v1/batches).  [default: one of "
+        "the cache, by the name of MODEL]", group=REST + LIMITS, show_default=False)] = "",
     request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "End requests after this time.")] = 600.0,
     read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time in which the headers of a request have to "
                                           "arrive, and then its body.")] = 30.0,
@@ -84,6 +86,13 @@ def serve(
                                    "ends.")] = 30.0,
     keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Time after its last request until a model of "
                                         "--model is closed.")] = 300.0,
+    replicas: Annotated[str | None, options.option(
+        "--replicas", metavar="N|auto", help="Run the model in N processes, on the nodes of --ray in turns; auto is "
+        "one on each node.", group=REST + CLUSTER, show_default=False)] = None,
+    ray: Annotated[str | None, options.option(
+        "--ray", metavar="ADDRESS|local", help="Run the replicas on the nodes of a Ray cluster; local starts a cluster "
+        "of this machine and ends it.  [default: local, with --replicas]", group=REST + CLUSTER,
+        show_default=False)] = None,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
                                                 group=REST + LIMITS)] = False,
     given: options.Given = options.NOTHING,
@@ -106,13 +115,21 @@ def serve(
     config = _config(
         host=host, port=port, api_keys=_keys(api_key, api_key_file), insecure=insecure,
         cors_origins=tuple(cors_origin or ()), max_queue=max_queue, max_requests=max_requests, max_samples=max_samples,
-        max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), request_seconds=request_timeout,
+        max_stops=max_stops, max_body=checked("--max-body", max_body, RULES["budget"]), batch_dir=batch_dir,
+        max_file=checked("--max-file", max_file, RULES["budget"]), request_seconds=request_timeout,
         read_seconds=read_timeout, drain_seconds=drain, keep_alive_seconds=keep_alive, log_prompts=log_prompts)
     sources = _sources(model, name, others or [])
     sequences = max_sequences
     if sequences is None:
         sequences = SERVED_SEQUENCES if len(sources) == 1 else SHARING
-    return _serve(config, sources, given, int(checked("--max-sequences", sequences, RULES["max_sequences"])))
+    asked = replicas_asked(replicas, ray, given, len(sources))
+    sequences = int(checked("--max-sequences", sequences, RULES["max_sequences"]))
+    if asked is None:
+        return _serve(config, sources, given, sequences)
+    from ...cluster import connected
+
+    with connected(asked.address) as cluster:
+        return _serve(config, sources, given, sequences, partial(open_replicas, cluster, asked.n))
 
 
 def check_packages() -> None:
@@ -174,40 +191,20 @@ def _sources(model: str, name: str | None, others: list[str]) -> dict[str, str]:
     return sources
 
 
-def short_name(model: str) -> str:
-    """Return the end of a path or id, without the ending of a file, as the name of a model."""
-    tail = model.rstrip("/").rpartition("/")[2] if not model.startswith(("ollama:", "hf:")) else model.partition(":")[2]
-    return tail.removesuffix(".gguf") or model
-
-
-def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, sequences: int) -> int:
+def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, sequences: int,
+           opening: Callable[..., Any] | None = None) -> int:
     from ...server import Models, Server, bound, serve
 
     techniques = registry.agreed(given.techniques, given.flags, 1)
     with bound(config.host, config.port) as listener:
-        opener = partial(open_served, given=given, techniques=techniques, sequences=sequences, queue=config.max_queue,
-                         alone=len(sources) == 1)
+        opener = partial(opening or open_served, given=given, techniques=techniques, sequences=sequences,
+                         queue=config.max_queue, alone=len(sources) == 1)
         models = Models(sources, opener, given.budget, config.keep_alive_seconds)
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         server = Server(config, models)
         serve(server, listener, lambda: _announce(where, models, config))
     return 0
-
-
-def open_served(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
-          queue: int, alone: bool) -> LLM:
-    """Open a model within what the budget leaves."""
-    from ...llm import LLM
-
-    weights, group_size = given.stored(source)
-    opened: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
-    fills = alone and given.kv_memory is None and given.device in (None, CPU)
-    opened |= dict(budget=left, kv=given.kv_on(given.device or CPU),
-                   max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
-                   weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None)
-    with ProgressLine() as progress:
-        return LLM(source, progress=progress, **opened, **techniques)
 
 
 def _announce(where: str, models: Models, config: ServerConfig) -> None:

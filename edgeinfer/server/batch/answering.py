@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -13,11 +12,9 @@ from ...errors import EdgeInferError
 from .. import chat, completions, embeddings
 from ..errors import openai_error
 from ..http import Call, Endpoint, encode, new_id
-from ..settings import ServerConfig
-from .rows import LINE_BYTES, URLS, Row
+from .rows import URLS, Row
 
 if TYPE_CHECKING:
-    from ..models import Models
     from ..server import Server
 
 HANDLERS = {"/v1/chat/completions": chat.complete, "/v1/completions": completions.complete,
@@ -25,7 +22,6 @@ HANDLERS = {"/v1/chat/completions": chat.complete, "/v1/completions": completion
 assert HANDLERS.keys() == URLS.keys()
 LATER = (429, 500, 503)
 """Statuses of requests that were not answered, because of the server and not of the request: they end the run."""
-NO_LIMIT, ENDLESS_SECONDS = 1 << 20, 1e9
 
 
 class Answered(NamedTuple):
@@ -40,8 +36,8 @@ class Answered(NamedTuple):
 class Answerer(Protocol):
     """Gives the answers to requests."""
 
-    async def post(self, url: str, body: bytes) -> Answered:
-        """Return the answer to a request."""
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row with this body."""
 
 
 class InProcess:
@@ -57,22 +53,16 @@ class InProcess:
         self._salt = salt
         self._endpoints = {url: Endpoint(server, handler, openai_error) for url, handler in HANDLERS.items()}
 
-    async def post(self, url: str, body: bytes) -> Answered:
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row with this body."""
+        return await self.post_to(row.url, body)
+
+    async def post_to(self, url: str, body: bytes) -> Answered:
         """Return the answer to a request."""
         endpoint, note = self._endpoints[url], dict[str, Any]()
         scope = {"path": url, "headers": (), "state": {"note": note, "salt": self._salt}}
         reply = await endpoint.reply(Call(endpoint.server, scope, body))
         return Answered(reply.status, reply.body, note)
-
-
-def private_server(models: Models) -> Server:
-    """Return a server for one client that trusts itself, so that no limits but the model's apply."""
-    from ..server import SWITCH_SECONDS, Server
-
-    sys.setswitchinterval(SWITCH_SECONDS)
-    config = ServerConfig(max_body=LINE_BYTES, max_samples=NO_LIMIT, max_stops=NO_LIMIT, max_stop_chars=NO_LIMIT,
-                          max_requests=NO_LIMIT, max_queue=NO_LIMIT, request_seconds=ENDLESS_SECONDS)
-    return Server(config, models)
 
 
 async def answer_all(rows: Iterable[Row], body_of: Callable[[Row], bytes], answerer: Answerer, at_once: int,
@@ -89,7 +79,7 @@ async def answer_all(rows: Iterable[Row], body_of: Callable[[Row], bytes], answe
 
     async def work() -> None:
         for row in waiting:
-            answered = await answerer.post(row.url, body_of(row))
+            answered = await answerer.post(row, body_of(row))
             if answered.status in LATER:
                 raise EdgeInferError(msgspec.json.decode(answered.body)["error"]["message"])
             write(row, answered)

@@ -37,7 +37,8 @@ class _Line(msgspec.Struct):
 class Results:
     """Appends answers to a file. A context manager, which holds the file's lock.
 
-    Lines that a former run has written stay, and the beginning of one that a killed run left behind is cut off.
+    Lines that a former run has written stay, and the beginning of one that a killed run left behind is cut off. A file
+    without any line is removed in the end.
 
     Parameters
     ----------
@@ -72,6 +73,8 @@ class Results:
         return MARK + hashlib.sha256(f"{row.digest}{model}".encode()).hexdigest()[:24]
 
     def __enter__(self) -> Results:
+        if not (folder := Path(os.path.abspath(self.path)).parent).is_dir():  # the lock's library would make it
+            raise DestinationError(f"Cannot write {self.path}: there is no folder {folder}; create it first.")
         try:
             self._lock.acquire()
             if self.path.exists():
@@ -94,6 +97,8 @@ class Results:
             self._sync()
         finally:
             os.close(self._handle)
+            if not self._size:
+                self.path.unlink(missing_ok=True)
             self._lock.release()
 
     def write(self, custom_id: str, status: int, line: bytes) -> None:

@@ -17,7 +17,7 @@ def test_events_between_the_first_and_the_end_keep_their_distance() -> None:
     request: Any = SimpleNamespace(ended=False, on_event=None, cancel=lambda: None)
 
     async def run() -> None:
-        loop, arrivals = asyncio.get_running_loop(), answers._Arrivals(request)
+        loop, arrivals = asyncio.get_running_loop(), answers.Arrivals(request)
         request.on_event()
         await asyncio.wait_for(arrivals.wait(), 10)
         began = loop.time()
@@ -41,7 +41,7 @@ def test_a_request_ends_whose_loop_is_closed() -> None:
     request: Any = SimpleNamespace(ended=False, on_event=None, cancel=lambda: cancelled.append(True))
 
     async def run() -> None:
-        answers._Arrivals(request)
+        answers.Arrivals(request)
 
     asyncio.run(run())
     request.on_event()

@@ -1,0 +1,59 @@
+"""Replicas of a served model: what the options ask for, and their opening on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..config import CPU
+from ..errors import UsageError
+from .output import say
+from .served import opening, short_name
+
+if TYPE_CHECKING:
+    from ..cluster import Ray, RemoteModel
+    from .options import Given
+
+MOST_REPLICAS = 1024
+LOCAL = "local"
+
+
+class Asked(NamedTuple):
+    """Replicas that were asked for; None is one on each node."""
+
+    address: str
+    n: int | None
+
+
+def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: int) -> Asked | None:
+    """Return what --replicas and --ray ask for; None without them. Raises `UsageError` for what does not go with them.
+    """
+    if replicas is None and ray is None:
+        return None
+    n = None if replicas in (None, "auto") else int(replicas) if replicas.isdigit() else 0
+    if n is not None and not 1 <= n <= MOST_REPLICAS:
+        raise UsageError(f"--replicas is {replicas}; it is from 1 to {MOST_REPLICAS}, or auto for one on each node.")
+    for flag, wrong, remedy in (
+            ("--model", models > 1, "serve each model by a server of its own"),
+            ("--prefix-file", given.prefix_file is not None, "leave it out"),
+            (f"--device {given.device}", given.device not in (None, CPU), "replicas run edgeinfer's own kernels")):
+        if wrong:
+            raise UsageError(f"--replicas and --ray do not go with {flag}; {remedy}.")
+    return Asked(ray or LOCAL, n)
+
+
+def open_replicas(ray: Ray, n: int | None, source: str, left: int | None, *, given: Given, **settings: Any
+                  ) -> RemoteModel:
+    """Open the replicas of a model; `left` is the memory of all replicas of a node together."""
+    from ..cluster import RemoteModel
+
+    where = os.path.abspath(source) if os.path.exists(source) else source
+    options = opening(source, left, given=given, **settings)
+    found = asyncio.run(ray.replicas(n, short_name(source), where, options))
+    for one in found:
+        speeds, plan = one.facts.speeds, one.facts.plan
+        say(f"{one.name}: {one.facts.isa}, {plan.total_bytes / 1e6:.0f} MB planned, "
+            f"{1 / speeds.prompt:.0f} prompt tok/s, {1 / speeds.decode:.0f} tok/s.")
+    return RemoteModel(where, list(found), settings["queue"], say, lambda: ray.end(found), options["weights"],
+                       options["group_size"])

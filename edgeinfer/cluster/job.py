@@ -1,0 +1,121 @@
+"""Protocol between the front and its replicas: jobs go there, parts of texts and outcomes come back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from edgeinfer.memory_planner import MemoryPlan
+
+    from ..config import RuntimeConfig
+    from ..engine import SpeculationReport, TokenLogprob
+    from ..errors import EdgeInferError
+    from ..graph import ModelConfig
+
+TEXT, SCORES, EMBEDDING = "text", "scores", "embedding"
+
+
+class WorkerLost(Exception):
+    """A worker has ended, or cannot be reached; the text says why."""
+
+
+class Identity(NamedTuple):
+    """Parts on which the bits of an answer depend."""
+
+    version: str
+    bundle: str
+    arithmetic: str
+
+
+class Refused(NamedTuple):
+    """The error with which a model cannot be opened; errors with plans do not go from process to process."""
+
+    sentence: str
+    code: str
+    exit_code: int
+
+
+class Speeds(NamedTuple):
+    """Seconds that a replica takes for a token."""
+
+    prompt: float
+    decode: float
+
+
+class Facts(NamedTuple):
+    """Properties of a replica. It has the attributes of a `Runner` that checks of requests read."""
+
+    config: RuntimeConfig
+    plan: MemoryPlan
+    model: ModelConfig
+    block_tokens: int
+    caches_prefixes: bool
+    isa: str
+    identity: Identity
+    speeds: Speeds
+
+
+class Job(NamedTuple):
+    """A request, as any replica can begin it or continue with it."""
+
+    key: int
+    """Names it when it is cancelled."""
+    kind: str
+    ids: list[int]
+    options: dict[str, Any]
+    salt: bytes = b""
+    skip_special: bool = True
+    generated: tuple[int, ...] = ()
+    """Tokens that another replica has generated."""
+
+
+class Part(NamedTuple):
+    """Tokens that a sample has got since the last part."""
+
+    number: int
+    pieces: list[str]
+    """Text of each token; at the end also the text that was held back."""
+    ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+    end: TokenLogprob | None
+    stop_string: str | None
+
+
+class Done(NamedTuple):
+    """The end of a job."""
+
+    value: Any
+    """Scores or embedding."""
+    cached_tokens: int
+    preemptions: int
+    kv_usage: float
+    speculation: SpeculationReport | None = None
+    parts: tuple[Part, ...] = ()
+    """The last ones."""
+
+
+class Failed(NamedTuple):
+    """The error with which a job ended."""
+
+    error: EdgeInferError
+
+
+Item = list[Part] | Done | Failed
+
+
+class Replica(Protocol):
+    """A process that holds the model."""
+
+    name: str
+    facts: Facts
+
+    def run(self, job: Job) -> AsyncIterator[Item]:
+        """Run a job, whose last item is `Done` or `Failed`; raises `WorkerLost`."""
+
+    async def cancel(self, key: int) -> None:
+        """End a job."""
+
+    async def reopen(self) -> None:
+        """Return once it answers again after it was lost; raises `WorkerLost` if it does not."""

@@ -1,0 +1,117 @@
+"""Workers that answer rows of a batch: who gets which row, and what happens to the rows of a worker that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import EdgeInferError
+from .job import WorkerLost
+
+if TYPE_CHECKING:
+    from ..server import Answered, Row
+
+TRIES = 5
+"""Workers that may be lost with one row before the run ends: the row may be what ends them."""
+
+
+class Worker(Protocol):
+    """A process that holds the model."""
+
+    name: str
+
+    async def post(self, url: str, body: bytes) -> Answered:
+        """Return the answer to a request; raises `WorkerLost`."""
+
+    async def reopen(self) -> None:
+        """Return once it answers again after it was lost; raises `WorkerLost` if it does not."""
+
+
+class _Place:
+    """A worker and what it has."""
+
+    def __init__(self, worker: Worker):
+        self.worker, self.last = worker, b""
+        self.n = self.n_given = 0
+        self.there = True
+        self.reopening: asyncio.Task[None] | None = None
+
+
+class Pool:
+    """Gives rows to workers, and a row whose worker is lost to another one.
+
+    A row goes to the worker whose latest row has the longest beginning in common with it, unless that one has as many
+    rows as it may have, and to the one with the fewest if there is nothing in common.
+
+    Parameters
+    ----------
+    workers : at least one
+    at_once : rows that each may have at once
+    say : gets a sentence for each worker that is lost
+    """
+
+    def __init__(self, workers: Sequence[Worker], at_once: int, say: Callable[[str], object]):
+        self._places = [_Place(one) for one in workers]
+        self._at_once, self._say, self._changed = at_once, say, asyncio.Condition()
+
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row; raises `EdgeInferError` if no worker is left, or each is lost with this row."""
+        for _ in range(TRIES):
+            place = await self._taken(row.key)
+            try:
+                return await place.worker.post(row.url, body)
+            except WorkerLost as error:
+                self._lose(place, error)
+            finally:
+                place.n -= 1
+                async with self._changed:
+                    self._changed.notify_all()
+        raise EdgeInferError(f"{TRIES} workers ended while they had line {row.number} of the input; take that line "
+                             "out, or lower --max-sequences or --budget if they had too little memory.")
+
+    async def close(self) -> None:
+        """End what waits for workers."""
+        for place in self._places:
+            if place.reopening is not None:
+                place.reopening.cancel()
+        await asyncio.gather(*(one.reopening for one in self._places if one.reopening), return_exceptions=True)
+
+    async def _taken(self, key: bytes) -> _Place:
+        """Wait for a free worker, and take a place there."""
+        async with self._changed:
+            while True:
+                free = [one for one in self._places if one.there and one.n < self._at_once]
+                if free:
+                    break
+                if not any(one.there or one.reopening for one in self._places):
+                    raise EdgeInferError("No worker is left; the same command continues with the answers that there "
+                                         "are.")
+                await self._changed.wait()
+            place = max(free, key=lambda one: (in_common(one.last, key), -one.n, -one.n_given))
+            place.last = key
+            place.n += 1
+            place.n_given += 1
+            return place
+
+    def _lose(self, place: _Place, error: WorkerLost) -> None:
+        if place.there:
+            place.there = False
+            self._say(f"{place.worker.name} is lost ({error}); others get its requests.")
+            place.reopening = asyncio.ensure_future(self._reopen(place))
+
+    async def _reopen(self, place: _Place) -> None:
+        try:
+            await place.worker.reopen()
+            place.there = True
+        except WorkerLost as error:
+            self._say(f"{place.worker.name} does not come back ({error}).")
+        finally:
+            place.reopening, place.last = None, b""
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def in_common(one: bytes, other: bytes) -> int:
+    """Return how many first bytes agree."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

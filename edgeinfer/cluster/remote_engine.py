@@ -1,0 +1,266 @@
+"""The engine of a front: it gives requests to replicas, and goes on elsewhere with those whose replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import ClosedError, EdgeInferError, QueueFullError
+from .job import Done, Failed, Item, Replica, WorkerLost
+from .router import Load, Need, blocks_of, choose
+
+if TYPE_CHECKING:
+    from ..engine import Request
+
+TRIES = 5
+"""Replicas that may be lost one after the other with a request that gets no further: it may be what ends them."""
+CLOSED = "The model was closed; open it again."
+MEASURABLE = 32
+"""Computed tokens of a prompt from which on its time says something of the speed."""
+HEADER = "edgeinfer-arithmetic"
+"""Header of answers whose bits are not those of most replicas."""
+
+
+class Place(Load):
+    """A replica and what is known of it."""
+
+    def __init__(self, replica: Replica):
+        super().__init__(replica.name, replica.facts)
+        self.replica = replica
+        self.reopening: asyncio.Task[None] | None = None
+
+
+class Taken(NamedTuple):
+    """A replica that is given a request, and the name that it has there."""
+
+    place: Place
+    key: int
+
+
+class RemoteEngine:
+    """Runs requests on replicas; it has the part of `Engine` that clients of a server use.
+
+    All its work is in the loop that calls `submit`.
+
+    Parameters
+    ----------
+    replicas : at least one
+    max_queue : requests that may wait
+    say : gets a sentence for each replica that is lost or comes back
+    """
+
+    inside = False
+
+    def __init__(self, replicas: Sequence[Replica], max_queue: int, say: Callable[[str], object]):
+        self.places = [Place(one) for one in replicas]
+        self.runner = min((one.facts for one in replicas), key=lambda facts: facts.plan.kv_blocks)
+        self.home = _home(self.places)
+        self.process, self.closed, self.preemptions, self.kv_usage = os.getpid(), False, 0, 0.0
+        self._most = max_queue + sum(int(one.facts.config.max_sequences) for one in replicas)
+        self._say, self._keys, self._tasks = say, count(), set[asyncio.Task[None]]()
+        self._changed = asyncio.Condition()
+
+    @property
+    def n_running(self) -> int:
+        """Requests that replicas have and can run together."""
+        return sum(min(len(one.work), int(one.facts.config.max_sequences)) for one in self.places)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait, here or at their replica."""
+        return len(self._tasks) - self.n_running
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once the engine is closed."""
+        if self.closed:
+            raise ClosedError(CLOSED)
+
+    def check_outside(self) -> None:
+        """Requests may be made from everywhere."""
+
+    def submit(self, request: Request[Any]) -> None:
+        """Let a request run.
+
+        Raises
+        ------
+        ClosedError
+            The engine was closed.
+        QueueFullError
+            As many requests wait as may.
+        """
+        self.check_open()
+        if len(self._tasks) >= self._most:
+            raise QueueFullError(f"{self.n_waiting} requests wait for this model, the most that may (max_queue); ask "
+                                 "again later.")
+        request.task.arrive()
+        if not request.claim():
+            return
+        need = self._need(request)
+        taken = self._taken(need, None)
+        task = asyncio.get_running_loop().create_task(self._work(request, need, taken))
+        request.task.on_cancel = lambda: _cancel(task)  # type: ignore[attr-defined]
+        if taken is not None and taken.place.facts.identity.arithmetic != self.home:
+            request.headers = {HEADER: taken.place.facts.isa}
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    run = submit
+    """Nothing runs in the client's thread."""
+
+    def cancel(self) -> None:
+        """Cancel all requests; from any thread."""
+        for task in tuple(self._tasks):
+            _cancel(task)
+
+    def close(self) -> None:
+        """End all requests, and wait for no replica; from any thread."""
+        self.closed = True
+        self.cancel()
+        for one in self.places:
+            if one.reopening is not None:
+                _cancel(one.reopening)
+
+    def _need(self, request: Request[Any]) -> Need:
+        task = request.task
+        blocks = blocks_of(task.prompt_ids, self.runner.block_tokens, request.salt) if request.reuse else []
+        return Need(blocks, len(task.prompt_ids), getattr(task, "room", 0))
+
+    def _taken(self, need: Need, arithmetic: str | None) -> Taken | None:
+        """Take the best replica that answers, or None if there is none.
+
+        It is one of an arithmetic; without one of that of most replicas, and of another if none of these is there.
+        """
+        there = [one for one in self.places if one.there]
+        own = [one for one in there if one.facts.identity.arithmetic == (arithmetic or self.home)]
+        if not (among := own or (there if arithmetic is None else [])):
+            return None
+        place, key = choose(among, need), next(self._keys)
+        assert isinstance(place, Place)
+        place.begin(key, need)
+        return Taken(place, key)
+
+    async def _awaited(self, need: Need, arithmetic: str) -> Taken:
+        """Take the best replica of an arithmetic, and wait for one that starts again where there is no other."""
+        async with self._changed:
+            while (found := self._taken(need, arithmetic)) is None:
+                if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
+                    raise ClosedError("No replica is left that can go on with this request; ask again later.")
+                await self._changed.wait()
+            return found
+
+    async def _work_on(self, request: Request[Any], need: Need, taken: Taken | None) -> None:
+        """Run a request on one replica after the other until it is answered, all of one arithmetic."""
+        arithmetic = taken.place.facts.identity.arithmetic if taken else self.home
+        task: Any = request.task
+        tries = 0
+        while tries < TRIES:
+            place, key = taken or await self._awaited(need, arithmetic)
+            before = task.new_tokens
+            try:
+                return await self._run_on(place, key, request)
+            except WorkerLost as why:
+                self._lose(place, why)
+                taken, tries = None, 0 if task.new_tokens > before else tries + 1
+        raise EdgeInferError(f"{TRIES} replicas ended while they had this request; if they had too little memory, "
+                             "lower --max-sequences or --budget.")
+
+    async def _work(self, request: Request[Any], need: Need, taken: Taken | None) -> None:
+        """Run a request to its end, and tell its client."""
+        task = request.task
+        error: BaseException | None = None
+        try:
+            await self._work_on(request, need, taken)
+        except asyncio.CancelledError:
+            task.end()
+        except EdgeInferError as failure:
+            error = failure
+        except Exception as failure:  # of this program: the client may not wait for ever
+            error = EdgeInferError(f"The request failed ({type(failure).__name__}: {failure}); this is a bug.")
+            error.__cause__ = failure
+        if error is not None:
+            task.end()
+        request.conclude(error)
+
+    async def _run_on(self, place: Place, key: int, request: Request[Any]) -> None:
+        """Let a replica run what is left of a request."""
+        task = request.task
+        alone, ended = len(place.work) == 1, False
+        try:
+            async for item in place.replica.run(task.job(key, request.salt)):  # type: ignore[attr-defined]
+                ended = not isinstance(item, list)
+                self._take(place, key, request, item)
+            if not ended:
+                raise WorkerLost("it ended in the middle of a request")
+            if alone and len(place.work) == 1:
+                _learn(place, task)
+        except WorkerLost:
+            ended = True  # there is nothing to be cancelled
+            raise
+        finally:
+            place.end(key)
+            if not ended:
+                cancelling = asyncio.ensure_future(place.replica.cancel(key))
+                cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _take(self, place: Place, key: int, request: Request[Any], item: Item) -> None:
+        task: Any = request.task
+        if isinstance(item, list):
+            if new := task.take_parts(item):
+                place.progress(key, new)
+            request.emit("")
+        elif isinstance(item, Failed):
+            raise item.error
+        else:
+            assert isinstance(item, Done)
+            task.take_parts(item.parts)
+            task.take_end(item)
+            self.kv_usage = item.kv_usage
+            self.preemptions += item.preemptions
+            if request.reuse and hasattr(task, "samples"):
+                place.has(blocks_of([*task.prompt_ids, *task.samples[0].tokens], self.runner.block_tokens,
+                                    request.salt))
+
+    def _lose(self, place: Place, why: WorkerLost) -> None:
+        if place.there:
+            place.lose()
+            self._say(f"{place.name} is lost ({why}); others go on with its requests.")
+            place.reopening = asyncio.ensure_future(self._reopen(place))
+
+    async def _reopen(self, place: Place) -> None:
+        try:
+            await place.replica.reopen()
+            place.there = True
+            self._say(f"{place.name} is back.")
+        except WorkerLost as error:
+            self._say(f"{place.name} does not come back ({error}).")
+        finally:
+            place.reopening = None
+            with contextlib.suppress(asyncio.CancelledError):
+                async with self._changed:
+                    self._changed.notify_all()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task, which has begun by then, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+def _home(places: Sequence[Place]) -> str:
+    """Return the arithmetic of most replicas."""
+    kinds = [one.facts.identity.arithmetic for one in places]
+    return max(kinds, key=kinds.count)
+
+
+def _learn(place: Place, task: Any) -> None:
+    """Take in what a request took that had its replica for itself."""
+    done = task.result() if hasattr(task, "samples") else None
+    if done is None or done.ttft_ms is None:
+        return
+    computed = done.prompt_tokens - done.cached_tokens
+    place.learn(done.ttft_ms / 1000 / computed if computed >= MEASURABLE else None,
+                done.tpot_ms / 1000 if done.tpot_ms and len(done.choices) == 1 else None)

@@ -1,0 +1,129 @@
+"""The side of a replica: jobs become requests of its engine, and their texts parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..engine import Generation
+from ..errors import EdgeInferError
+from ..server import Arrivals
+from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Identity, Item, Job, Part, Speeds
+
+if TYPE_CHECKING:
+    from ..engine import Request
+    from ..llm import LLM
+
+PROBES, PROBE_PROMPT, PROBE_TOKENS = 4, 64, 8
+"""Runs that measure a replica when it opens, and their tokens."""
+
+
+def facts_of(llm: LLM) -> Facts:
+    """Return the properties of an open model, with speeds that a short run measures."""
+    session = llm.session
+    return Facts(session.config, session.plan, session.model, session.block_tokens, session.caches_prefixes,
+                 session.isa, identity_of(llm), _measured(llm))
+
+
+def identity_of(llm: LLM) -> Identity:
+    """Return what the bits of an open model's answers depend on."""
+    return Identity(__version__, llm.session.bundle.identity, llm.session.executor.kernels.arithmetic)
+
+
+def _measured(llm: LLM) -> Speeds:
+    """Return the best speeds of a few short runs, since the first ones map the weights and others may disturb them."""
+    ctx = int(llm.runner.config.ctx or 0)
+    n = min(PROBE_PROMPT, ctx // 2)
+    runs = [llm.complete([1] * n, max_tokens=min(PROBE_TOKENS, ctx - n), temperature=0, ignore_eos=True)
+            for _ in range(PROBES)]
+    prompt = min(one.ttft_ms or 0 for one in runs) / 1000
+    return Speeds(prompt / n, min(one.tpot_ms / 1000 if one.tpot_ms else prompt for one in runs))
+
+
+class Serving:
+    """Runs jobs on a model.
+
+    Parameters
+    ----------
+    llm : LLM
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._running: dict[int, Request[Any]] = {}
+
+    async def run(self, job: Job) -> AsyncGenerator[Item, None]:
+        """Run a job to its end."""
+        try:
+            request = self._request(job)
+        except EdgeInferError as error:
+            yield Failed(error)
+            return
+        self._running[job.key] = request
+        try:
+            async for item in self._items(request, job):
+                yield item
+        except EdgeInferError as error:
+            yield Failed(error)
+        finally:
+            request.cancel()
+            del self._running[job.key]
+
+    def cancel(self, key: int) -> None:
+        """End a job, if it runs."""
+        with contextlib.suppress(KeyError):
+            self._running[key].cancel()
+
+    def _request(self, job: Job) -> Request[Any]:
+        options = dict(job.options)
+        if job.kind == SCORES:
+            return self._llm.score_request(job.ids, **options)
+        if job.kind == EMBEDDING:
+            return self._llm.embed_request(job.ids, **options)
+        if job.generated:
+            options["generated"] = list(job.generated)
+        return self._llm.request(job.ids, options, skip_special=job.skip_special, salt=job.salt)
+
+    async def _items(self, request: Request[Any], job: Job) -> AsyncIterator[Item]:
+        arrivals = Arrivals(request)
+        request.every_step = job.kind == TEXT
+        reader = Reader(request, len(job.generated)) if job.kind == TEXT else None
+        request.start_whole()
+        while not request.ended:
+            await arrivals.wait()
+            if reader and not request.ended and (found := reader.read()):
+                yield found
+        value = request.finish()  # raises what it ended with
+        yield Done(None if reader else value, request.task.cached_tokens, request.task.preemptions,
+                   self._llm.state().kv_usage, value.speculation if reader else None,
+                   tuple(reader.read()) if reader else ())
+
+
+class Reader:
+    """Reads the samples of a generation token by token.
+
+    Parameters
+    ----------
+    request : of a `Generation`
+    generated : tokens that the client has
+    """
+
+    def __init__(self, request: Request[Any], generated: int):
+        assert isinstance(request.task, Generation)
+        self._samples = request.task.samples
+        self._marks = [(generated, generated, 0)] * len(self._samples)
+        self._ended = [False] * len(self._samples)
+
+    def read(self) -> list[Part]:
+        """Return what is new."""
+        found = []
+        for i, sample in enumerate(self._samples):
+            if self._ended[i]:
+                continue
+            part, self._marks[i] = sample.tokens_since(*self._marks[i])
+            self._ended[i] = bool(part.finish_reason)
+            if part.pieces or part.finish_reason:
+                found.append(Part(i, *part))
+        return found

@@ -1,0 +1,274 @@
+"""OpenAI's batches: /v1/batches, which the server answers beside its other requests, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import EdgeInferError
+from .batch import URLS, Answered, InProcess, Results, Row, Rows, answer_all, line_of
+from .errors import ApiError
+from .files import Store, missing, page
+from .http import Call, Reply, new_id
+from .models import in_thread
+
+if TYPE_CHECKING:
+    from .server import Server
+
+WINDOW, WINDOW_SECONDS = "24h", 86400
+MOST_ROWS = 50_000
+BUSY = (429, 503)
+BUSY_SECONDS = 0.5
+"""Wait before a row is tried again that the server had no room for."""
+OVER = ("completed", "failed", "expired", "cancelled")
+MOST_METADATA = 16
+
+
+class Batch(msgspec.Struct, omit_defaults=True):
+    """A batch, as it is described in the folder."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    completion_window: str = WINDOW
+    status: str = "validating"
+    metadata: dict[str, str] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    times: dict[str, int] = {}
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    error: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the API shows it."""
+        errors = None if self.error is None else {"object": "list", "data": [
+            {"code": "invalid_request", "message": self.error, "param": None, "line": None}]}
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        return {"id": self.id, "object": "batch", "endpoint": self.endpoint, "errors": errors,
+                "input_file_id": self.input_file_id, "completion_window": self.completion_window,
+                "status": self.status, "output_file_id": self.output_file_id, "error_file_id": self.error_file_id,
+                "created_at": self.created_at, "expires_at": self.created_at + WINDOW_SECONDS,
+                **{f"{name}_at": self.times.get(name) for name in names},
+                "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+                "metadata": self.metadata}
+
+    def move(self, status: str) -> None:
+        """Note that it has another status from now on."""
+        self.status = status
+        self.times = {**self.times, status: int(time.time())}
+
+
+class Batches:
+    """The batches of a server.
+
+    Parameters
+    ----------
+    server : Server
+    folder : where files and batches are kept
+    """
+
+    def __init__(self, server: Server, folder: Path):
+        self._server, self.store = server, Store(folder)
+        self._waiting = dict[str, Batch]()
+        self._running: Batch | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._run: asyncio.Task[None] | None = None
+
+    def resume(self) -> None:
+        """Go on with the batches that a former server has left, unless another server has the folder."""
+        if not self.store.folder.is_dir():
+            return
+        try:
+            self.store.claim()
+        except ApiError:
+            return
+        for one in reversed(self.store.all("batch_", Batch, None)):
+            if one.status == "cancelling":
+                one.move("cancelled")
+                self._keep(one)
+            elif one.status not in OVER:
+                self.add(one)
+
+    def add(self, batch: Batch) -> None:
+        """Let a batch run after those before it."""
+        self._waiting[batch.id] = batch
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work())
+
+    def find(self, name: str, owner: str) -> Batch:
+        """Return a batch of a key; raises `ApiError` where it has none of this name."""
+        for one in (self._running, *self._waiting.values()):
+            if one is not None and (one.id, one.owner) == (name, owner):
+                return one
+        found: Batch = self.store.read(name, Batch, "batch")
+        if found.owner != owner:
+            raise missing("batch", name)
+        return found
+
+    def cancel(self, batch: Batch) -> None:
+        """End a batch with the answers that it has."""
+        if batch.id in self._waiting:
+            del self._waiting[batch.id]
+            batch.move("cancelled")
+        elif self._run is not None and batch is self._running:
+            batch.move("cancelling")
+            self._run.cancel()
+        self._keep(batch)
+
+    def check_unused(self, file: str) -> None:
+        """Raise `ApiError` for a file of a batch that is not over."""
+        for one in (self._running, *self._waiting.values()):
+            if one is not None and file in (one.input_file_id, one.output_file_id, one.error_file_id):
+                raise ApiError(409, f"The file {file} is used by {one.id}; cancel that first.", code="in_use")
+
+    async def close(self) -> None:
+        """Leave all batches as they are; another server goes on with them."""
+        for task in (self._run, self._task):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(one for one in (self._task,) if one), return_exceptions=True)
+        self.store.release()
+
+    async def _work(self) -> None:
+        while self._waiting:
+            batch = self._running = self._waiting.pop(next(iter(self._waiting)))
+            self._run = asyncio.ensure_future(self._answer(batch))
+            left = batch.created_at + WINDOW_SECONDS - time.time()
+            try:
+                await asyncio.wait_for(self._run, max(left, 0.0))
+                batch.move("completed")
+            except asyncio.TimeoutError:
+                batch.move("expired")
+            except asyncio.CancelledError:
+                if batch.status != "cancelling":  # the server ends
+                    return
+                batch.move("cancelled")
+            except (EdgeInferError, ApiError) as error:
+                batch.error = str(error)
+                batch.move("failed")
+            except Exception as error:
+                self._server.log_failure(error)
+                batch.error = "The server failed; its log says more."
+                batch.move("failed")
+            self._running = None
+            self._keep(batch)
+
+    async def _answer(self, batch: Batch) -> None:
+        """Check the input, and answer its rows in the output and, where they are refused, in the file of errors."""
+        source = self.store.content(self.store.find(batch.input_file_id, batch.owner))
+        with await in_thread(lambda: Rows(source, MOST_ROWS)) as rows:
+            if wrong := next((row for row in rows.all if row.url != batch.endpoint), None):
+                raise ApiError(400, f"Line {wrong.number} has the url {wrong.url!r}, and the endpoint of the batch is "
+                                    f"{batch.endpoint!r}.")
+            for name in ("output_file_id", "error_file_id"):
+                if getattr(batch, name) is None:
+                    setattr(batch, name, self.store.add(batch.owner, f"{batch.id}_{name[:-8]}.jsonl",
+                                                        "batch_output").id)
+            batch.total = len(rows.all)
+            if batch.status == "validating":
+                batch.move("in_progress")
+            self._keep(batch)
+            with contextlib.ExitStack() as held:
+                files = [held.enter_context(Results(self._path(one), rows.all, batch.id))
+                         for one in (batch.output_file_id, batch.error_file_id)]
+                done = files[0].done | files[1].done
+                batch.completed, batch.failed = len(files[0].done), len(files[1].done)
+
+                def write(row: Row, answered: Answered) -> None:
+                    good = answered.status == 200
+                    results = files[not good]
+                    results.write(row.custom_id, answered.status,
+                                  line_of(results.id_of(row, batch.id), row, answered))
+                    batch.completed += good
+                    batch.failed += not good
+
+                patient = _Patient(InProcess(self._server, bytes.fromhex(batch.owner)))
+                await answer_all([row for row in rows.all if row.custom_id not in done], rows.body, patient,
+                                 self._at_once(), write)
+            batch.move("finalizing")
+            for name in ("output_file_id", "error_file_id"):
+                if not self._path(getattr(batch, name)).exists():  # nothing was written
+                    self.store.delete(self.store.find(getattr(batch, name), batch.owner))
+                    setattr(batch, name, None)
+
+    def _at_once(self) -> int:
+        """Return how many rows run together: half of the sequences, so that other requests find room."""
+        first = self._server.models.first
+        return max(1, int(first.model.runner.config.max_sequences) // 2) if first.llm else 1
+
+    def _path(self, file: str | None) -> Path:
+        return self.store.path(f"{file}.jsonl")
+
+    def _keep(self, batch: Batch) -> None:
+        self.store.write(batch.id, batch)
+
+
+class _Patient:
+    """Tries rows again that the server has no room for now."""
+
+    def __init__(self, answerer: InProcess):
+        self._answerer = answerer
+
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row."""
+        while (found := await self._answerer.post(row, body)).status in BUSY:
+            await asyncio.sleep(BUSY_SECONDS)
+        return found
+
+
+class CreateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A request for a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = WINDOW
+    metadata: dict[str, str] | None = None
+
+
+async def create(call: Call) -> Reply:
+    """Answer a file of requests."""
+    body, batches, owner = call.read(CreateBody), call.server.batches, call.salt.hex()
+    if body.endpoint not in URLS:
+        raise ApiError(400, f"endpoint is {body.endpoint[:60]!r}; it is one of {', '.join(URLS)}.", param="endpoint")
+    if body.completion_window != WINDOW:
+        raise ApiError(400, f"completion_window is {body.completion_window[:20]!r}; it is {WINDOW}.",
+                       param="completion_window")
+    if body.metadata and (len(body.metadata) > MOST_METADATA or max(map(len, body.metadata.values())) > 512):
+        raise ApiError(400, f"metadata has up to {MOST_METADATA} texts of up to 512 characters.", param="metadata")
+    batches.store.claim()
+    batches.store.find(body.input_file_id, owner)
+    batch = Batch(new_id("batch_"), owner, body.endpoint, body.input_file_id, int(time.time()), metadata=body.metadata)
+    batches.store.write(batch.id, batch)
+    batches.add(batch)
+    return Reply(batch.shown())
+
+
+async def batches(call: Call) -> Reply:
+    """List the batches of a key."""
+    owner, held = call.salt.hex(), call.server.batches
+    found = await in_thread(lambda: held.store.all("batch_", Batch, owner))
+    return Reply(page(call, [held.find(one.id, owner).shown() for one in found]))
+
+
+async def batch(call: Call) -> Reply:
+    """Describe a batch."""
+    return Reply(call.server.batches.find(call.params["name"], call.salt.hex()).shown())
+
+
+async def cancel(call: Call) -> Reply:
+    """End a batch; the answers that it has stay."""
+    held = call.server.batches
+    found = held.find(call.params["name"], call.salt.hex())
+    if found.status in OVER:
+        raise ApiError(409, f"The batch {found.id} is over ({found.status}).", code="over")
+    held.cancel(found)
+    return Reply(found.shown())

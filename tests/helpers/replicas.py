@@ -1,0 +1,74 @@
+"""Replicas within this process, which can be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from edgeinfer import LLM
+from edgeinfer.cluster import RemoteModel
+from edgeinfer.cluster.job import Identity, Item, Job, WorkerLost
+from edgeinfer.cluster.serving import Serving, facts_of
+
+OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=8, max_queue=256)
+
+
+class Within:
+    """A replica that has a model in this process.
+
+    Attributes
+    ----------
+    lost_after : callable
+        Gets a job and the tokens sent, and says whether the replica is lost now.
+    jobs : list of Job
+        Those it was given.
+    """
+
+    def __init__(self, source: str, name: str, arithmetic: str = "", reopens: bool = True):
+        self.llm, self.name, self.reopens = LLM(source, **OPTIONS), name, reopens
+        self._serving, self.facts = Serving(self.llm), facts_of(self.llm)
+        if arithmetic:
+            self.facts = self.facts._replace(identity=Identity("1", "b", arithmetic), isa=arithmetic)
+        self.lost_after: Callable[[Job, int], bool] = lambda job, tokens: False
+        self.jobs = list[Job]()
+        self.back = threading.Event()
+        self.back.set()
+
+    async def run(self, job: Job) -> AsyncIterator[Item]:
+        self.jobs.append(job)
+        sent = 0
+        try:
+            async for item in self._serving.run(job):
+                if self.lost_after(job, sent):
+                    raise WorkerLost("killed")
+                sent += sum(len(part.ids) for part in item) if isinstance(item, list) else 0
+                yield item
+        finally:
+            self._serving.cancel(job.key)
+
+    async def cancel(self, key: int) -> None:
+        self._serving.cancel(key)
+
+    async def reopen(self) -> None:
+        while not self.back.is_set():
+            await asyncio.sleep(0.01)
+        if not self.reopens:
+            raise WorkerLost("no such node")
+
+    @property
+    def free(self) -> bool:
+        return self.llm.state().kv_usage == 0 and not self._serving._running
+
+
+def opener(replicas: list[Within], said: list[str]) -> Callable[[str, int | None], Any]:
+    """Return what opens a model on these replicas."""
+    def close() -> None:
+        for one in replicas:
+            one.llm.close()
+
+    def opened(source: str, left: int | None) -> Any:
+        return RemoteModel(source, list(replicas), 256, said.append, close)
+
+    return opened

@@ -1,0 +1,210 @@
+"""A server over replicas: the texts of one process, whatever replica has a request and whichever is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from edgeinfer.cluster.job import Job, Speeds
+from tests.helpers.replicas import Within, opener
+from tests.helpers.serving import Answered, Running, chat_model, serving, until
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string", "maxLength": 12}}, "required": ["place"],
+    "additionalProperties": False}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+    "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}}}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0}, {"temperature": 0.9, "top_p": 0.8}, {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3, "min_p": 0.02}, {"temperature": 1.2, "top_k": 0, "logprobs": 3},
+    {"n": 3, "temperature": 0.8}, {"stop": [" the", "and"], "logprobs": 0}, {"regex": "[a-z ]{30,90}"},
+    {"n": 2, "logprobs": 1, "presence_penalty": 0.3}, {"logit_bias": {"300": 4.0, "310": -100}})
+
+
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """Return requests of all kinds."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for i in range(100):
+        body = {"prompt": f"Once upon a time there was fox {i % 13}" + " and a crow" * (i % 7), "seed": i,
+                "max_tokens": (1, 7, 40, 120)[i % 4], "ignore_eos": i % 3 > 0, **SAMPLED[i % len(SAMPLED)]}
+        if i % 2:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        found.append((COMPLETIONS, body))
+    hello = [{"role": "user", "content": "Tell me a tale."}]
+    for stream in (False, True):
+        found += [
+            (CHAT, {"messages": hello, "seed": 3, "max_tokens": 40, "stream": stream}),
+            (CHAT, {"messages": hello, "seed": 4, "max_tokens": 60, "stream": stream, "tools": [TOOL],
+                    "tool_choice": "required"}),
+            (CHAT, {"messages": hello, "seed": 5, "max_tokens": 40, "stream": stream, "logprobs": True,
+                    "response_format": SCHEMA})]
+    found += [(COMPLETIONS, {"prompt": "The fox ran", "echo": True, "logprobs": 2, "max_tokens": 3, "seed": 1}),
+              ("/v1/embeddings", {"input": ["A fox", "A crow and a fox"]}),
+              ("/v1/messages", {"model": "chat", "messages": hello, "max_tokens": 9, "temperature": 0}),
+              ("/api/generate", {"model": "chat", "prompt": "Once", "stream": False,
+                                  "options": {"seed": 2, "num_predict": 12}})]
+    return found
+
+
+REQUESTS = requests()
+OWN = ("id", "created", "created_at", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration",
+       "prompt_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "prompt_eval_count",
+       "completion_tokens_details", "input_tokens")
+"""Fields that are of the time, of what the prefix cache had, and of how often speculation was worth it."""
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items() if name not in OWN}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def outcome(found: Answered, stream: bool) -> Any:
+    """Return an answer without what differs between two runs: events may have one token or several."""
+    assert found.status == 200, found.body
+    if not stream:
+        return plain(found.json)
+    texts, logprobs, tools, reasons, usage = dict[int, str](), dict[int, list[Any]](), "", dict[int, str](), None
+    for event in found.events:
+        assert "error" not in event, event
+        usage = plain(event.get("usage")) or usage
+        for one in event["choices"]:
+            i, delta = one["index"], one.get("delta", {})
+            texts[i] = texts.get(i, "") + (one.get("text") or delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                tools += call["function"].get("name", "") + call["function"].get("arguments", "")
+            named = one.get("logprobs") or {}
+            logprobs.setdefault(i, []).extend(named.get("token_logprobs") or plain(named.get("content") or []))
+            if one["finish_reason"]:
+                assert i not in reasons
+                reasons[i] = one["finish_reason"]
+    assert found.body.endswith(b"data: [DONE]\n\n")
+    return texts, logprobs, tools, reasons, usage
+
+
+def all_of(running: Running, at_once: int = 8) -> list[Any]:
+    def one(request: tuple[str, dict[str, Any]]) -> Any:
+        return outcome(running.ask(*request), bool(request[1].get("stream")))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def right(model: str) -> list[Any]:
+    """Return the answers of one process."""
+    with serving({"chat": model}) as running:
+        return all_of(running)
+
+
+@pytest.fixture
+def three(model: str) -> list[Within]:
+    return [Within(model, f"replica {i}") for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
+    replicas, said = [Within(model, f"replica {i}") for i in range(n)], list[str]()
+    with serving({"chat": model}, opener(replicas, said)) as running:
+        assert all_of(running) == right and not said
+        assert all(len(one.jobs) > 5 for one in replicas) and all(one.free for one in replicas)
+        metrics = running.ask("/metrics").body.decode()
+        assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in metrics
+        assert metrics.count('edgeinfer:replica_up{model_name="chat",replica="replica ') == n
+        found = running.ask("/status").json["models"][0]["replicas"]
+        assert [one["sent"] for one in found] == [len(one.jobs) for one in replicas]
+
+
+def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[Within]) -> None:
+    said, lost, lock = list[str](), [0], threading.Lock()
+
+    def dies(job: Job, tokens: int) -> bool:
+        with lock:
+            now = job.key % 3 == 0 and tokens >= job.key % 20
+            lost[0] += now
+            return now
+
+    for one in three:
+        one.lost_after = dies
+    with serving({"chat": model}, opener(three, said)) as running:
+        assert all_of(running) == right
+    assert lost[0] > 10 and sum("is lost (killed); others go on" in one for one in said) > 5, (lost, said)
+    assert sum(len(job.generated) > 0 for one in three for job in one.jobs) > 3
+
+
+def test_prompts_of_one_request_are_spread(model: str, three: list[Within]) -> None:
+    body = {"prompt": [f"{i} foxes" for i in range(12)], "max_tokens": 30, "temperature": 0}
+    for one in three:
+        one.facts = one.facts._replace(speeds=Speeds(1e-4, 1e-3))
+    with serving({"chat": model}, opener(three, [])) as running:
+        assert running.ask(COMPLETIONS, body).status == 200
+    assert sum(len(one.jobs) for one in three) == 12 and min(len(one.jobs) for one in three) == 4
+
+
+def test_a_client_that_leaves_frees_its_replica(model: str, three: list[Within]) -> None:
+    with serving({"chat": model}, opener(three, [])) as running:
+        connection = running.connect()
+        body = json.dumps({"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True, "n": 8}).encode()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%s"
+                           % (len(body), body))
+        connection.recv(4096)
+        connection.close()
+        assert until(lambda: all(one.free for one in three)) and until(lambda: not running.server.answers)
+
+
+def test_what_is_refused_is_refused_before_a_stream_begins(model: str, three: list[Within]) -> None:
+    with serving({"chat": model}, opener(three, [])) as running:
+        for body, sentence in (({"prompt": "fox " * 2000}, "more than the context of 512"),
+                               ({"prompt": "fox", "grammar": "root ::= ("}, "grammar"),
+                               ({"prompt": [100000]}, "prompt has the id 100000")):
+            found = running.ask(COMPLETIONS, {**body, "stream": True})
+            assert found.status == 400 and sentence in found.error
+    assert not any(one.jobs for one in three)
+
+
+def test_another_arithmetic_is_used_where_no_other_is_left_and_named(model: str) -> None:
+    replicas = [Within(model, "a", "avx2"), Within(model, "b", "avx2"), Within(model, "c", "generic")]
+    body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
+    said = list[str]()
+    with serving({"chat": model}, opener(replicas, said)) as running:
+        assert all("edgeinfer-arithmetic" not in running.ask(COMPLETIONS, body).headers for _ in range(8))
+        assert not replicas[2].jobs
+        for one in replicas[:2]:
+            one.back.clear()
+            one.lost_after = lambda job, tokens: True
+        thread = threading.Thread(target=running.ask, args=(COMPLETIONS, body))
+        thread.start()  # it has begun in the other arithmetic, and waits for it
+        assert until(lambda: len(said) == 2)
+        for stream in (False, True):
+            assert running.ask(COMPLETIONS, {**body, "stream": stream}).headers["edgeinfer-arithmetic"] == "generic"
+        n = len(replicas[2].jobs)
+        for one in replicas[:2]:
+            one.lost_after = lambda job, tokens: False
+            one.back.set()
+        thread.join(20)
+        assert not thread.is_alive() and len(replicas[2].jobs) == n
+
+
+def test_without_any_replica_requests_end_with_an_error(model: str) -> None:
+    replicas = [Within(model, "a", reopens=False)]
+    replicas[0].lost_after = lambda job, tokens: True
+    said = list[str]()
+    with serving({"chat": model}, opener(replicas, said)) as running:
+        began = time.monotonic()
+        for _ in range(2):
+            found = running.ask(COMPLETIONS, {"prompt": "Once"})
+            assert found.status == 503 and "No replica is left" in found.error
+        assert time.monotonic() - began < 10 and said[-1] == "a does not come back (no such node)."

@@ -1,0 +1,161 @@
+"""/v1/files and /v1/batches with OpenAI's own client: whole, cancelled and interrupted batches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from edgeinfer import LLM
+from tests.helpers.command_line import edgeinfer
+from tests.helpers.serving import Running, serving, until
+
+KEYS = ("key-of-the-first", "key-of-the-second")
+COMPLETIONS = "/v1/completions"
+needs_client = pytest.mark.skipif(find_spec("openai") is None, reason="OpenAI's client is not installed")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept"), api_keys=KEYS, max_file=1 << 20) as one:
+        yield one
+
+
+def client(running: Running, key: str = KEYS[0]) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
+
+
+def line(i: int, url: str = COMPLETIONS, **body: Any) -> str:
+    asked = {"prompt": f"Fox {i}", "seed": i, "max_tokens": 12, **body}
+    return json.dumps({"custom_id": f"r{i}", "method": "POST", "url": url, "body": asked}) + "\n"
+
+
+def created(api: Any, text: str, **asked: Any) -> Any:
+    file = api.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    return api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h", **asked)
+
+
+def over(api: Any, name: str) -> Any:
+    assert until(lambda: api.batches.retrieve(name).status in ("completed", "failed", "cancelled", "expired"), 60)
+    return api.batches.retrieve(name)
+
+
+def answers(text: str) -> dict[str, Any]:
+    found = [json.loads(one) for one in text.splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one["response"] for one in found}
+
+
+@needs_client
+def test_a_batch_from_upload_to_answers(running: Running, tmp_path: Path) -> None:
+    api = client(running)
+    text = "".join(line(i) for i in range(30)) + line(30, max_tokens=0) + line(31, prompt="fox " * 2000)
+    (given := tmp_path / "in.jsonl").write_text(text)
+    done = over(api, created(api, text, metadata={"of": "tests"}).id)
+    assert (done.status, done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == \
+        ("completed", 32, 30, 2)
+    assert done.metadata == {"of": "tests"} and done.in_progress_at <= done.finalizing_at <= done.completed_at
+    found = answers(api.files.content(done.output_file_id).text)
+    wrong = answers(api.files.content(done.error_file_id).text)
+    assert {one["status_code"] for one in wrong.values()} == {400} and set(wrong) == {"r30", "r31"}
+    assert edgeinfer("batch", given, tmp_path / "out.jsonl", "-t", "1", "--ctx", "512").code == 0
+    own = answers((tmp_path / "out.jsonl").read_text())
+    assert {name: one["body"]["choices"] for name, one in found.items()} == \
+        {name: one["body"]["choices"] for name, one in own.items() if one["status_code"] == 200}
+    assert [one.id for one in api.batches.list()] == [done.id]
+    assert {one.purpose for one in api.files.list()} == {"batch", "batch_output"}
+    assert api.files.retrieve(done.input_file_id).bytes == len(text)
+    api.files.delete(done.input_file_id)
+    assert len(list(api.files.list())) == 2
+
+
+@needs_client
+def test_a_batch_that_is_cancelled_keeps_its_answers(running: Running) -> None:
+    import openai
+
+    api = client(running)
+    first = created(api, "".join(line(i, max_tokens=200, ignore_eos=True) for i in range(400)))
+    second = created(api, line(0))
+    assert until(lambda: api.batches.retrieve(first.id).request_counts.completed > 5)
+    with pytest.raises(openai.ConflictError, match="is used by batch_"):
+        api.files.delete(first.input_file_id)
+    assert api.batches.cancel(first.id).status == "cancelling"
+    done = over(api, first.id)
+    assert done.status == "cancelled" and 5 < done.request_counts.completed < 400
+    assert len(answers(api.files.content(done.output_file_id).text)) == done.request_counts.completed
+    assert over(api, second.id).status == "completed" and over(api, second.id).error_file_id is None
+    with pytest.raises(openai.ConflictError, match=r"is over \(cancelled\)"):
+        api.batches.cancel(first.id)
+
+
+@needs_client
+@pytest.mark.slow
+def test_another_server_goes_on(tmp_path: Path) -> None:
+    kept: dict[str, Any] = dict(batch_dir=str(tmp_path / "kept"))
+    with serving({"demo": "demo"}, **kept) as running:
+        api = client(running)
+        first = created(api, text := "".join(line(i, max_tokens=150, ignore_eos=True) for i in range(150)))
+        second = created(api, line(7))
+        assert until(lambda: api.batches.retrieve(first.id).request_counts.completed > 10)
+        with serving({"demo": "demo"}, **kept) as other:  # of the same folder
+            found = other.ask("/v1/batches", {"input_file_id": first.input_file_id, "endpoint": COMPLETIONS})
+            assert found.status == 503 and "Another server keeps its files in the same folder" in found.error
+    with serving({"demo": "demo"}, **kept) as running:
+        api = client(running)
+        done = over(api, first.id)
+        assert done.status == "completed" and done.request_counts.completed == 150
+        found = answers(api.files.content(done.output_file_id).text)
+        assert over(api, second.id).status == "completed"
+    with LLM("demo", ctx=512) as llm:
+        for i in (0, 75, 149):
+            assert found[f"r{i}"]["body"]["choices"][0]["text"] == llm.generate(
+                f"Fox {i}", seed=i, max_tokens=150, ignore_eos=True)
+    assert len(found) == 150 and text
+
+
+@needs_client
+def test_what_is_refused(running: Running) -> None:
+    import openai
+
+    api, other = client(running), client(running, KEYS[1])
+    file = api.files.create(file=("../../in.jsonl", line(0).encode()), purpose="batch")
+    assert file.filename == "in.jsonl" and not list(other.files.list()) and not list(other.batches.list())
+    for call, sentence in (
+            (lambda: other.files.retrieve(file.id), "There is no file"),
+            (lambda: api.files.content("file-" + "0" * 24), "There is no file"),
+            (lambda: api.files.retrieve("..%2f..%2fetc"), "There is no|nothing at"),
+            (lambda: api.batches.retrieve("batch_" + "0" * 24), "There is no batch"),
+            (lambda: api.files.create(file=("a", b"x"), purpose="fine-tune"), "purpose is 'fine-tune'"),
+            (lambda: api.files.create(file=("a", b""), purpose="batch"), "The file is empty"),
+            (lambda: api.files.create(file=("a", b"x" * (2 << 20)), purpose="batch"), "at most 1048576 are taken"),
+            (lambda: api.batches.create(input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h"),
+             "endpoint is '/v1/moderations'"),
+            (lambda: api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS,
+                                        completion_window="1h"), "completion_window is '1h'; it is 24h"),
+            (lambda: other.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"),
+             "There is no file")):
+        with pytest.raises(openai.APIStatusError, match=sentence):
+            call()
+    for text, sentence in (("{", "Line 1 of .* is not JSON"), (line(0) + line(0), "has the custom_id of line 1"),
+                           (line(0, url="/v1/embeddings"), "Line 1 has the url '/v1/embeddings'")):
+        done = over(api, created(api, text).id)
+        assert done.status == "failed" and done.output_file_id is None
+        assert re.search(sentence, done.errors.data[0].message)
+    for body in (b"", b"--x\r\n\r\nab"):
+        found = running.ask("/v1/files", body, content_type="multipart/form-data; boundary=x",
+                            authorization=f"Bearer {KEYS[0]}")
+        assert found.status == 400 and "The form" in found.error
+
+
+def test_nothing_is_kept_before_it_is_used(tmp_path: Path) -> None:
+    with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
+        assert running.ask("/v1/batches").json["data"] == running.ask("/v1/files").json["data"] == []
+        assert not (tmp_path / "kept").exists()
