@@ -45,6 +45,8 @@ from .weights import Stored
 
 LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 850_000_000
 """Of this process: onnxruntime on its CPU provider (52 MB measured); with CUDA's libraries (650 to 860 MB measured)."""
+ARENA_SHARE = 2.25
+"""Of what lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured at most)."""
 CONTEXT_BYTES = 1_260_000_000
 """Of a GPU's memory: CUDA's context, code and workspaces of the libraries (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
@@ -199,7 +201,9 @@ class DevicePlanner:
                      + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
                      DEVICE if cuda else "mapped")
         if not cuda:  # CUDA's provider frees what it has repacked
-            yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
+            scales = 2 * sum(one.nbytes for one in stored if one.kind == "f16" and one.name.endswith(".scales"))
+            yield Region("prepacked", codes + scales, "onnxruntime's own copy of the quantised matrices"
+                         + (", with scales in f32" if scales else ""), here)
         positions = self.positions(request)
         block = block_bytes(layers, positions, kv)
         largest = max(block_bytes({i: heads}, positions, kv) for i, heads in layers.items())
@@ -208,7 +212,7 @@ class DevicePlanner:
         yield Region("kv", (blocks + self.spare) * block,
                      f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} positions, "
                      f"{block} bytes each{spare}", here)
-        copy = self._written_out(request, provider.fast_matmuls) if cuda else 0
+        copy = self._written_out(request, provider)
         yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
         most = request.sequences
@@ -234,12 +238,17 @@ class DevicePlanner:
         rows = request.tokens * row_values(c) * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
         scores = 4 * score_values(c, request.tokens, request.ctx, not cuda)
         scores += read_again(c, self.positions(request), request.sequences) * size
-        return rows + scores if cuda else 2 * (rows + scores)
+        return rows + scores if cuda else round(ARENA_SHARE * (rows + scores))
 
-    def _written_out(self, request: Request, fast: bool) -> int:
-        """Bytes of the largest matrix that CUDA's matmuls write out as f16 before they multiply by it."""
+    def _written_out(self, request: Request, provider: Provider) -> int:
+        """Bytes of the largest matrix that matmuls write out as f16 before they multiply by it: on the CPU provider in
+        all f16 models."""
+        if provider.device != CUDA:
+            sizes = [int(node.attributes["N"] * node.attributes["K"]) * 2 for node in self._products[request.kv]]
+            return max(sizes, default=0) if request.kv == "f16" else 0
         return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
-                                else request.tokens, fast) for node in self._products[request.kv]), default=0)
+                                else request.tokens, provider.fast_matmuls)
+                    for node in self._products[request.kv]), default=0)
 
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
