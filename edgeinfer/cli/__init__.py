@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         What follows the program's name. By default what this process was started with; then the process is the
         program's own, from its standard streams to its end, and otherwise its caller's, who gets a `SystemExit`.
     """
-    gc.set_threshold(GARBAGE_OBJECTS)
     if arguments is not None:
         from .app import execute
 
         sys.exit(execute(list(arguments)))
+    gc.set_threshold(GARBAGE_OBJECTS)
     try:
         from .program import leave, open_streams, watch_signals
 

@@ -55,6 +55,13 @@ def test_commands_that_run_no_model_load_nothing_heavy(arguments: list[str]) -> 
     assert loaded(code) == set()
 
 
+def test_a_command_inside_another_program_leaves_its_garbage_collection() -> None:
+    code = ("import gc, edgeinfer.cli, contextlib\nbefore = gc.get_threshold()\n"
+            "with contextlib.suppress(SystemExit): edgeinfer.cli.main(['--version'])\n"
+            "assert gc.get_threshold() == before")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_help_answers_at_once() -> None:
