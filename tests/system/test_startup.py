@@ -62,6 +62,15 @@ def test_a_command_inside_another_program_leaves_its_garbage_collection() -> Non
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize(("command", "kept"), [("serve", True), ("batch", True), ("run", False)])
+def test_long_runs_collect_garbage_as_often_as_python_does_by_default(command: str, kept: bool) -> None:
+    code = (f"import gc, sys, edgeinfer.cli\nbefore = gc.get_threshold(); sys.argv = ['edgeinfer', {command!r}, '-h']\n"
+            "import edgeinfer.cli.program as program\n"
+            "program.leave = lambda code: print(before == gc.get_threshold())\nedgeinfer.cli.main()")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(f"{kept}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_help_answers_at_once() -> None:
