@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..builder.blocks import Layer, heads_of, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import Layer, gpt_like, heads_of
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -24,15 +23,6 @@ def read(c: ConfigReader) -> ModelConfig:
     bias, side = c.flag("attention_bias", True), c.flag("use_parallel_residual", True)
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=True,
                         parallel_residual=side, parallel_norms=2 if side else 1)
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("gpt_neox.embed_in.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"gpt_neox.layers.{i}."))
-    return g.build(g.logits(x, "gpt_neox.final_layer_norm.weight", "embed_out.weight", layer_norm=True,
-                            norm_bias="gpt_neox.final_layer_norm.bias"))
 
 
 def parts(c: ModelConfig, hf: str) -> Layer:
@@ -51,6 +41,8 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {"use_parallel_residual": bool(m.get("use_parallel_residual"))}
 
 
+forward = partial(gpt_like, parts=parts, embed="gpt_neox.embed_in", positions="", layers="gpt_neox.layers.",
+                  norm="gpt_neox.final_layer_norm", head="embed_out")
 FAMILY = Family(
     (Gguf("gptneox", fields=_fields, says={"hidden_act": "gelu"}, turns="share"),),
     {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..builder.blocks import Layer, layer, rows_of
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import Layer, gpt_like, rows_of
 from ..config import AlibiConfig, ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -55,14 +54,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         alibi=AlibiConfig(max_bias))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("transformer.wte.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.blocks.{i}."))
-    return g.build(g.logits(x, "transformer.norm_f.weight", "lm_head.weight", layer_norm=True))
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """Name a layer's tensors."""
     fused = Source(hf + "attn.Wqkv.weight", (c.query_width + 2 * c.kv_width, c.hidden_size))
@@ -75,6 +66,8 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {"alibi_bias_max": m.get("attention.max_alibi_bias")}
 
 
+forward = partial(gpt_like, parts=parts, positions="", layers="transformer.blocks.", norm="transformer.norm_f",
+                  norm_bias=False)
 FAMILY = Family(
     (Gguf("mpt", fields=_fields, says={"hidden_act": "gelu"}, turns="none"),),
     {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm",
