@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ..builder.blocks import GPT_NAMES, Layer, gpt_like, heads_of, rows_of
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -45,10 +43,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"multi_query": m.config.get("num_key_value_heads") == 1}
-
-
 forward = partial(gpt_like, parts=parts)
-FAMILY = Family((Gguf("starcoder", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
+FAMILY = Family((Gguf("starcoder", fields=lambda m: {"multi_query": m.config.get("num_key_value_heads") == 1},
+                      says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
                 qkv="rows", prefix="transformer.")

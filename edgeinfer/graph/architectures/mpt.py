@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ..builder.blocks import Layer, gpt_like, rows_of
 from ..config import AlibiConfig, ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -61,15 +59,11 @@ def parts(c: ModelConfig, hf: str) -> Layer:
                  up=hf + "ffn.up_proj.weight", down=hf + "ffn.down_proj.weight", norm_bias=False)
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    """A file says 0 if the model has a table of positions instead of ALiBi."""
-    return {"alibi_bias_max": m.get("attention.max_alibi_bias")}
-
-
 forward = partial(gpt_like, parts=parts, positions="", layers="transformer.blocks.", norm="transformer.norm_f",
                   norm_bias=False)
-FAMILY = Family(
-    (Gguf("mpt", fields=_fields, says={"hidden_act": "gelu"}, turns="none"),),
+FAMILY = Family(  # a file says 0 if the model has a table of positions instead of ALiBi
+    (Gguf("mpt", fields=lambda m: {"alibi_bias_max": m.get("attention.max_alibi_bias")},
+          says={"hidden_act": "gelu"}, turns="none"),),
     {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm",
      "norm_2": "ffn_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "ffn.up_proj": "ffn_up",
      "ffn.down_proj": "ffn_down"},

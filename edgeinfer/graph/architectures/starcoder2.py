@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ..builder.blocks import LLAMA_NAMES, Layer, gpt_like
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import biases, weights
@@ -43,10 +41,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias") if bias else ())
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"sliding_window": m.get("attention.sliding_window") or None}
-
-
 forward = partial(gpt_like, parts=parts, **LLAMA_NAMES)
-FAMILY = Family((Gguf("starcoder2", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}),),
+FAMILY = Family((Gguf("starcoder2", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None},
+                      says={"hidden_act": "gelu_pytorch_tanh"}),),
                 {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
