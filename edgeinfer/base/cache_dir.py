@@ -34,14 +34,26 @@ def cache_root() -> Path:
 
 
 def user_directory(kind: str) -> Path:
-    """Return edgeinfer's directory among a user's files of a kind: cache or config."""
-    if not sys.platform.startswith("linux"):
-        import platformdirs
+    """Return edgeinfer's directory among a user's files of a kind: cache or config.
 
-        find = platformdirs.user_cache_path if kind == "cache" else platformdirs.user_config_path
-        return find("edgeinfer")
-    given = os.environ.get(f"XDG_{kind.upper()}_HOME", "")  # platformdirs would take 4 ms of every command
-    return Path(given if os.path.isabs(given) else os.path.expanduser(f"~/.{kind}"), "edgeinfer")
+    Raises
+    ------
+    DestinationError
+        The user has no home directory.
+    """
+    home = os.environ.get("HOME", "")
+    if sys.platform.startswith("linux") and os.path.isabs(home):  # platformdirs would take 4 ms of every command
+        given = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
+        return Path(given, "edgeinfer") if os.path.isabs(given) else Path(home, f".{kind}", "edgeinfer")
+    import platformdirs
+
+    try:
+        found = (platformdirs.user_cache_path if kind == "cache" else platformdirs.user_config_path)("edgeinfer")
+    except RuntimeError:  # of newer versions; older ones return a path that begins with ~
+        found = Path("~")
+    if not found.is_absolute():
+        raise DestinationError("The home directory of this user is unknown; set HOME to a directory.")
+    return found
 
 
 def make_directories(path: Path) -> None:

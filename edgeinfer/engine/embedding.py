@@ -41,15 +41,9 @@ class Embedding(Task[NDArray[np.float32]]):
         check_blocks(runner, f"A text of {n_tokens} tokens", n_tokens, 0, lower="shorten it")
         self._rows = rows
         self._pooling, self._normalise = pooling, normalise
-        self._sequence: Sequence | None = None
         self._sum = np.zeros(0)
         self._pooled: NDArray[np.float32] | None = None
         self._cancelled = False
-
-    @property
-    def sequence(self) -> Sequence | None:
-        """The sequence that holds the text."""
-        return self._sequence
 
     @property
     def finished(self) -> bool:
@@ -83,12 +77,6 @@ class Embedding(Task[NDArray[np.float32]]):
     def take(self, ran: list[Ran]) -> str:
         """Nothing comes of others' passes."""
         return ""
-
-    def release(self) -> None:
-        """Give the sequence back."""
-        if self._sequence is not None:
-            self._runner.release(self._sequence)
-            self._sequence = None
 
     def end(self, reason: str = "cancelled") -> str:
         """Count an unfinished embedding as cancelled."""

@@ -50,7 +50,6 @@ class Scoring(Task[list[Score]]):
         n_prompt, longest = len(self.prompt_ids), max(len(ids) for _, ids in self._todo)
         check_blocks(runner, f"A prompt of {n_prompt} tokens and a continuation of {longest}", n_prompt, longest,
                      lower="shorten them")
-        self._sequence: Sequence | None = None
         self._first: Floats | None = None  # log-probabilities after the prompt
         self._logprobs: list[float] = []  # of the continuation that is being scored
         self._greedy, self._top = True, top
@@ -73,11 +72,6 @@ class Scoring(Task[list[Score]]):
             raise RequestError(f"Continuation {number}: {why}") from None
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
-
-    @property
-    def sequence(self) -> Sequence | None:
-        """The only sequence: the prompt, and after it a continuation."""
-        return self._sequence
 
     @property
     def finished(self) -> bool:
@@ -154,12 +148,6 @@ class Scoring(Task[list[Score]]):
         """Count continuations without a score as cancelled."""
         self._cancelled = self._cancelled or not self.finished
         return ""
-
-    def release(self) -> None:
-        """Give the sequence back."""
-        if self._sequence is not None:
-            self._runner.release(self._sequence)
-            self._sequence = None
 
     def result(self) -> list[Score]:
         """Return the score of each continuation; raises `CancelledError` if the request was cancelled."""

@@ -97,11 +97,12 @@ class Task(abc.ABC, Generic[Result]):
         self.on_progress: OnProgress | None = None
         """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
         self._runner = runner
+        self._sequence: Sequence | None = None
 
     @property
-    @abc.abstractmethod
     def sequence(self) -> Sequence | None:
         """The sequence that holds the prompt; None before `begin` and after `release`."""
+        return self._sequence
 
     @property
     @abc.abstractmethod
@@ -148,9 +149,11 @@ class Task(abc.ABC, Generic[Result]):
     def take(self, ran: list[Ran]) -> str:
         """Take in what came of runs, and return the new text."""
 
-    @abc.abstractmethod
     def release(self) -> None:
         """Give the sequences back; the task stays as it is, and can `begin` again."""
+        if self._sequence is not None:
+            self._runner.release(self._sequence)
+            self._sequence = None
 
     @abc.abstractmethod
     def end(self, reason: str = "cancelled") -> str:

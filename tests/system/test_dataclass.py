@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -60,7 +60,7 @@ def classes(dataclass: Callable[..., Any]) -> list[Any]:
     class Itself:
         """Equal to itself alone."""
 
-        a: int
+        a: Any
 
     @dataclass(frozen=True)
     class Own:
@@ -108,6 +108,7 @@ ACTS: tuple[Callable[[list[Any]], Any], ...] = (
     lambda k: [list(inspect.signature(each).parameters) for each in k],
     lambda k: [[one.name for one in dataclasses.fields(each)] for each in k],
     lambda k: [each.__match_args__ for each in k],
+    lambda k: [sorted(get_type_hints(each.__init__)) for each in k],
     lambda k: repr(copy.deepcopy(k[1](1))),
     lambda k: k[0](1).names is k[0](1).names,
 )
@@ -134,6 +135,12 @@ def test_the_standard_librarys_may_have_ours_as_a_base() -> None:
     assert derived(classes(ours.dataclass)[0]) == derived(classes(dataclasses.dataclass)[0])
     with pytest.raises(TypeError, match="all are frozen or none is"):
         ours.dataclass(type("Loose", (classes(ours.dataclass)[0],), {}))
+
+
+def test_constructors_of_other_parameters_than_the_fields_are_refused() -> None:
+    for base, names in [({"a": field(init=False)}, {"a": int}), ({}, {"a": dataclasses.InitVar[int]})]:
+        with pytest.raises(TypeError, match=r"^init=False and InitVar need the standard library's dataclass$"):
+            ours.dataclass(type("Odd", (), {**base, "__annotations__": names}))
 
 
 def test_request_types_survive_pickle() -> None:

@@ -55,6 +55,22 @@ def test_commands_that_run_no_model_load_nothing_heavy(arguments: list[str]) -> 
     assert loaded(code) == set()
 
 
+def test_a_command_inside_another_program_leaves_its_garbage_collection() -> None:
+    code = ("import gc, edgeinfer.cli, contextlib\nbefore = gc.get_threshold()\n"
+            "with contextlib.suppress(SystemExit): edgeinfer.cli.main(['--version'])\n"
+            "assert gc.get_threshold() == before")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(("command", "kept"), [("serve", True), ("batch", True), ("run", False)])
+def test_long_runs_collect_garbage_as_often_as_python_does_by_default(command: str, kept: bool) -> None:
+    code = (f"import gc, sys, edgeinfer.cli\nbefore = gc.get_threshold(); sys.argv = ['edgeinfer', {command!r}, '-h']\n"
+            "import edgeinfer.cli.program as program\n"
+            "program.leave = lambda code: print(before == gc.get_threshold())\nedgeinfer.cli.main()")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(f"{kept}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_help_answers_at_once() -> None:

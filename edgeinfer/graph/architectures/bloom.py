@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..builder.blocks import Layer, heads_of, layer
-from ..builder.builder import GraphBuilder
+from functools import partial
+
+from ..builder.blocks import Layer, gpt_like, heads_of
 from ..config import AlibiConfig, ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -28,17 +28,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         alibi=AlibiConfig())
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("transformer.word_embeddings.weight")
-    norm = "transformer.word_embeddings_layernorm."
-    x = g.layer_norm(x, "embed_norm", norm + "weight", norm + "bias")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """Name a layer's tensors."""
     attn, mlp, rows = hf + "self_attention.", hf + "mlp.", c.query_width + 2 * c.kv_width
@@ -50,6 +39,8 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias"))
 
 
+forward = partial(gpt_like, parts=parts, embed="transformer.word_embeddings", positions="",
+                  embed_norm="transformer.word_embeddings_layernorm")
 FAMILY = Family(
     (Gguf("bloom", says={"hidden_act": "gelu_new"}, turns="none"),),
     {"transformer.word_embeddings": "token_embd", "transformer.word_embeddings_layernorm": "token_embd_norm",

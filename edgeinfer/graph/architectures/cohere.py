@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..builder.blocks import Layer, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import LLAMA_NAMES, Layer, gpt_like
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -26,14 +25,6 @@ def read(c: ConfigReader, theta: float = 500000.0, **own: Any) -> ModelConfig:
     scale = 1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625)
     return read_decoder(c, {**DEFAULTS, "rope_theta": theta}, attention_bias=bias, attention_output_bias=bias,
                         parallel_residual=True, logits_scale=scale, head_layer_norm=c.flag("use_qk_norm"), **own)
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"model.layers.{i}."))
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True))
 
 
 def parts(c: ModelConfig, hf: str) -> Layer:
@@ -62,4 +53,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {"logit_scale": m.get("logit_scale"), "use_qk_norm": "blk.0.attn_q_norm.weight" in m.tensors}
 
 
+forward = partial(gpt_like, parts=parts, norm_bias=False, **LLAMA_NAMES)
 FAMILY = Family((Gguf("command-r", fields=_fields, tied=True),))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import llama_like, neighbours_of
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -21,11 +22,6 @@ def read(c: ConfigReader) -> ModelConfig:
     c.own_code()
     bias = c.flag("use_bias")
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias)
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
@@ -43,4 +39,5 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
 
 
+forward = partial(llama_like, block=layer)
 FAMILY = Family((Gguf("ernie4_5"),))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..builder.blocks import llama_like
-from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder, read_sliding
 from ..hf_config.reader import ConfigReader
 from .olmo2 import layer
@@ -36,11 +35,6 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, windows=windows, ropes=ropes)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer, head_norms=True)
-
-
 EVERY, LAYERS_OF_32B = 4, 64
 
 
@@ -51,4 +45,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {"sliding_window": window, **({"layer_types": m.layer_types(EVERY)} if window else {})}
 
 
+forward = partial(llama_like, block=layer, head_norms=True)
 FAMILY = Family((Gguf("exaone4", fields=_fields, ignored=("attention.sliding_window_pattern",)),), NORMS_ON_THE_WAY_OUT)

@@ -5,15 +5,14 @@ Falcon-RW (arXiv 2306.01116) has ALiBi instead of a rotation. Its biases are rou
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..builder.blocks import Layer, heads_of, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import Layer, gpt_like, heads_of
 from ..config import AlibiConfig, ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
 from ..families.pre_tokenizer import GPT2, PreTokenizer
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -42,15 +41,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         parallel_norms=norms, alibi=AlibiConfig(bfloat16=True) if alibi else None)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("transformer.word_embeddings.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """A layer's tensors."""
     attn, mlp, rows, bias = hf + "self_attention.", hf + "mlp.", c.query_width + 2 * c.kv_width, c.mlp_bias
@@ -72,6 +62,7 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
             "num_ln_in_parallel_attn": 2 if two else 1, "num_key_value_heads": None}
 
 
+forward = partial(gpt_like, parts=parts, embed="transformer.word_embeddings", positions="")
 FAMILY = Family(
     (Gguf("falcon", fields=_fields, says={"hidden_act": "gelu"}, ignored=("tensor_data_layout",)),),
     {"transformer.word_embeddings": "token_embd", "transformer.ln_f": "output_norm", "ln_attn": "attn_norm_2",

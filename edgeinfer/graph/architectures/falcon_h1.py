@@ -6,6 +6,7 @@ last norm.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ...errors import CheckpointError
@@ -16,7 +17,6 @@ from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_hybrid import TENSORS_OF_SCAN, scan_fields
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -62,11 +62,6 @@ def read_multipliers(c: ConfigReader) -> tuple[float, ...]:
     factors = (c.number("ssm_in_multiplier", 1.0), *found["ssm_multipliers"], *(c.number(name, 1.0) for name in single),
                *found["mlp_multipliers"])
     return factors if any(factor != 1 for factor in factors) else ()
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer, "model.final_layernorm.weight")
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
@@ -126,6 +121,7 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
             "mamba_rms_norm": "ssm_norm.weight" in has, "projectors_bias": "ssm_out.bias" in has}
 
 
+forward = partial(llama_like, block=layer, norm="model.final_layernorm.weight")
 TENSORS = {**{f"mamba.{name}": own for name, own in TENSORS_OF_SCAN.items()}, "feed_forward.gate_proj": "ffn_gate",
            "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down",
            "pre_ff_layernorm.weight": "ffn_norm", "model.final_layernorm": "output_norm"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import gate_up_of, llama_like, neighbours_of
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -26,11 +27,6 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, attention_bias=c.flag("attention_bias", True))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer)
-
-
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """x + norm(attention(norm(x))), then the same with the FFN; gate and up are rows of one tensor."""
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
@@ -45,6 +41,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_mlp_layernorm.weight")
 
 
+forward = partial(llama_like, block=layer)
 FAMILY = Family((Gguf("glm4", turns="share"),), {
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "mlp.gate_up_proj": "ffn_up"})

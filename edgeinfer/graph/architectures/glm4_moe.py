@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..builder.blocks import llama_like
@@ -10,7 +11,6 @@ from ..builder.moe import moe
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -31,11 +31,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         head_norm=c.flag("use_qk_norm"))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, block)
-
-
 def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """One layer."""
     return moe(g, c, attend(g, c, x, i, qk_norm=c.head_norm), i)
@@ -48,5 +43,6 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return {**routed_fields(m), "use_qk_norm": "blk.0.attn_q_norm.weight" in m.tensors}
 
 
+forward = partial(llama_like, block=block)
 FAMILY = Family((Gguf("glm4moe", fields=_fields, turns="share"),),
                 {**TENSORS, "post_attention_layernorm": "post_attention_norm"}, further_tokens=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import GPT_NAMES, Layer, gpt_like, rows_of
-from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -24,11 +24,6 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return gpt_like(g, c, parts)
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """A layer's tensors."""
     d, n, fused = c.hidden_size, c.intermediate_size, c.query_width + 2 * c.kv_width
@@ -43,6 +38,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(hf + "mlp.c_fc.bias", hf + "mlp.c_proj.bias"))
 
 
+forward = partial(gpt_like, parts=parts)
 TENSORS = {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
            "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
            "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}

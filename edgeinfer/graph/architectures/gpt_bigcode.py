@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from ..builder.blocks import GPT_NAMES, Layer, gpt_like, heads_of, rows_of
-from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -35,11 +32,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         mlp_bias=True, attention_scale=0.0 if c.flag("scale_attn_weights", True) else 1.0)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return gpt_like(g, c, parts)
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """A layer's tensors; rows of q, k and v alternate by head unless all queries share one key and value."""
     attn, mlp, rows = hf + "attn.", hf + "mlp.", c.query_width + 2 * c.kv_width
@@ -51,9 +43,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"multi_query": m.config.get("num_key_value_heads") == 1}
-
-
-FAMILY = Family((Gguf("starcoder", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
+forward = partial(gpt_like, parts=parts)
+FAMILY = Family((Gguf("starcoder", fields=lambda m: {"multi_query": m.config.get("num_key_value_heads") == 1},
+                      says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
                 qkv="rows", prefix="transformer.")

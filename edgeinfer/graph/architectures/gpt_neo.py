@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 
 from ...errors import CheckpointError
 from ..builder.blocks import Layer, gpt_like
-from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 
@@ -37,11 +36,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         windows=windows if any(windows) else ())
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return gpt_like(g, c, parts)
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """Name a layer's tensors."""
     attn, mlp = hf + "attn.attention.", hf + "mlp."
@@ -51,4 +45,5 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
 
 
+forward = partial(gpt_like, parts=parts)
 FAMILY = Family(prefix="transformer.")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from ..builder.blocks import Layer, heads_of, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import Layer, gpt_like, heads_of
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -26,15 +23,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         parallel_residual=side, parallel_norms=2 if side else 1)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("gpt_neox.embed_in.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"gpt_neox.layers.{i}."))
-    return g.build(g.logits(x, "gpt_neox.final_layer_norm.weight", "embed_out.weight", layer_norm=True,
-                            norm_bias="gpt_neox.final_layer_norm.bias"))
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """A layer's tensors; the rows of q, k and v alternate by head."""
     attn, mlp, rows = hf + "attention.", hf + "mlp.", c.query_width + 2 * c.kv_width
@@ -47,12 +35,11 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         down=mlp + "dense_4h_to_h.weight", ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias"))
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"use_parallel_residual": bool(m.get("use_parallel_residual"))}
-
-
+forward = partial(gpt_like, parts=parts, embed="gpt_neox.embed_in", positions="", layers="gpt_neox.layers.",
+                  norm="gpt_neox.final_layer_norm", head="embed_out")
 FAMILY = Family(
-    (Gguf("gptneox", fields=_fields, says={"hidden_act": "gelu"}, turns="share"),),
+    (Gguf("gptneox", fields=lambda m: {"use_parallel_residual": bool(m.get("use_parallel_residual"))},
+          says={"hidden_act": "gelu"}, turns="share"),),
     {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
      "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
      "mlp.dense_4h_to_h": "ffn_down"},

@@ -46,16 +46,12 @@ def read(c: ConfigReader) -> ModelConfig:
     return replace(config, hidden_act="swiglu_oai", hidden_act_limit=c.number("swiglu_limit", LIMIT))
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"sliding_window": m.get("attention.sliding_window")}
-
-
 def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
     return {**section, "truncate": False}
 
 
 FAMILY = Family(
-    (Gguf("gpt-oss", fields=_fields, stretch=_stretched,
+    (Gguf("gpt-oss", fields=lambda m: {"sliding_window": m.get("attention.sliding_window")}, stretch=_stretched,
           experts=GgufExperts("num_local_experts", scores={1: "softmax", 3: "softmax of the chosen"}),
           ollama=Ollama("gptoss", stretched="yarn", tensors=(
               (r"(blk\.\d+)\.attn_out\.", r"\1.attn_output."), (r"(blk\.\d+)\.ffn_norm\.", r"\1.post_attention_norm."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..builder.blocks import llama_like
@@ -13,7 +14,6 @@ from ..config import ModelConfig
 from ..families.family import Family, Gguf, GgufExperts
 from ..families.gguf_hybrid import FULL, LINEAR, TENSORS_OF_SCAN, kv_heads, scan_fields
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.reader import ConfigReader
 from ..recurrent import SCAN
 from ..tensors import Tensor
@@ -49,11 +49,6 @@ def read(c: ConfigReader) -> ModelConfig:
                    experts=replace(experts, shared_gate=False) if experts else None)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, lambda g, c, x, i: moe(g, c, mix(g, c, x, i), i))
-
-
 def mix(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """The first half of a block: x + the scan, or the attention, of norm(x)."""
     g.layer, name, hf = i, f"layers.{i}.", f"model.layers.{i}."
@@ -78,6 +73,7 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
             "shared_intermediate_size": shared or m.size("intermediate_size")}
 
 
+forward = partial(llama_like, block=lambda g, c, x, i: moe(g, c, mix(g, c, x, i), i))
 TENSORS = {f"mamba.{name}": own for name, own in TENSORS_OF_SCAN.items()}
 FAMILY = Family((Gguf("granitehybrid", fields=_fields, experts=GgufExperts("num_local_experts"),
                       ignored=("rope.dimension_count",)),), TENSORS, neighbours=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...base.units import round_up
 from ...errors import CheckpointError
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import read_delta, read_kinds
 from ..builder.latent import attend
@@ -87,10 +88,8 @@ def _with_layers(c: ConfigReader) -> ConfigReader:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = moe(g, c, (delta if c.recurrent and i in c.recurrent.layers else attend)(g, c, x, i), i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    recurrent = c.recurrent.layers if c.recurrent else ()
+    return llama_like(g, c, lambda g, c, x, i: moe(g, c, (delta if i in recurrent else attend)(g, c, x, i), i))
 
 
 def delta(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -22,14 +24,6 @@ def read(c: ConfigReader) -> ModelConfig:
     bias = c.flag("attention_bias")
     return read_decoder(c, {**DEFAULTS, "share_ignored": True}, attention_bias=bias, attention_output_bias=bias,
                         mlp_bias=c.flag("mlp_bias"))
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False) -> Tensor:
@@ -71,5 +65,6 @@ def biases(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(m + ".bias" for m in modules)
 
 
+forward = partial(llama_like, block=layer)
 GGUF = Gguf("llama", turns="count")
 FAMILY = Family((GGUF,), neighbours=True, ffn_biases=True)

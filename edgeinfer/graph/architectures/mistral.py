@@ -33,10 +33,6 @@ def _has_window(m: GgufMetadata) -> bool:
             and 0 < window < min(longest, 2**31))
 
 
-def _window(m: GgufMetadata) -> dict[str, Any]:
-    return {"sliding_window": m.get("attention.sliding_window")}
-
-
 def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
     """YaRN's mscale_all_dim, which files have as a multiplier beside an mscale of 1, and the factor of queries."""
     if m.number("rope.scaling.yarn_attn_factor", 1.0) != 1:
@@ -51,5 +47,6 @@ def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
 MISTRAL_3 = Gguf("mistral3", says={"sliding_window": None}, ignored=("attention.temperature_scale",),
                  stretch=_stretched)
 """Mistral Small 3's, which has no factors of queries, and Ministral 3's."""
-FAMILY = Family((replace(llama.GGUF, when=_has_window, fields=_window), MISTRAL_3), neighbours=True,
-                seeing=(Seeing("mistral3"),))
+FAMILY = Family((replace(llama.GGUF, when=_has_window,
+                         fields=lambda m: {"sliding_window": m.get("attention.sliding_window")}), MISTRAL_3),
+                neighbours=True, seeing=(Seeing("mistral3"),))

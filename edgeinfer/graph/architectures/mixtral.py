@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ..builder.blocks import llama_like
-from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
 from ..families.family import ExpertModules, Family, GgufExperts
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from . import llama
@@ -26,11 +25,7 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, windows=(window,) * layers if window else (), experts=experts)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i), i))
-
-
+forward = partial(llama_like, block=lambda g, c, x, i: moe(g, c, attend(g, c, x, i), i))
 FAMILY = Family(
     (replace(llama.GGUF, when=lambda m: bool(m.get("expert_count")), experts=GgufExperts("num_local_experts")),),
     neighbours=True,

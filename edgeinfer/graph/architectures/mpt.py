@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from ..builder.blocks import Layer, layer, rows_of
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import Layer, gpt_like, rows_of
 from ..config import AlibiConfig, ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..weights import Source
@@ -55,14 +52,6 @@ def read(c: ConfigReader) -> ModelConfig:
                         alibi=AlibiConfig(max_bias))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("transformer.wte.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.blocks.{i}."))
-    return g.build(g.logits(x, "transformer.norm_f.weight", "lm_head.weight", layer_norm=True))
-
-
 def parts(c: ModelConfig, hf: str) -> Layer:
     """Name a layer's tensors."""
     fused = Source(hf + "attn.Wqkv.weight", (c.query_width + 2 * c.kv_width, c.hidden_size))
@@ -70,13 +59,11 @@ def parts(c: ModelConfig, hf: str) -> Layer:
                  up=hf + "ffn.up_proj.weight", down=hf + "ffn.down_proj.weight", norm_bias=False)
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    """A file says 0 if the model has a table of positions instead of ALiBi."""
-    return {"alibi_bias_max": m.get("attention.max_alibi_bias")}
-
-
-FAMILY = Family(
-    (Gguf("mpt", fields=_fields, says={"hidden_act": "gelu"}, turns="none"),),
+forward = partial(gpt_like, parts=parts, positions="", layers="transformer.blocks.", norm="transformer.norm_f",
+                  norm_bias=False)
+FAMILY = Family(  # a file says 0 if the model has a table of positions instead of ALiBi
+    (Gguf("mpt", fields=lambda m: {"alibi_bias_max": m.get("attention.max_alibi_bias")},
+          says={"hidden_act": "gelu"}, turns="none"),),
     {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm",
      "norm_2": "ffn_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "ffn.up_proj": "ffn_up",
      "ffn.down_proj": "ffn_down"},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import NORMS_ON_THE_WAY_OUT, Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -19,11 +20,6 @@ def read(c: ConfigReader) -> ModelConfig:
     """`attention_bias` puts a bias on all four projections of the attention."""
     bias = c.flag("attention_bias")
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias)
-
-
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, head_norms: bool = False) -> Tensor:
@@ -44,5 +40,6 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, head_norms: bool =
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight")
 
 
+forward = partial(llama_like, block=layer)
 GGUF = Gguf("olmo2", ignored=("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"))
 FAMILY = Family((GGUF,), NORMS_ON_THE_WAY_OUT)

@@ -50,10 +50,6 @@ def _rotations(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
     return c.instead(rope_parameters=full or None, rope_scaling=None), local
 
 
-def _has_window(m: GgufMetadata) -> bool:
-    return bool(m.get("attention.sliding_window"))
-
-
 def _fields(m: GgufMetadata) -> dict[str, Any]:
     """Layers with a window turn by the plain rotation."""
     own = m.get("rope.freq_base_swa") or m.get("rope.freq_base") or 10000.0
@@ -61,4 +57,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
             "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": own}}}
 
 
-FAMILY = Family((replace(olmo2.GGUF, when=_has_window, fields=_fields),), NORMS_ON_THE_WAY_OUT)
+FAMILY = Family((replace(olmo2.GGUF, when=lambda m: bool(m.get("attention.sliding_window")), fields=_fields),),
+                NORMS_ON_THE_WAY_OUT)

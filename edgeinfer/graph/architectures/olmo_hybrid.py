@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..builder.blocks import llama_like
 from ..builder.builder import GraphBuilder
 from ..builder.hybrid import Mixer, delta_layer, every_fourth, read_delta, read_kinds
 from ..config import ModelConfig
@@ -46,10 +47,8 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = (layer if c.recurrent and i in c.recurrent.layers else olmo2.layer)(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    recurrent = c.recurrent.layers if c.recurrent else ()
+    return llama_like(g, c, lambda g, c, x, i: (layer if i in recurrent else olmo2.layer)(g, c, x, i))
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import llama_like
-from ..builder.builder import GraphBuilder
 from ..builder.moe import moe, read_experts
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, GgufExperts
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import attend
@@ -23,9 +23,5 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, experts=experts)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i, wide_norm=True), i))
-
-
+forward = partial(llama_like, block=lambda g, c, x, i: moe(g, c, attend(g, c, x, i, wide_norm=True), i))
 FAMILY = Family((Gguf("olmoe", experts=GgufExperts(normalise=False)),))

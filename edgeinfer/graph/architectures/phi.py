@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..builder.blocks import Layer, layer
-from ..builder.builder import GraphBuilder
+from functools import partial
+
+from ..builder.blocks import LLAMA_NAMES, Layer, gpt_like
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import biases, weights
@@ -23,23 +23,19 @@ def read(c: ConfigReader) -> ModelConfig:
                         parallel_residual=True, head_bias=True, head_layer_norm=c.flag("qk_layernorm"))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        hf = f"model.layers.{i}."
-        attn, mlp = hf + "self_attn.", hf + "mlp."
-        qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
-        normed = tuple(attn + p for p in ("q_layernorm", "k_layernorm")) if c.head_layer_norm else ()
-        x = layer(g, c, x, i, Layer(
-            norm=hf + "input_layernorm", qkv=weights(qkv), qkv_bias=biases(qkv), o=attn + "dense.weight",
-            o_bias=(attn + "dense.bias",), up=mlp + "fc1.weight", down=mlp + "fc2.weight",
-            ffn_bias=(mlp + "fc1.bias", mlp + "fc2.bias"), q_norm=weights(normed[:1]), k_norm=weights(normed[1:]),
-            head_norm_bias=biases(normed)))
-    return g.build(g.logits(x, "model.final_layernorm.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="model.final_layernorm.bias", head_bias="lm_head.bias"))
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """Name a layer's tensors."""
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+    normed = tuple(attn + p for p in ("q_layernorm", "k_layernorm")) if c.head_layer_norm else ()
+    return Layer(
+        norm=hf + "input_layernorm", qkv=weights(qkv), qkv_bias=biases(qkv), o=attn + "dense.weight",
+        o_bias=(attn + "dense.bias",), up=mlp + "fc1.weight", down=mlp + "fc2.weight",
+        ffn_bias=(mlp + "fc1.bias", mlp + "fc2.bias"), q_norm=weights(normed[:1]), k_norm=weights(normed[1:]),
+        head_norm_bias=biases(normed))
 
 
+forward = partial(gpt_like, parts=parts, head_bias=True, **{**LLAMA_NAMES, "norm": "model.final_layernorm"})
 FAMILY = Family((Gguf("phi2", says={"hidden_act": "gelu_new"}, turns="share"),), {
     "model.final_layernorm": "output_norm", "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down"}, qkv="either")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from ..builder.blocks import gate_up_of, llama_like, rows_of
 from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from ..tensors import Tensor
@@ -36,11 +34,6 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, windows=(window,) * layers if window else ())
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer)
-
-
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """Llama's block; q, k and v are rows of one tensor, gate and up of another."""
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
@@ -53,11 +46,9 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     return g.ffn(h, name, gate_up_of(hf + "mlp.", c), residual=x)
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"sliding_window": m.get("attention.sliding_window") or None}
-
-
+forward = partial(llama_like, block=layer)
 FAMILY = Family(
-    (Gguf("phi3", fields=_fields, turns="share", strips=True,  # templates break lines after tokens, and it saw no such
+    (Gguf("phi3", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None}, turns="share",
+          strips=True,  # templates break lines after tokens, and it saw no such
           ignored=("rope.scaling.original_context_length", "rope.scaling.attn_factor")),),
     {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"})

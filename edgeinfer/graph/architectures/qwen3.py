@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import llama_like
-from ..builder.builder import GraphBuilder
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, Ollama, Seeing
-from ..graph import Graph
 from ..hf_config.common import read_decoder, read_layer_windows
 from ..hf_config.reader import ConfigReader
 from .llama import layer
@@ -22,12 +22,8 @@ def read(c: ConfigReader) -> ModelConfig:
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, windows=windows)
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, layer, qk_norm=True)
-
-
 SEEING = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys that say how pictures come in."""
+forward = partial(llama_like, block=layer, qk_norm=True)
 FAMILY = Family((Gguf("qwen3"), Gguf("qwen3vl", ignored=SEEING, ollama=Ollama(keys=SECTIONS))),
                 seeing=(Seeing("qwen3_vl", "qwen3_vl_text", unsaid={"rope_theta": 500000.0}),))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..builder.blocks import llama_like
-from ..builder.builder import GraphBuilder
 from ..builder.moe import moe
 from ..config import ModelConfig
 from ..families.family import Family, Gguf, GgufExperts, Ollama, Seeing
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import attend
@@ -28,11 +28,7 @@ def read(c: ConfigReader) -> ModelConfig:
                         experts=qwen_experts(c, 128, 8, 768))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    return llama_like(g, c, lambda g, c, x, i: moe(g, c, attend(g, c, x, i, qk_norm=True), i))
-
-
+forward = partial(llama_like, block=lambda g, c, x, i: moe(g, c, attend(g, c, x, i, qk_norm=True), i))
 EXPERTS = GgufExperts(size="moe_intermediate_size", normalise=True)
 FAMILY = Family((Gguf("qwen3moe", experts=EXPERTS),
                  Gguf("qwen3vlmoe", experts=EXPERTS, ignored=SEEING, ollama=Ollama(keys=SECTIONS))),

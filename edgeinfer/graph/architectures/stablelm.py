@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..builder.blocks import Layer, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import LLAMA_NAMES, Layer, gpt_like
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
 from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import biases, weights
@@ -26,18 +25,14 @@ def read(c: ConfigReader) -> ModelConfig:
                         parallel_residual=c.flag("use_parallel_residual"), head_layer_norm=c.flag("qk_layernorm"))
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        hf = f"model.layers.{i}."
-        qkv = tuple(hf + "self_attn." + p for p in ("q_proj", "k_proj", "v_proj"))
-        x = layer(g, c, x, i, Layer(
-            norm=hf + "input_layernorm", ffn_norm="" if c.parallel_residual else hf + "post_attention_layernorm",
-            q_norm=_head_norms(c, hf, "q"), k_norm=_head_norms(c, hf, "k"),
-            qkv=weights(qkv), qkv_bias=biases(qkv) if c.attention_bias else (), o=hf + "self_attn.o_proj.weight",
-            gate=hf + "mlp.gate_proj", up=hf + "mlp.up_proj", down=hf + "mlp.down_proj"))
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """Name a layer's tensors."""
+    qkv = tuple(hf + "self_attn." + p for p in ("q_proj", "k_proj", "v_proj"))
+    return Layer(
+        norm=hf + "input_layernorm", ffn_norm="" if c.parallel_residual else hf + "post_attention_layernorm",
+        q_norm=_head_norms(c, hf, "q"), k_norm=_head_norms(c, hf, "k"),
+        qkv=weights(qkv), qkv_bias=biases(qkv) if c.attention_bias else (), o=hf + "self_attn.o_proj.weight",
+        gate=hf + "mlp.gate_proj", up=hf + "mlp.up_proj", down=hf + "mlp.down_proj")
 
 
 def _head_norms(c: ModelConfig, hf: str, part: str) -> tuple[str, ...]:
@@ -51,4 +46,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
             "qk_layernorm": "blk.0.attn_q_norm.weight" in m.tensors}
 
 
+forward = partial(gpt_like, parts=parts, **LLAMA_NAMES)
 FAMILY = Family((Gguf("stablelm", fields=_fields, turns="share"),))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from ..builder.blocks import Layer, layer
-from ..builder.builder import GraphBuilder
+from ..builder.blocks import LLAMA_NAMES, Layer, gpt_like
 from ..config import ModelConfig
 from ..families.family import Family, Gguf
-from ..families.gguf_metadata import GgufMetadata
-from ..graph import Graph
 from ..hf_config.common import read_decoder
 from ..hf_config.reader import ConfigReader
 from .llama import biases, weights
@@ -33,24 +30,18 @@ def read(c: ConfigReader) -> ModelConfig:
                         windows=(window,) * layers if window else ())
 
 
-def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
-    """Tokens to logits."""
-    x, bias = g.embed("model.embed_tokens.weight"), c.attention_bias
-    for i in range(c.num_hidden_layers):
-        hf = f"model.layers.{i}."
-        attn, mlp = hf + "self_attn.", hf + "mlp."
-        qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
-        x = layer(g, c, x, i, Layer(
-            norm=hf + "input_layernorm", ffn_norm=hf + "post_attention_layernorm", qkv=weights(qkv),
-            qkv_bias=biases(qkv) if bias else (), o=attn + "o_proj.weight",
-            o_bias=(attn + "o_proj.bias",) if bias else (), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
-            ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias") if bias else ()))
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """Name a layer's tensors."""
+    attn, mlp, bias = hf + "self_attn.", hf + "mlp.", c.attention_bias
+    qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+    return Layer(
+        norm=hf + "input_layernorm", ffn_norm=hf + "post_attention_layernorm", qkv=weights(qkv),
+        qkv_bias=biases(qkv) if bias else (), o=attn + "o_proj.weight",
+        o_bias=(attn + "o_proj.bias",) if bias else (), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
+        ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias") if bias else ())
 
 
-def _fields(m: GgufMetadata) -> dict[str, Any]:
-    return {"sliding_window": m.get("attention.sliding_window") or None}
-
-
-FAMILY = Family((Gguf("starcoder2", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}),),
+forward = partial(gpt_like, parts=parts, **LLAMA_NAMES)
+FAMILY = Family((Gguf("starcoder2", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None},
+                      says={"hidden_act": "gelu_pytorch_tanh"}),),
                 {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})

@@ -60,14 +60,29 @@ def llama_like(g: GraphBuilder, c: ModelConfig, block: Callable[..., Tensor], no
     return g.build(g.logits(x, norm, "lm_head.weight"))
 
 
-def gpt_like(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Layer]) -> Graph:
-    """Write tokens to logits where these have GPT-2's names and positions are learned; `parts` names a layer's tensors.
+LLAMA_NAMES: dict[str, Any] = {"embed": "model.embed_tokens", "layers": "model.layers.", "norm": "model.norm",
+                               "positions": ""}
+"""Modules of `gpt_like` in models that have Llama's names."""
+
+
+def gpt_like(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Layer], *,
+             embed: str = "transformer.wte", embed_norm: str = "", positions: str = "transformer.wpe",
+             layers: str = "transformer.h.", norm: str = "transformer.ln_f", norm_bias: bool = True,
+             head: str = "lm_head", head_bias: bool = False) -> Graph:
+    """Write tokens to logits of a model with layer norms; its modules have GPT-2's names unless others are given.
+
+    ``parts(c, prefix)`` names the tensors of a layer. Positions are learned, unless the name of their module is empty.
     """
-    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
+    x = g.embed(embed + ".weight")
+    if embed_norm:
+        x = g.layer_norm(x, "embed_norm", embed_norm + ".weight", embed_norm + ".bias")
+    if positions:
+        x = g.add_positions(x, positions + ".weight")
     for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
+        x = layer(g, c, x, i, parts(c, f"{layers}{i}."))
+    return g.build(g.logits(x, norm + ".weight", head + ".weight", layer_norm=True,
+                            norm_bias=norm + ".bias" if norm_bias else "",
+                            head_bias=head + ".bias" if head_bias else ""))
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
