@@ -35,7 +35,8 @@ def opening(source: str, left: int | None, *, given: options.Given, techniques: 
     """Return the options with which a model is opened to be served."""
     weights, group_size = given.stored(source)
     opened: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
-    fills = alone and given.kv_memory is None and given.device in (None, CPU)
+    ours = given.device in (None, CPU)
+    fills = alone and given.kv_memory is None and (ours or not techniques.get("draft"))  # a draft model needs a part
     return opened | dict(budget=left, kv=given.kv_on(given.device or CPU),
                          max_sequences=sequences, fill_budget=fills or None, max_queue=queue, mmap=not given.no_mmap,
                          weights=weights, group_size=group_size, prefix_file=given.prefix_file if alone else None,

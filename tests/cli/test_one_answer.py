@@ -76,6 +76,20 @@ def test_every_card_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         agree(*combination, monkeypatch)
 
 
+@pytest.mark.parametrize("layout", ["pages", "slots"])
+def test_what_a_server_takes_of_a_card(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth is left to others, and a plan for a card says so as a run on it does."""
+    model, profile = stored("llama-2-7b", "q4"), profiles()["rtx4090"]
+    config = RuntimeConfig(4096, threads=1, max_sequences=16, fill_budget=True, kv_layout=layout)
+    planned = planned_on(executor_of(profile, model.graph, config), model)
+    planner, taken = device_planner(model.graph, config, PROVIDERS[CUDA])
+    monkeypatch.setattr(fitting, "gpu_free_bytes", lambda: profile.memory_bytes)
+    run = fit_device(planner, replace(taken, budget_bytes=1 << 60))
+    assert planned["fits"] and planned["device_bytes"] == run.device_bytes
+    assert planned["device_budget_bytes"] == profile.memory_bytes * 9 // 10 >= run.device_bytes
+    assert planned["device_budget_source"] == "nine tenths of the memory of GeForce RTX 4090"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", builtin_shapes())
 def test_all_shapes_types_and_cards(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

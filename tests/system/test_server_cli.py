@@ -83,6 +83,17 @@ def test_the_client_reads_events(running: Running, key: None) -> None:
     assert "".join(one["choices"][0]["text"] for one in events) and json.dumps(events)
 
 
+@pytest.mark.parametrize(("device", "draft", "fills"), [(None, "b", True), ("cuda", None, True), ("onnx-cpu", "b", None)])
+def test_the_kv_cache_fills_the_memory_of_a_device(device: str | None, draft: str | None, fills: bool | None,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `plan --serve` says; there a draft model needs a part of it."""
+    from edgeinfer.cli.served import open_served
+
+    monkeypatch.setattr("edgeinfer.llm.LLM", lambda source, **options: options["fill_budget"])
+    given = MagicMock(device=device, kv_memory=None, **{"stored.return_value": (None, None)})
+    assert open_served("a", None, given=given, techniques={"draft": draft}, sequences=4, queue=1, alone=True) is fills
+
+
 def test_serve_reports_progress_while_it_opens_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from edgeinfer.cli.served import open_served
 

@@ -30,7 +30,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
 
     Raises `UsageError` for what the device cannot do.
     """
-    from edgeinfer.memory_planner import default_ctx, default_threads, pool_error
+    from edgeinfer.memory_planner import default_ctx, default_threads, fills, pool_error, serving_share
 
     from ...backends import device_fits, fill_device, memory_of, smaller
 
@@ -40,7 +40,8 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     _check_drafting(drafting, found.config, device)
     config = replace(found.config, ctx=found.config.ctx or default_ctx(model.config),
                      threads=found.config.threads or (1 if card else default_threads()))
-    host, memory = (config.budget_bytes, card.memory_bytes) if card else memory_of(planner.provider, config)
+    host, memory = memory_of(planner.provider, config) if not card else \
+        (config.budget_bytes, serving_share(card.memory_bytes) if fills(config) else card.memory_bytes)
     beside = _drafted(drafting.model, model, planner, config) if drafting and drafting.model else None
 
     def fits(other: MemoryPlan) -> bool:
@@ -94,7 +95,7 @@ def _speed(card: DeviceProfile | None, device: str, model: ModelDescription,
 def _device_source(config: RuntimeConfig, card: DeviceProfile | None, unknown: bool) -> str | None:
     """Return where the limit of the device's memory comes from."""
     if card:
-        return f"{DEVICE_MEMORY} {card.title}"
+        return f"{'nine tenths of the ' if share(config) else ''}{DEVICE_MEMORY} {card.title}"
     return None if unknown else f"{share(config) or 'what is '}free of it"
 
 
