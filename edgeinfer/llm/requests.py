@@ -139,6 +139,8 @@ class Requests(Prompts):
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._engine.check_open()
+        if cache is not None and not self.runner.saves_prompts:
+            raise RequestError(f"This model cannot keep prompts in files; leave the prompt cache {cache} out.")
         request = self.runner, self._tokenizer, ids, config, self._eos_ids
         task: Task[Completion]
         if config.beams > 1:

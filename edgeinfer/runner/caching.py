@@ -75,6 +75,11 @@ class Caching:
         """
         raise BundleError(f"This model cannot read the prefix file {path}; leave it out.")
 
+    @property
+    def saves_prompts(self) -> bool:
+        """Whether `save` and `load` do anything."""
+        return False
+
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write a sequence to a file (prompt cache)."""
         raise RequestError(f"This model cannot save prompts, so {path} was not written; leave the prompt cache out.")

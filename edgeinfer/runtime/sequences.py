@@ -69,6 +69,11 @@ class SequenceOwner(ModelRunner):
 
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
+    @property
+    def saves_prompts(self) -> bool:
+        """Whether prompts can be kept in files: they can."""
+        return True
+
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
         from .kv.prompt_file import PromptFile

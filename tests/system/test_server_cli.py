@@ -83,7 +83,8 @@ def test_the_client_reads_events(running: Running, key: None) -> None:
     assert "".join(one["choices"][0]["text"] for one in events) and json.dumps(events)
 
 
-@pytest.mark.parametrize(("device", "draft", "fills"), [(None, "b", True), ("cuda", None, True), ("onnx-cpu", "b", None)])
+@pytest.mark.parametrize(("device", "draft", "fills"), [(None, "b", True), ("cuda", None, True),
+                                                        ("onnx-cpu", "b", None)])
 def test_the_kv_cache_fills_the_memory_of_a_device(device: str | None, draft: str | None, fills: bool | None,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """As `plan --serve` says; there a draft model needs a part of it."""
