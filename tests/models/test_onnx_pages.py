@@ -164,6 +164,26 @@ def test_random_forks_cuts_and_passes_are_the_oracles(tmp_path: Path) -> None:
             assert free_blocks(opened) == int((named == 0).sum())
 
 
+def test_twenty_sequences_come_and_go_in_padded_steps(tmp_path: Path) -> None:
+    """Logits are those of each sequence by itself, beside idle rows, which all write to the page that no one has."""
+    rng, sizes = np.random.default_rng(6), set[int]()
+    with pages(tmp_path, max_sequences=20, ctx=48, outputs=20) as opened:
+        alive = list[Any]()
+        for count in (1, 9, 20, 13, 5):
+            while len(alive) > count:
+                opened.release(alive.pop(int(rng.integers(len(alive)))))
+            while len(alive) < count:
+                alive.append(opened.new_sequence() if rng.integers(2) or not alive else opened.fork(alive[0]))
+                if not alive[-1].tokens:
+                    opened.prefill(alive[-1], tokens(int(rng.integers(1, 34)), count))
+            calls(opened)
+            rows = opened.decode(alive, rng.integers(0, TINY.vocab_size, count).tolist())
+            sizes.add(len(calls(opened)[0]["past_seqlens"]))
+            for each, row in zip(alive, rows, strict=True):
+                assert difference(row, last(opened, each.tokens)) < F32
+        assert sizes == {1, 6, 12, 16, 20}
+
+
 def test_out_of_pages(tmp_path: Path) -> None:
     """A sequence that finds no page leaves those it took; pages of sequences that were never released come back."""
     with pages(tmp_path, max_sequences=3, ctx=96, own_tokens=8) as opened:
