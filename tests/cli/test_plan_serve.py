@@ -123,13 +123,17 @@ def test_without_a_budget_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch, no
     (("--kv-memory", "1GiB", "--device", "onnx-cpu"),
      "--kv-memory is not offered with --kv-layout slots, where each sequence has a slot with room for a whole context; "
      "choose pages (on cuda), or lower --ctx."),
-    (("--serve", "--device", "onnx-cpu", "--draft", "demo"),
-     "A KV cache that fills the memory of device onnx-cpu leaves none to a draft model; limit it (--kv-memory with "
-     "--kv-layout pages), or omit --draft."),
 ])
 def test_what_a_plan_for_serving_refuses(given: tuple[object, ...], said: str, no_variables: None) -> None:
     done = edgeinfer("plan", "demo", *given)
     assert (done.code, done.sentence) == (2, said)
+
+
+def test_a_draft_model_on_a_device_has_its_part(no_variables: None) -> None:
+    """A server on a GPU that has a draft model takes what all its contexts need, not all that there is."""
+    report = planned("plan", "llama-2-7b", "--serve", "--machine", "h100", "--draft", "tinyllama-1.1b", "-c", 1024)
+    assert report["fits"] and report["serving"]["kv_tokens"] == 16 * 1024 + 16 * 256
+    assert report["device_bytes"] < report["device_budget_bytes"] // 2
 
 
 def test_beams_of_a_variable_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,15 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     card, planner = found.profile, found.planner
     assert planner
     device = planner.provider.device
-    _check_drafting(drafting, found.config, device)
+    if drafting:
+        drafting.check_device(device)
+    drafted = drafting.model if drafting else None
     config = replace(found.config, ctx=found.config.ctx or default_ctx(model.config),
-                     threads=found.config.threads or (1 if card else default_threads()))
+                     threads=found.config.threads or (1 if card else default_threads()),
+                     fill_budget=found.config.fill_budget and not drafted)  # as `serve` opens it
     host, memory = memory_of(planner.provider, config) if not card else \
         (config.budget_bytes, serving_share(card.memory_bytes) if fills(config) else card.memory_bytes)
-    beside = _drafted(drafting.model, model, planner, config) if drafting and drafting.model else None
+    beside = _drafted(drafted, model, planner, config) if drafted else None
 
     def fits(other: MemoryPlan) -> bool:
         return device_fits(other.beside(beside) if beside else other, host, memory)
@@ -64,22 +67,12 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         "estimate": speed, "notes": [*_notes(device, card, memory, config, model), *remarks],
         "neurons": None, **reports(Reported("plan", found.config, model=model)),
         "windows": None, "state": None, "decision": None, "from_storage": None,
-        "serving": serving_object(alone, planner.positions(alone.request)) if config.fill_budget else None,
+        "serving": serving_object(alone, planner.positions(alone.request)) if found.config.fill_budget else None,
     }
     if report["fits"] is False:
         said = str(error) if error else planner.refusal(plan, host, memory, options)
         report["error"], report["mode"] = {"code": BudgetError.code, "message": said}, "refused"
     return report
-
-
-def _check_drafting(drafting: Drafting | None, config: RuntimeConfig, device: str) -> None:
-    """Refuse speculative decoding that the device cannot do."""
-    from ...backends import check_draft
-
-    if drafting:
-        drafting.check_device(device)
-        if drafting.model:
-            check_draft(config, device)
 
 
 def _speed(card: DeviceProfile | None, device: str, model: ModelDescription,
