@@ -16,7 +16,7 @@ from edgeinfer.backends.onnx.slabs import block_bytes
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import convert
-from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import build_graph, read_config, requested_types
 from edgeinfer.memory_planner import to_request
 from tests.helpers import golden_cases, reference
@@ -119,13 +119,19 @@ def test_greedy_tokens_are_those_of_our_kernels(name: str, tmp_path: Path) -> No
 def test_cuda_has_pages_unless_positions_are_a_bias(name: str) -> None:
     """And a plan of the K and V that layers have: of Gemma 4's last ones none, of latents one key, as wide as V."""
     graph = build_graph(read_config(golden_cases.config_of(name)), requested_types("q4"), Recipe(()))
-    planner, config = device_planner(graph, RuntimeConfig(ctx=64, threads=1), PROVIDERS["cuda"])
+    planner, config = device_planner(graph, RuntimeConfig(ctx=64, threads=1, max_sequences=2), PROVIDERS["cuda"])
     assert (config.kv_layout == "slots") is bool(graph.config.alibi)
     plan, layers = planner.plan(to_request(config)), kv_layers(graph.config)
     blocks = plan.kv_blocks + planner.paged  # a page for idle rows
     assert plan.region("kv").nbytes == blocks * block_bytes(layers, planner.positions(plan.request), "f16")
     assert len(layers) == graph.config.num_hidden_layers - 3 * (name == "gemma4")
     assert name != "deepseek-v2" or set(layers.values()) == {Heads(5, 1, 54)}
+
+
+def test_a_pool_of_its_own_size_is_refused_where_there_are_no_pages() -> None:
+    graph = build_graph(read_config(golden_cases.config_of("mpt")), requested_types("q4"), Recipe(()))
+    with pytest.raises(UsageError, match="--kv-memory is for pages, and this model has ALiBi"):
+        device_planner(graph, RuntimeConfig(ctx=64, threads=1, kv_memory=1 << 24), PROVIDERS["cuda"])
 
 
 @pytest.mark.parametrize("model_type", ["bamboo", "sparsellama", "smallthinker"])

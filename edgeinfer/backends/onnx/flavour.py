@@ -87,7 +87,7 @@ class Flavour:
 
     def checked(self, config: ModelConfig) -> Flavour:
         """Return it with what was left to the model; raise `UsageError` for what cannot be."""
-        norm = "apart" if self.qk_norm == "" else self.qk_norm
+        norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
         for option, value, known in (("--for", self.target, TARGETS), ("--dtype", self.dtype, DTYPES),
                                      ("--attention", self.attention, ATTENTIONS), ("--qk-norm", norm, QK_NORMS)):
             checked(option, value, choice(known))
@@ -99,7 +99,6 @@ class Flavour:
                       integer(1, most, f"from 1 to {most}, the positions that the model knows"))
         top_k = checked("top_k", self.top_k, integer(0, 0 if self.target == "genai" else vocabulary,
                                                      f"from 0 to {vocabulary}, and 0 for genai"))
-        norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
         return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k)
 
 

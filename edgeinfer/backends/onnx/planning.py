@@ -116,7 +116,10 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
         It cannot run the model: an operation or a type of weights has no equivalent in ONNX.
     """
     if graph.config.alibi and config.kv_layout is None:
-        config = replace(config, kv_layout=SLOTS)  # PagedAttention has no bias
+        if provider.page_positions and own_pool(config):
+            raise UsageError("--kv-memory is for pages, and this model has ALiBi, for which PagedAttention has no "
+                             "input; lower --ctx instead.")
+        config = replace(config, kv_layout=SLOTS)
     config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
     planner = DevicePlanner(graph, provider, config.kv_layout)
     planner.lower(to_request(config))
