@@ -6,6 +6,7 @@ what runs.
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,7 +52,8 @@ def check_wheels() -> str:
         raise UsageError("onnxruntime is not installed: pip install 'edgeinfer[gpu]' for CUDA, 'edgeinfer[onnx]' for "
                          "the CPU, never both.")
     ((name, have),) = found.items()
-    if tuple(int(part) for part in have.split(".")[:2]) < LEAST:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", have)[:2])  # 1.32.0, 1.32+cu130; a build may say dev
+    if numbers and numbers < LEAST:
         raise UsageError(f"{name} {have} lacks operators of this model; 1.29 is the first that has all: pip install "
                          f"-U {name}.")
     return name
