@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -159,3 +162,59 @@ def test_nothing_is_kept_before_it_is_used(tmp_path: Path) -> None:
     with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
         assert running.ask("/v1/batches").json["data"] == running.ask("/v1/files").json["data"] == []
         assert not (tmp_path / "kept").exists()
+
+
+def test_files_that_are_wrong_or_empty_of_answers(running: Running) -> None:
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    form = {"content_type": "multipart/form-data; boundary=x", **key}
+    begin = time.monotonic()
+    found = running.ask("/v1/files", b"--x\r\n" + b"content-disposition: form-data;" * 30_000 + b"\r\n\r\nab\r\n--x--",
+                        **form)
+    assert found.status == 400 and "more than 4096 bytes" in found.error
+    assert time.monotonic() - begin < 20  # minutes, if the time is quadratic
+    for limit in ("%C2%B2", "9" * 5000, "0"):
+        found = running.ask(f"/v1/files?limit={limit}", **key)
+        assert found.status == 400 and "it is from 1 to 1000" in found.error
+    data = b"preamble\r\n--x\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--x\r\n" \
+           b"Content-Disposition: form-data; name=\"file\"; filename=\"a\"\r\nContent-Type: a/b\r\n\r\n" \
+           + line(0, max_tokens=500, ignore_eos=True).encode() + b"\r\n--y\r\n\r\n--x--\r\n"
+    file = running.ask("/v1/files", data, **form).json
+    content = running.ask(f"/v1/files/{file['id']}/content", **key)
+    assert content.body.endswith(b"\r\n--y\r\n") and content.headers["content-type"] == "application/jsonl"
+    assert len(content.body) == file["bytes"]
+    (running.server.batches.store.folder / f"{file['id']}.jsonl").unlink()
+    assert running.ask(f"/v1/files/{file['id']}/content", **key).status == 404
+
+
+@needs_client
+def test_a_batch_without_answers_has_no_files(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Any, row: Any, body: bytes) -> Any:
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", never)
+    api = client(running)
+    first = created(api, line(0))
+    assert until(lambda: api.batches.retrieve(first.id).output_file_id is not None)
+    api.batches.cancel(first.id)
+    done = over(api, first.id)
+    assert done.status == "cancelled"
+    assert done.output_file_id is None and done.error_file_id is None
+    assert {one.purpose for one in api.files.list()} == {"batch"}
+
+
+def test_a_server_without_the_folder_leaves_it_alone(tmp_path: Path) -> None:
+    kept: dict[str, Any] = dict(batch_dir=str(tmp_path / "kept"))
+    data = b"--x\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--x\r\n" \
+           b"content-disposition: form-data; name=\"file\"\r\n\r\n" + b"".join(
+               line(i, max_tokens=200, ignore_eos=True).encode() for i in range(200)) + b"\r\n--x--"
+    with ExitStack() as stack:
+        with serving({"demo": "demo"}, **kept) as running:
+            file = running.ask("/v1/files", data, content_type="multipart/form-data; boundary=x").json["id"]
+            batch = running.ask("/v1/batches", {"input_file_id": file, "endpoint": COMPLETIONS}).json["id"]
+            other = stack.enter_context(serving({"demo": "demo"}, **kept))
+            for path, method in ((f"/v1/files/{file}", "DELETE"), (f"/v1/batches/{batch}/cancel", "POST")):
+                found = other.ask(path, None, method)
+                assert found.status == 503 and "Another server keeps its files" in found.error
+        assert other.ask(f"/v1/batches/{batch}").json["status"] == "in_progress"
+        assert other.ask(f"/v1/batches/{batch}/cancel", None, "POST").json["status"] == "cancelled"
+        assert other.ask(f"/v1/files/{file}", None, "DELETE").json["deleted"]
