@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
+from edgeinfer.server.batches import Batch
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.serving import Running, serving, until
 
@@ -218,3 +220,27 @@ def test_a_server_without_the_folder_leaves_it_alone(tmp_path: Path) -> None:
         assert other.ask(f"/v1/batches/{batch}").json["status"] == "in_progress"
         assert other.ask(f"/v1/batches/{batch}/cancel", None, "POST").json["status"] == "cancelled"
         assert other.ask(f"/v1/files/{file}", None, "DELETE").json["deleted"]
+
+
+@needs_client
+def test_no_batch_begins_while_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = threading.Event()
+
+    async def slow(self: Any, row: Any, body: bytes) -> Any:
+        assert not ending.is_set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            while not ending.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+
+    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", slow)
+    with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
+        api = client(running)
+        first, second = created(api, line(0)), created(api, line(1))
+        assert until(lambda: api.batches.retrieve(first.id).status == "in_progress")
+        assert api.batches.cancel(first.id).status == "cancelling"
+        ending.set()
+    kept = running.server.batches.store
+    assert [kept.read(one.id, Batch, "").status for one in (first, second)] == ["cancelled", "validating"]
