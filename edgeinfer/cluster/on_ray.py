@@ -193,7 +193,7 @@ class ActorWorker:
                 if not isinstance(found, Refused):
                     return
                 why = found.sentence
-            except self._lost as error:
+            except self._failed as error:
                 why = first_sentence(error)
             except asyncio.TimeoutError:
                 break
