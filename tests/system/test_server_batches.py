@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 pytest.importorskip("starlette")
 from edgeinfer import LLM
 from edgeinfer.server.batches import Batch
+from edgeinfer.server.errors import ApiError
+from edgeinfer.server.files import Store
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.serving import Running, serving, until
 
@@ -244,3 +247,38 @@ def test_no_batch_begins_while_the_server_ends(tmp_path: Path, monkeypatch: pyte
         ending.set()
     kept = running.server.batches.store
     assert [kept.read(one.id, Batch, "").status for one in (first, second)] == ["cancelled", "validating"]
+
+
+@needs_client
+def test_a_batch_whose_end_cannot_be_noted_keeps_no_other_waiting(running: Running, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    api, full = client(running), list[str]()
+    write = Store.write
+
+    def writing(self: Store, name: str, value: Any) -> None:
+        if isinstance(value, Batch) and value.status == "completed" and not full:
+            full.append(name)
+            raise ApiError(507, "The file cannot be kept: No space left on device.", "server_error", code="storage")
+        write(self, name, value)
+
+    monkeypatch.setattr(Store, "write", writing)
+    first, second = created(api, line(0)), created(api, line(1))
+    assert over(api, second.id).status == "completed" and full == [first.id]
+    assert any(f"The batch {first.id} is completed, which cannot be noted: The file" in one for one in running.log)
+
+
+def test_two_uploads_are_in_memory_and_further_ones_wait(running: Running) -> None:
+    head = f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEYS[0]}\r\n" \
+           "content-type: multipart/form-data; boundary=x\r\ncontent-length: 100\r\n\r\n--x"
+    slow = [running.connect() for _ in range(2)]
+    for one in slow:
+        one.sendall(head.encode())
+    assert until(running.server.uploads.locked)
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(running.ask, "/v1/files", b"", authorization=f"Bearer {KEYS[0]}")
+        assert until(lambda: bool(running.server.uploads._waiters)) and not third.done()
+        assert running.ask("/v1/files", authorization=f"Bearer {KEYS[0]}").json["data"] == []
+        slow[0].close()
+        assert third.result(30).status == 400
+    slow[1].close()
+    assert until(lambda: not running.server.uploads.locked())
