@@ -31,7 +31,7 @@ def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: 
     """
     if replicas is None and ray is None:
         return None
-    n = None if replicas in (None, "auto") else int(replicas) if replicas.isdigit() else 0
+    n = None if replicas in (None, "auto") else int(replicas[:9]) if replicas.isdecimal() else 0
     if n is not None and not 1 <= n <= MOST_REPLICAS:
         raise UsageError(f"--replicas is {replicas}; it is from 1 to {MOST_REPLICAS}, or auto for one on each node.")
     for flag, wrong, remedy in (

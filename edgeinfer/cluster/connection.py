@@ -100,7 +100,7 @@ def environment(address: str) -> Iterator[None]:
 def split_address(address: str, name: str = "--ray", other: str = ", or local") -> tuple[str, int]:
     """Return host and port of HOST:PORT; raises `UsageError` for anything else."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not host or not port.isdecimal() or not 0 < int(port[:9]) < 1 << 16:
         raise UsageError(f"{name} is {address!r}; write it as HOST:PORT, such as 192.168.1.10:6379{other}.")
     return host.strip("[]"), int(port)
 

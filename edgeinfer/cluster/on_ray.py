@@ -109,6 +109,7 @@ class ActorWorker:
     """A worker of a batch and a replica of a server: an actor of Ray on one node."""
 
     facts: Facts
+    _identity: Identity
 
     def __init__(self, ray: Any, name: str, node: Node):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -142,7 +143,8 @@ class ActorWorker:
             refused = EdgeInferError(f"The {self.name} cannot open the model: {found.sentence}")
             refused.code, refused.exit_code = found.code, found.exit_code
             raise refused
-        return Identity(*found)
+        self._identity = Identity(*found)
+        return self._identity
 
     async def post(self, url: str, body: bytes) -> Answered:
         """Return the answer to a request."""
@@ -190,10 +192,13 @@ class ActorWorker:
         while time.monotonic() < until:
             try:
                 found = await asyncio.wait_for(self._actor.open.remote(*self.asked), until - time.monotonic())
-                if not isinstance(found, Refused):
+                if isinstance(found, Refused):
+                    why = found.sentence
+                elif Identity(*found) == self._identity:
                     return
-                why = found.sentence
-            except self._lost as error:
+                else:
+                    raise WorkerLost("edgeinfer or the bundle was replaced there; start again with all of them alike")
+            except self._failed as error:
                 why = first_sentence(error)
             except asyncio.TimeoutError:
                 break

@@ -161,7 +161,7 @@ class RemoteEngine:
             place, key = taken or await self._awaited(need, arithmetic)
             before = task.new_tokens
             try:
-                return await self._run_on(place, key, request)
+                return await self._run_on(place, key, request, unmoved=taken is not None)
             except WorkerLost as why:
                 self._lose(place, why)
                 taken, tries = None, 0 if task.new_tokens > before else tries + 1
@@ -185,10 +185,10 @@ class RemoteEngine:
             task.end()
         request.conclude(error)
 
-    async def _run_on(self, place: Place, key: int, request: Request[Any]) -> None:
-        """Let a replica run what is left of a request."""
+    async def _run_on(self, place: Place, key: int, request: Request[Any], unmoved: bool) -> None:
+        """Let a replica run what is left of a request; one that was moved or waited says nothing of its speed."""
         task = request.task
-        alone, ended = len(place.work) == 1, False
+        alone, ended = unmoved and len(place.work) == 1, False
         try:
             async for item in place.replica.run(task.job(key, request.salt)):  # type: ignore[attr-defined]
                 ended = not isinstance(item, list)

@@ -52,7 +52,8 @@ class Remote:
 
     def take_end(self, done: Done) -> None:
         """Take in the end."""
-        self.value, self.cached_tokens, self.preemptions = done.value, done.cached_tokens, done.preemptions
+        self.value, self.preemptions = done.value, done.preemptions
+        self.cached_tokens = min(done.cached_tokens, len(self.prompt_ids))  # the last replica may have had more
 
 
 class Mirror:

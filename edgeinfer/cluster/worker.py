@@ -26,6 +26,7 @@ class Engine:
         self._identity: Identity | None = None
         self._opening = asyncio.Lock()
         self._items: dict[int, AsyncGenerator[Item, None]] = {}
+        """Jobs that run and were not cancelled."""
         self._read = set[int]()
         """Jobs whose next item somebody waits for."""
 
@@ -71,12 +72,12 @@ class Engine:
         try:
             item = await anext(items)
         except BaseException:
-            del self._items[key]
+            self._items.pop(key, None)
             raise
         finally:
             self._read.discard(key)
-        if not isinstance(item, list):
-            del self._items[key]
+        if not isinstance(item, list) or key not in self._items:  # it was cancelled: nobody asks for the next
+            self._items.pop(key, None)
             await items.aclose()
         return item
 
@@ -84,7 +85,7 @@ class Engine:
         """End a job, if it runs."""
         if self._serving is not None:
             self._serving.cancel(key)
-        if key not in self._read and (items := self._items.pop(key, None)) is not None:
+        if (items := self._items.pop(key, None)) is not None and key not in self._read:
             await items.aclose()
 
     @property

@@ -82,15 +82,21 @@ class Batches:
         self._running: Batch | None = None
         self._task: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def claim(self) -> None:
+        """Take the folder, and go on with what its former server has left; raises `ApiError` if another one has it."""
+        if self.store.claim():
+            self._resume()
 
     def resume(self) -> None:
         """Go on with the batches that a former server has left, unless another server has the folder."""
         if not self.store.folder.is_dir():
             return
-        try:
-            self.store.claim()
-        except ApiError:
-            return
+        with contextlib.suppress(ApiError):
+            self.claim()
+
+    def _resume(self) -> None:
         for one in reversed(self.store.all("batch_", Batch, None)):
             if one.status == "cancelling":
                 one.move("cancelled")
@@ -132,6 +138,7 @@ class Batches:
 
     async def close(self) -> None:
         """Leave all batches as they are; another server goes on with them."""
+        self._closed = True
         for task in (self._run, self._task):
             if task is not None:
                 task.cancel()
@@ -139,7 +146,7 @@ class Batches:
         self.store.release()
 
     async def _work(self) -> None:
-        while self._waiting:
+        while self._waiting and not self._closed:
             batch = self._running = self._waiting.pop(next(iter(self._waiting)))
             self._run = asyncio.ensure_future(self._answer(batch))
             left = batch.created_at + WINDOW_SECONDS - time.time()
@@ -160,7 +167,11 @@ class Batches:
                 batch.error = "The server failed; its log says more."
                 batch.move("failed")
             self._running = None
-            self._keep(batch)
+            try:
+                self._leave_out_empty(batch)
+                self._keep(batch)
+            except (ApiError, OSError) as error:  # of a full disk: the next start of the server goes on with it
+                self._server.log(f"The batch {batch.id} is {batch.status}, which cannot be noted: {error}")
 
     async def _answer(self, batch: Batch) -> None:
         """Check the input, and answer its rows in the output and, where they are refused, in the file of errors."""
@@ -195,10 +206,15 @@ class Batches:
                 await answer_all([row for row in rows.all if row.custom_id not in done], rows.body, patient,
                                  self._at_once(), write)
             batch.move("finalizing")
-            for name in ("output_file_id", "error_file_id"):
-                if not self._path(getattr(batch, name)).exists():  # nothing was written
-                    self.store.delete(self.store.find(getattr(batch, name), batch.owner))
-                    setattr(batch, name, None)
+
+    def _leave_out_empty(self, batch: Batch) -> None:
+        """Delete the files to which nothing was written."""
+        for name in ("output_file_id", "error_file_id"):
+            file = getattr(batch, name)
+            if file is not None and not self._path(file).exists():
+                with contextlib.suppress(ApiError):
+                    self.store.delete(self.store.find(file, batch.owner))
+                setattr(batch, name, None)
 
     def _at_once(self) -> int:
         """Return how many rows run together: half of the sequences, so that other requests find room."""
@@ -244,7 +260,7 @@ async def create(call: Call) -> Reply:
                        param="completion_window")
     if body.metadata and (len(body.metadata) > MOST_METADATA or max(map(len, body.metadata.values())) > 512):
         raise ApiError(400, f"metadata has up to {MOST_METADATA} texts of up to 512 characters.", param="metadata")
-    batches.store.claim()
+    batches.claim()
     batches.store.find(body.input_file_id, owner)
     batch = Batch(new_id("batch_"), owner, body.endpoint, body.input_file_id, int(time.time()), metadata=body.metadata)
     batches.store.write(batch.id, batch)
@@ -267,6 +283,8 @@ async def batch(call: Call) -> Reply:
 async def cancel(call: Call) -> Reply:
     """End a batch; the answers that it has stay."""
     held = call.server.batches
+    held.find(call.params["name"], call.salt.hex())
+    held.claim()  # or the server that has the folder is answering it
     found = held.find(call.params["name"], call.salt.hex())
     if found.status in OVER:
         raise ApiError(409, f"The batch {found.id} is over ({found.status}).", code="over")

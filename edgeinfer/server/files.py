@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -15,16 +16,20 @@ from ..base.files import open_plain, replacement
 from ..base.lock import DestinationLock
 from ..errors import DestinationError
 from .errors import FAILED, NOT_FOUND, ApiError
-from .http import Call, Reply, encode, new_id
+from .http import Call, Events, Reply, encode, new_id
 from .models import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 PURPOSES = ("batch", "batch_output")
 MOST_FILES = 1000
 """Files of a key."""
 NAME_CHARS = 255
+HEAD_BYTES = 4096
+"""Headers of a field of a form."""
+PIECE_BYTES = 1 << 18
+"""Bytes of a file that are sent at a time."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 _FIELD = re.compile(rb'content-disposition:\s*form-data;.*?\bname="([^"\r\n]*)"(?:.*?\bfilename="([^"\r\n]*)")?',
@@ -54,9 +59,9 @@ class Store:
         self.folder = folder
         self._lock: DestinationLock | None = None
 
-    def claim(self) -> None:
-        """Take the folder for this server; raises `ApiError` if another one has it."""
-        if self._lock is None:
+    def claim(self) -> bool:
+        """Take the folder for this server, and return whether it was not ours; raises `ApiError` if another has it."""
+        if new := self._lock is None:
             lock = DestinationLock(self.path("server"))
             try:
                 lock.acquire()
@@ -66,6 +71,7 @@ class Store:
             except OSError as error:
                 raise _unwritten(error) from None
             self._lock = lock
+        return new
 
     def release(self) -> None:
         """Leave the folder to others."""
@@ -168,7 +174,7 @@ async def upload(call: Call) -> Reply:
     if not data:
         raise ApiError(400, "The file is empty; it has one JSON object on each line.", param="file")
     store, owner = call.server.batches.store, call.salt.hex()
-    store.claim()
+    call.server.batches.claim()
     if len(await in_thread(lambda: store.all("file-", Kept, owner))) >= MOST_FILES:
         raise ApiError(400, f"There are {MOST_FILES} files of this key, the most that are kept; delete some.",
                        code="too_many_files")
@@ -190,17 +196,28 @@ async def file(call: Call) -> Reply:
     return Reply(store.shown(store.find(call.params["name"], call.salt.hex())))
 
 
-async def content(call: Call) -> Reply:
-    """Return the bytes of a file."""
+async def content(call: Call) -> Events:
+    """Return the bytes of a file in pieces, as the answers of a batch may be more than the memory has room for."""
     store = call.server.batches.store
-    path = store.content(store.find(call.params["name"], call.salt.hex()))
-    return Reply(await in_thread(path.read_bytes), kind="application/jsonl")
+    kept = store.find(call.params["name"], call.salt.hex())
+    held = contextlib.AsyncExitStack()
+    try:
+        file = held.enter_context(open_plain(store.content(kept)))
+    except OSError:  # of a batch that has not written it yet
+        raise missing("content of", kept.id) from None
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while data := await in_thread(lambda: file.read(PIECE_BYTES)):
+            yield data
+
+    return Events(pieces(), lambda error: b"", held, "application/jsonl")
 
 
 async def delete(call: Call) -> Reply:
     """Delete a file."""
     store = call.server.batches.store
     kept = store.find(call.params["name"], call.salt.hex())
+    call.server.batches.claim()  # or the server that has the folder may be reading it
     call.server.batches.check_unused(kept.id)
     store.delete(kept)
     return Reply({"id": kept.id, "object": "file", "deleted": True})
@@ -209,7 +226,7 @@ async def delete(call: Call) -> Reply:
 def page(call: Call, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a part of a list, as `limit` and `after` of the query ask for it."""
     after, limit = call.query.get("after"), call.query.get("limit", "100")
-    if not limit.isdigit() or not 1 <= int(limit) <= MOST_FILES:
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_FILES:
         raise ApiError(400, f"limit is {limit[:40]!r}; it is from 1 to {MOST_FILES}.", param="limit")
     ids = [one["id"] for one in found]
     first = ids.index(after) + 1 if after in ids else 0
@@ -224,15 +241,26 @@ def _form(call: Call) -> dict[str, tuple[str, bytes]]:
     if boundary is None:
         raise ApiError(400, "The body is no form; send multipart/form-data with purpose and file.",
                        code="invalid_form")
-    parts = (b"\r\n" + call.body).split(b"\r\n--" + boundary[1].encode("latin-1"))
-    if len(parts) < 3 or not parts[-1].startswith(b"--"):
-        raise ApiError(400, "The form ends too early.", code="invalid_form")
     found = dict[str, tuple[str, bytes]]()
-    for part in parts[1:-1]:
-        head, separator, data = part.partition(b"\r\n\r\n")
-        field = _FIELD.search(head)
-        if not separator or field is None:
+    for head, data in _parts(call.body, b"--" + boundary[1].encode("latin-1")):
+        if (field := _FIELD.search(head)) is None:
             raise ApiError(400, "The form has a part without a name.", code="invalid_form")
         filename = os.path.basename((field[2] or b"").decode("utf-8", "replace"))
         found[field[1].decode("utf-8", "replace")] = filename, data
     return found
+
+
+def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield headers and content of the parts of a form, of which only the content is copied."""
+    at = 0 if body.startswith(line) else body.find(b"\r\n" + line) + 2
+    if at == 1:
+        raise ApiError(400, "The form ends too early.", code="invalid_form")
+    while not body.startswith(b"--", at := at + len(line)):
+        if (end := body.find(b"\r\n" + line, at)) < 0:
+            raise ApiError(400, "The form ends too early.", code="invalid_form")
+        begin = body.find(b"\r\n\r\n", at, min(end, at + HEAD_BYTES))
+        if begin < 0:  # a longer head would be searched in more than linear time
+            raise ApiError(400, f"The form has a part without headers, or with more than {HEAD_BYTES} bytes of them.",
+                           code="invalid_form")
+        yield body[at:begin], body[begin + 4:end]
+        at = end + 2

@@ -156,6 +156,8 @@ class Endpoint:
                  limit: str = "max_body"):
         self.server, self.handler, self.failed, self.public = server, handler, failed, public
         self._limit = limit
+        self._turn: contextlib.AbstractAsyncContextManager[Any] = \
+            server.uploads if limit == "max_file" else contextlib.nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -169,9 +171,10 @@ class Endpoint:
         try:
             if not self.public:
                 self.server.check_ready()
-            call = Call(self.server, scope, await body_of(scope, receive, self.server.config, self._limit))
-            with self._counted(call):
-                await _until_gone(receive, self._answer(call, sending))
+            async with self._turn:
+                call = Call(self.server, scope, await body_of(scope, receive, self.server.config, self._limit))
+                with self._counted(call):
+                    await _until_gone(receive, self._answer(call, sending))
         except ClientLeft:
             return
         except asyncio.CancelledError:  # the server ends, and the time to drain is over

@@ -49,6 +49,8 @@ ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
+UPLOADS_AT_ONCE = 2
+"""Files that are received together, as each is in memory; further ones wait."""
 SWITCH_SECONDS = 0.0005
 """Time that a thread of Python may keep others waiting: the engine's thread has a few microseconds to do at a time."""
 
@@ -98,6 +100,7 @@ class Server:
         self.config, self.models, self.log = config, models, log
         self.ready = self.draining = False
         self.requests: Counter[bytes] = Counter()
+        self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self.answers: set[Answer] = set()
         self.metrics = Metrics(self)
         name = re.sub(r"[^\w.-]", "_", models.first.name)

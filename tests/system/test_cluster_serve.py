@@ -131,6 +131,7 @@ def test_the_command_leaves_no_process_behind(number: int) -> None:
 def test_what_is_refused() -> None:
     for arguments, sentence in (
             (("--replicas", "0"), "--replicas is 0; it is from 1 to 1024, or auto for one on each node."),
+            (("--replicas", "²"), "--replicas is ²; it is from 1 to 1024"),
             (("--replicas", "some"), "--replicas is some; it is from 1 to 1024"),
             (("--replicas", "2", "--model", "a=demo"), "--replicas and --ray do not go with --model; serve each"),
             (("--ray", "local", "--device", "onnx-cpu"), "do not go with --device onnx-cpu; replicas run"),

@@ -208,3 +208,20 @@ def test_without_any_replica_requests_end_with_an_error(model: str) -> None:
             found = running.ask(COMPLETIONS, {"prompt": "Once"})
             assert found.status == 503 and "No replica is left" in found.error
         assert time.monotonic() - began < 10 and said[-1] == "a does not come back (no such node)."
+
+
+def test_a_request_that_moved_says_nothing_of_speeds_and_of_no_more_than_its_prompt(model: str, three: list[Within]
+                                                                                    ) -> None:
+    first, second = three[:2]
+    body = {"prompt": "A fox saw a crow " * 12, "seed": 1, "max_tokens": 120, "ignore_eos": True}
+    for one in three:
+        one.lost_after = lambda job, tokens: False
+    first.facts = first.facts._replace(speeds=Speeds(1e-7, 1e-7))
+    second.llm.generate(**body, reuse=True)  # it has the prompt and the answer
+    first.lost_after = second.lost_after = lambda job, tokens: job.key == 0 and tokens > 60
+    opened = opener([first, second], [])
+    with serving({"chat": model}, opened) as running:
+        speeds = [one["tok_per_s"] for one in running.ask("/status").json["models"][0]["replicas"]]
+        usage = running.ask(COMPLETIONS, body).json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+        assert speeds == [one["tok_per_s"] for one in running.ask("/status").json["models"][0]["replicas"]]

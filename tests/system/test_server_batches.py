@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,9 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
+from edgeinfer.server.batches import Batch
+from edgeinfer.server.errors import ApiError
+from edgeinfer.server.files import Store
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.serving import Running, serving, until
 
@@ -159,3 +167,118 @@ def test_nothing_is_kept_before_it_is_used(tmp_path: Path) -> None:
     with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
         assert running.ask("/v1/batches").json["data"] == running.ask("/v1/files").json["data"] == []
         assert not (tmp_path / "kept").exists()
+
+
+def test_files_that_are_wrong_or_empty_of_answers(running: Running) -> None:
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    form = {"content_type": "multipart/form-data; boundary=x", **key}
+    begin = time.monotonic()
+    found = running.ask("/v1/files", b"--x\r\n" + b"content-disposition: form-data;" * 30_000 + b"\r\n\r\nab\r\n--x--",
+                        **form)
+    assert found.status == 400 and "more than 4096 bytes" in found.error
+    assert time.monotonic() - begin < 20  # minutes, if the time is quadratic
+    for limit in ("%C2%B2", "9" * 5000, "0"):
+        found = running.ask(f"/v1/files?limit={limit}", **key)
+        assert found.status == 400 and "it is from 1 to 1000" in found.error
+    data = b"preamble\r\n--x\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--x\r\n" \
+           b"Content-Disposition: form-data; name=\"file\"; filename=\"a\"\r\nContent-Type: a/b\r\n\r\n" \
+           + line(0, max_tokens=500, ignore_eos=True).encode() + b"\r\n--y\r\n\r\n--x--\r\n"
+    file = running.ask("/v1/files", data, **form).json
+    content = running.ask(f"/v1/files/{file['id']}/content", **key)
+    assert content.body.endswith(b"\r\n--y\r\n") and content.headers["content-type"] == "application/jsonl"
+    assert len(content.body) == file["bytes"]
+    (running.server.batches.store.folder / f"{file['id']}.jsonl").unlink()
+    assert running.ask(f"/v1/files/{file['id']}/content", **key).status == 404
+
+
+@needs_client
+def test_a_batch_without_answers_has_no_files(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Any, row: Any, body: bytes) -> Any:
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", never)
+    api = client(running)
+    first = created(api, line(0))
+    assert until(lambda: api.batches.retrieve(first.id).output_file_id is not None)
+    api.batches.cancel(first.id)
+    done = over(api, first.id)
+    assert done.status == "cancelled"
+    assert done.output_file_id is None and done.error_file_id is None
+    assert {one.purpose for one in api.files.list()} == {"batch"}
+
+
+def test_a_server_without_the_folder_leaves_it_alone(tmp_path: Path) -> None:
+    kept: dict[str, Any] = dict(batch_dir=str(tmp_path / "kept"))
+    data = b"--x\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--x\r\n" \
+           b"content-disposition: form-data; name=\"file\"\r\n\r\n" + b"".join(
+               line(i, max_tokens=200, ignore_eos=True).encode() for i in range(200)) + b"\r\n--x--"
+    with ExitStack() as stack:
+        with serving({"demo": "demo"}, **kept) as running:
+            file = running.ask("/v1/files", data, content_type="multipart/form-data; boundary=x").json["id"]
+            batch = running.ask("/v1/batches", {"input_file_id": file, "endpoint": COMPLETIONS}).json["id"]
+            other = stack.enter_context(serving({"demo": "demo"}, **kept))
+            for path, method in ((f"/v1/files/{file}", "DELETE"), (f"/v1/batches/{batch}/cancel", "POST")):
+                found = other.ask(path, None, method)
+                assert found.status == 503 and "Another server keeps its files" in found.error
+        assert other.ask(f"/v1/batches/{batch}").json["status"] == "in_progress"
+        assert other.ask(f"/v1/batches/{batch}/cancel", None, "POST").json["status"] == "cancelled"
+        assert other.ask(f"/v1/files/{file}", None, "DELETE").json["deleted"]
+
+
+@needs_client
+def test_no_batch_begins_while_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = threading.Event()
+
+    async def slow(self: Any, row: Any, body: bytes) -> Any:
+        assert not ending.is_set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            while not ending.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+
+    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", slow)
+    with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
+        api = client(running)
+        first, second = created(api, line(0)), created(api, line(1))
+        assert until(lambda: api.batches.retrieve(first.id).status == "in_progress")
+        assert api.batches.cancel(first.id).status == "cancelling"
+        ending.set()
+    kept = running.server.batches.store
+    assert [kept.read(one.id, Batch, "").status for one in (first, second)] == ["cancelled", "validating"]
+
+
+@needs_client
+def test_a_batch_whose_end_cannot_be_noted_keeps_no_other_waiting(running: Running, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    api, full = client(running), list[str]()
+    write = Store.write
+
+    def writing(self: Store, name: str, value: Any) -> None:
+        if isinstance(value, Batch) and value.status == "completed" and not full:
+            full.append(name)
+            raise ApiError(507, "The file cannot be kept: No space left on device.", "server_error", code="storage")
+        write(self, name, value)
+
+    monkeypatch.setattr(Store, "write", writing)
+    first, second = created(api, line(0)), created(api, line(1))
+    assert over(api, second.id).status == "completed" and full == [first.id]
+    assert any(f"The batch {first.id} is completed, which cannot be noted: The file" in one for one in running.log)
+
+
+def test_two_uploads_are_in_memory_and_further_ones_wait(running: Running) -> None:
+    head = f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEYS[0]}\r\n" \
+           "content-type: multipart/form-data; boundary=x\r\ncontent-length: 100\r\n\r\n--x"
+    slow = [running.connect() for _ in range(2)]
+    for one in slow:
+        one.sendall(head.encode())
+    assert until(running.server.uploads.locked)
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(running.ask, "/v1/files", b"", authorization=f"Bearer {KEYS[0]}")
+        assert until(lambda: bool(running.server.uploads._waiters)) and not third.done()
+        assert running.ask("/v1/files", authorization=f"Bearer {KEYS[0]}").json["data"] == []
+        slow[0].close()
+        assert third.result(30).status == 400
+    slow[1].close()
+    assert until(lambda: not running.server.uploads.locked())

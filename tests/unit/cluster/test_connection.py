@@ -20,7 +20,7 @@ def test_first_sentences() -> None:
 
 def test_addresses() -> None:
     assert split_address("board:6379") == ("board", 6379) and split_address("[fd00::2]:1") == ("fd00::2", 1)
-    for wrong in ("board", ":6379", "board:", "board:0", "board:65536", "board:x"):
+    for wrong in ("board", ":6379", "board:", "board:0", "board:65536", "board:x", "board:²"):
         with pytest.raises(UsageError, match=f"--ray is '{wrong}'; write it as HOST:PORT, such as .*, or local"):
             split_address(wrong)
 
