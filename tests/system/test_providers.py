@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeinfer import config
-from edgeinfer.backends import PROVIDERS, provider_of, why_not
+from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, provider_of, why_not
 from edgeinfer.backends.onnx import devices, packages, plugins
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import UsageError
 from tests.helpers.command_line import edgeinfer
+from tests.helpers.sessions import write_model
 
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -160,3 +165,56 @@ def test_devices_lists_executors() -> None:
     assert "Executors here (--device):\n  cpu       works\n" in edgeinfer("devices").out
     if sys.platform != "darwin":
         assert out["coreml"] == "Device coreml exists on macOS only; run with --device cpu."
+
+
+class Elsewhere(Provider):
+    """The CPU provider as one whose memory is elsewhere: inputs are copied when they are bound."""
+
+    partial = True  # type: ignore[assignment]
+
+    def open(self, model: str, threads: int) -> Any:
+        return CopyingSession(super().open(model, threads))
+
+
+class CopyingSession:
+    """A session whose bindings copy."""
+
+    def __init__(self, session: Any):
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def io_binding(self) -> Any:
+        return CopyingBinding(self._session.io_binding())
+
+    def run_with_iobinding(self, binding: CopyingBinding, options: Any) -> None:
+        self._session.run_with_iobinding(binding.binding, options)
+
+
+class CopyingBinding:
+    """A binding whose inputs are what they were when they were bound."""
+
+    def __init__(self, binding: Any):
+        self.binding = binding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.binding, name)
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        self.binding.bind_cpu_input(name, value.numpy().copy())
+
+
+def test_steps_of_a_provider_with_memory_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step reads its own inputs, not those of the step that was bound first."""
+    path, found = write_model(tmp_path), []
+    for provider in (PROVIDERS["onnx-cpu"], Elsewhere(*PROVIDERS["onnx-cpu"])):
+        opened = OnnxRunner(Bundle.open(path), RuntimeConfig(ctx=64, kv="f32", threads=1, max_sequences=2), provider)
+        sequence = opened.new_sequence()
+        rows = [opened.prefill(sequence, [1, 2, 3]).copy(), opened.prefill(sequence, [4, 5]).copy()]
+        rows += [opened.decode([sequence], [token])[0].copy() for token in (6, 7, 8, 9)]
+        rows += [opened.decode([opened.fork(sequence), sequence], [4, 5]).copy()[1]]
+        found.append(np.stack(rows))
+        opened.close()
+    assert np.array_equal(*found) and np.isfinite(found[0]).all()
+    assert capsys.readouterr().err.count("Device onnx-cpu runs ") == 1

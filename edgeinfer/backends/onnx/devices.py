@@ -25,7 +25,7 @@ LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvi
 It starts without cuDNN, but attention on GPUs of compute capability 9.0 and above then uses slower kernels.
 """
 OPENVINO_OPTIONS = {"load_config": json.dumps({
-    # by default activations are int8, and what remains bf16 where the processor has it: logits differed by 5e-3 (1.8.1)
+    # by default activations are int8, and what remains bf16 where the processor has it: logits differed by 6e-3 (1.8.1)
     "CPU": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "INFERENCE_NUM_THREADS": "{threads}"}})}
 """Of the provider; the devices GPU and NPU keep their own defaults."""
