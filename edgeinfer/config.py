@@ -38,9 +38,10 @@ DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
 """Draft tokens that a forward pass verifies for a text at most: where nothing else is said, and of all that may be
 said.
 """
-DEVICES = CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
+DEVICES = CPU, CUDA, AUTO, ONNX_CPU, WEBGPU, OPENVINO, COREML, QNN, DML = (
+    "cpu", "cuda", "auto", "onnx-cpu", "webgpu", "openvino", "coreml", "qnn", "dml")
 """Executors of a model: our own kernels; onnxruntime's CUDA provider; that one if it works, otherwise our kernels;
-onnxruntime's CPU provider."""
+onnxruntime's CPU provider; its providers that come with packages of their own."""
 KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
 """Layouts of K and V on a device: a slot for each sequence with room for a whole context, or pages that sequences take
 as they grow and that they can share.

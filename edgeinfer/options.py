@@ -106,7 +106,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("group_size", "|".join(map(str, GROUP_SIZES)), "Number of weights that share a scale.", kind=int,
             unset="32; bundles are not converted", group=MODEL, commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL)),
     _option("device", "|".join(DEVICES),
-            "Executor: edgeinfer's kernels (cpu), or onnxruntime's CUDA or CPU provider; auto uses CUDA if it works.",
+            "Executor: edgeinfer's kernels (cpu), or a provider of onnxruntime; auto uses CUDA if it works, else cpu.",
             unset="cpu", group=MODEL, commands=(_RUN, _PLAN, _BENCH, _EVAL),
             common=(_RUN, _PLAN)),
     _option("machine", "NAME",

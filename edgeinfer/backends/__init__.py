@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .onnx.devices import PROVIDERS, Provider, provider_of
+    from .onnx.devices import PROVIDERS, Provider, provider_of, why_not
     from .onnx.driver import gpu_free_bytes, read_gpu
     from .onnx.export import ExportReport, export
     from .onnx.fitting import (
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
            "OnnxRunner", "Provider", "Verified", "check_draft", "check_wheels", "device_fits", "device_planner",
            "export", "fill_device", "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx",
-           "memory_of", "most_sequences", "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export"]
+           "memory_of", "most_sequences", "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export",
+           "why_not"]
 __getattr__ = lazily(__name__, {
-    "onnx.devices": "PROVIDERS Provider provider_of",
+    "onnx.devices": "PROVIDERS Provider provider_of why_not",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",

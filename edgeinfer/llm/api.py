@@ -86,9 +86,9 @@ class LLM(Texts, Embeddings):
         `speculate` is auto or draft. If it is self, the recipe with which the model drafts for itself, such as
         ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, otherwise with a third of its
         layers.
-    device : {"cpu", "cuda", "auto", "onnx-cpu"}, optional
-        Executor: edgeinfer's kernels, the default, or onnxruntime's CUDA or CPU provider; auto uses CUDA if it works
-        and supports the model, and says which it uses. onnxruntime runs models exactly, with the KV type of the model:
+    device : {"cpu", "cuda", "auto", "onnx-cpu", "webgpu", "openvino", "coreml", "qnn", "dml"}, optional
+        Executor: edgeinfer's kernels, the default, or a provider of onnxruntime; auto uses CUDA if it works and
+        supports the model, and says which it uses. onnxruntime runs models exactly, with the KV type of the model:
         approximations, weights in storage and prompt caches are refused by name.
     kv_layout : {"slots", "pages"}, optional
         KV cache of onnxruntime devices: one slot per sequence, the default for one sequence and on the CPU provider, or

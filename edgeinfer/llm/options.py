@@ -32,7 +32,7 @@ GroupSize = Literal[32, 64, 128]
 SparseMode = Literal["off", "exact", "predict"]
 HeadMode = Literal["exact", "screened"]
 Speculation = Literal["auto", "off", "lookup", "draft", "self", "mtp"]
-Device = Literal["cpu", "cuda", "auto", "onnx-cpu"]
+Device = Literal["cpu", "cuda", "auto", "onnx-cpu", "webgpu", "openvino", "coreml", "qnn", "dml"]
 KvLayout = Literal["slots", "pages"]
 
 

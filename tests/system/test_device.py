@@ -149,7 +149,8 @@ def test_wheels(gpu_wheel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
         err = capsys.readouterr().err
         assert err.startswith("edgeinfer: Device auto took cpu, our own kernels, because CUDA cannot be used: ")
         assert said in err
-    assert refused("gpu") == "device is 'gpu'; choose one of cpu, cuda, auto, onnx-cpu."
+    assert refused("gpu") == ("device is 'gpu'; choose one of cpu, cuda, auto, onnx-cpu, webgpu, openvino, coreml, "
+                              "qnn, dml.")
 
 
 def test_a_session_that_is_not_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

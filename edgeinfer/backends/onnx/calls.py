@@ -66,6 +66,8 @@ class Calls(abc.ABC):
         if binding is None:
             binding = self._bound[first] = self.sessions.model.io_binding()
             self.slabs.bind(binding, first, count)
+        elif self.sessions.provider.partial:
+            self.slabs.bind(binding, first, count)
         self._given = {**inputs, "output_rows": np.array(rows, np.int64)}  # kept until they were read
         for name, values in self._given.items():
             binding.bind_cpu_input(name, values)
@@ -88,6 +90,9 @@ class Calls(abc.ABC):
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
+        if self.sessions.provider.partial:  # onnxruntime copies what is elsewhere when it is bound
+            step.bind_inputs()
+            self.slabs.bind(step.binding, first, count)
         return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, sample_specs))
 
     def _outputs_of(self, count: int) -> dict[str, Any]:

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
+from collections import Counter
 from typing import Any, NamedTuple
 
 from edgeinfer.base.process import say
-from edgeinfer.config import AUTO, CUDA, DEVICES, ONNX_CPU
+from edgeinfer.config import AUTO, COREML, CUDA, DEVICES, DML, ONNX_CPU, OPENVINO, QNN, WEBGPU
 from edgeinfer.errors import UsageError
 
 from .driver import check_driver
 from .packages import check_wheels, import_onnxruntime, installed
+from .plugins import Plugin
 
 LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvidia-cublas",
              "libcublas.so.13": "nvidia-cublas", "libcurand.so.10": "nvidia-curand",
@@ -21,6 +24,11 @@ LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvi
 
 It starts without cuDNN, but attention on GPUs of compute capability 9.0 and above then uses slower kernels.
 """
+OPENVINO_OPTIONS = {"load_config": json.dumps({
+    # by default activations are int8, and what remains bf16 where the processor has it: logits differed by 6e-3 (1.8.1)
+    "CPU": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+            "INFERENCE_NUM_THREADS": "{threads}"}})}
+"""Of the provider; the devices GPU and NPU keep their own defaults."""
 FAST_MATMULS = "ep.cuda.fpa_intb_gemm"
 
 
@@ -28,7 +36,7 @@ class Provider(NamedTuple):
     """An execution provider as sessions are given it."""
 
     device: str
-    """``cuda`` or ``onnx-cpu``."""
+    """As ``--device`` calls it."""
     name: str
     """As onnxruntime calls it."""
     memory: str
@@ -43,6 +51,12 @@ class Provider(NamedTuple):
     """Whether decode steps are recorded and replayed."""
     page_positions: int = 0
     """Of a page of KV, as its kernels want them; 0 if it has no attention over pages."""
+    plugin: Plugin | None = None
+    """The package that contains it, where that is not onnxruntime for CPUs or CUDA."""
+    library_bytes: int = 60_000_000
+    """Of this process: onnxruntime and what the provider loads."""
+    fault: str = ""
+    """Why its results are not right yet, so that it is refused."""
 
     def for_sequences(self, sequences: int) -> Provider:
         """Return the provider with the matmuls that are fastest where at most so many sequences decode together.
@@ -53,6 +67,11 @@ class Provider(NamedTuple):
         if sequences > 1:
             return self
         return self._replace(entries={key: value for key, value in self.entries.items() if key != FAST_MATMULS})
+
+    @property
+    def partial(self) -> bool:
+        """Whether operations that it does not have may run on onnxruntime's CPU provider; how many is said."""
+        return self.plugin is not None
 
     @property
     def fast_matmuls(self) -> bool:
@@ -72,22 +91,39 @@ class Provider(NamedTuple):
         UsageError
             The provider does not start, or would leave a part of the model to another.
         """
-        onnxruntime = import_onnxruntime()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 4  # what goes wrong is raised, and said once
-        for key, value in (*self.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
-            options.add_session_config_entry(key, value)
+        options = self._session_options(threads)
         try:
-            session = onnxruntime.InferenceSession(model, options, providers=[(self.name, self.options)])
+            session = self._session(model, options, threads)
+        except UsageError:
+            raise
         except Exception as error:  # pybind's own classes, and RuntimeError
             raise UsageError(f"onnxruntime cannot open the model on {self.name}: {_first_line(error)} Nothing falls "
                              "back to another device; choose one with --device.") from None
         if (first := session.get_providers()[0]) != self.name:
-            raise UsageError(f"onnxruntime gave {first} instead of {self.name}, which did not start; see that CUDA's "
-                             "libraries are there: pip install 'edgeinfer[gpu]'.")
-        check_placement(session, self)
+            remedy = self.plugin.command if self.plugin else "pip install 'edgeinfer[gpu]'"
+            raise UsageError(f"onnxruntime gave {first} instead of {self.name}, which did not start; see that its "
+                             f"libraries are there: {remedy}.")
+        if self.partial:
+            say(shared_out(session, self))
+        else:
+            check_placement(session, self)
         return session
+
+    def _session_options(self, threads: int) -> Any:
+        options = import_onnxruntime().SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 4  # what goes wrong is raised, and said once
+        for key, value in (*self.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
+            options.add_session_config_entry(key, value)
+        return options
+
+    def _session(self, model: str, options: Any, threads: int) -> Any:
+        settings = {key: value.replace("{threads}", str(threads)) for key, value in self.options.items()}
+        found = self.plugin.find(self.device, self.name) if self.plugin else None
+        if found is None:
+            return import_onnxruntime().InferenceSession(model, options, providers=[(self.name, settings)])
+        options.add_provider_for_devices([found], settings)
+        return import_onnxruntime().InferenceSession(model, options)
 
 
 PROVIDERS = {
@@ -99,7 +135,21 @@ PROVIDERS = {
          "enable_cuda_graph": "1"},
         {"session.disable_cpu_ep_fallback": "1",  # else a broken installation gives a session on the CPU
          "session.use_device_allocator_for_initializers": "1", FAST_MATMULS: "1"},
-        ("f16",), True, 256),  # pages that all kernels of PagedAttention take (1.31.1)
+        ("f16",), True, 256, None, 850_000_000),  # pages that all kernels of PagedAttention take (1.31.1)
+    **{one.device: one for one in (
+        Provider(WEBGPU, "WebGpuExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
+                 plugin=Plugin("onnxruntime-ep-webgpu", ("linux", "win32", "darwin"), "onnxruntime_ep_webgpu"),
+                 fault="its attention needs K and V in the GPU's memory, and edgeinfer keeps them in its own"),
+        Provider(OPENVINO, "OpenVINOExecutionProvider", "cpu", OPENVINO_OPTIONS, {}, ("f32", "f16"),
+                 plugin=Plugin("onnxruntime-ep-openvino", ("linux", "win32"), "onnxruntime_ep_openvino"),
+                 library_bytes=90_000_000),
+        Provider(COREML, "CoreMLExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
+                 plugin=Plugin("onnxruntime", ("darwin",))),
+        Provider(QNN, "QNNExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
+                 plugin=Plugin("onnxruntime-qnn", ("linux", "win32"), "onnxruntime_qnn", ("NPU", "GPU", "CPU"))),
+        Provider(DML, "DmlExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
+                 plugin=Plugin("onnxruntime-directml", ("win32",))),
+    )},
 }
 
 
@@ -126,7 +176,21 @@ def provider_of(device: str) -> Provider | None:
         check_cuda()
     elif device == ONNX_CPU:
         check_wheels()
-    return PROVIDERS.get(device)
+    found = PROVIDERS.get(device)
+    if found and found.plugin:
+        if found.fault:
+            raise UsageError(f"Device {device} is not available, because {found.fault}; run with --device cpu.")
+        found.plugin.find(device, found.name)
+    return found
+
+
+def why_not(device: str) -> str:
+    """Return the reason why a device does not work here; empty if it does."""
+    try:
+        provider_of(device)
+    except UsageError as why:
+        return str(why)
+    return ""
 
 
 def check_cuda() -> None:
@@ -157,6 +221,24 @@ def check_placement(session: Any, provider: Provider) -> None:
     if elsewhere:
         raise UsageError(f"{len(elsewhere)} operations of the model would not run on {provider.name}, such as "
                          f"{elsewhere[0]}; choose another --device, or another version of onnxruntime.")
+
+
+def shared_out(session: Any, provider: Provider) -> str:
+    """Return a sentence with the operations that run on a provider and on the CPU provider; raise `UsageError` if the
+    provider runs none.
+
+    Some providers do not record what they run (WebGPU, 1.27); then at least no matmul may be on the CPU provider.
+    """
+    own, elsewhere = Counter[str](), Counter[str]()
+    for part in session.get_provider_graph_assignment_info():
+        (own if part.ep_name == provider.name else elsewhere).update(node.op_type for node in part.get_nodes())
+    listed = ", ".join(f"{count} {kind}" for kind, count in elsewhere.most_common())
+    if not own and any("MatMul" in kind for kind in elsewhere):
+        raise UsageError(f"{provider.name} runs none of the model's {elsewhere.total()} operations ({listed[:200]}); "
+                         "run with --device cpu.")
+    count = f"{own.total()} of {own.total() + elsewhere.total()}" if own else "all other" if elsewhere else "all"
+    return f"Device {provider.device} runs {count} operations on {provider.name}" + (
+        f"; on the CPU provider: {listed}." if elsewhere else ".")
 
 
 def take_as_asked() -> None:

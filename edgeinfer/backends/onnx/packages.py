@@ -1,6 +1,6 @@
 """The packages onnx and onnxruntime, which come with extras: whether they are there, new enough, and which wheel it is.
 
-onnxruntime and onnxruntime-gpu own the same folder; pip installs both without a word, and whichever was written last is
+All builds of onnxruntime own the same folder; pip installs several without a word, and whichever was written last is
 what runs.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeinfer.errors import UsageError
 
-WHEELS = ("onnxruntime", "onnxruntime-gpu")
+WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-webgpu")
 LEAST = (1, 29)
 """Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
 
@@ -40,10 +40,10 @@ def check_wheels() -> str:
     """
     found = {name: installed(name) for name in WHEELS if installed(name)}
     if len(found) > 1:
-        raise UsageError(f"onnxruntime {found[WHEELS[0]]} and onnxruntime-gpu {found[WHEELS[1]]} are both installed, "
-                         "and overwrite each other's files; uninstall both, then install one: "
-                         "pip uninstall -y onnxruntime onnxruntime-gpu, pip install 'edgeinfer[gpu]' or "
-                         "'edgeinfer[onnx]'.")
+        (one, have), (other, too) = list(found.items())[:2]
+        raise UsageError(f"{one} {have} and {other} {too} are both installed, and overwrite each other's files; "
+                         f"uninstall both, then install one: pip uninstall -y {' '.join(found)}, pip install "
+                         "'edgeinfer[gpu]' or 'edgeinfer[onnx]'.")
     if not found and sys.version_info[:2] < LEAST_PYTHON:
         have = ".".join(map(str, sys.version_info[:2]))
         raise UsageError(f"onnxruntime is not installed, and has no package for Python {have}; run edgeinfer with "

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.base.process import check_process
+from edgeinfer.config import ONNX_CPU
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
 from edgeinfer.runner import Cancellation
 
 from .caller import NO_GRAPH, Caller
-from .devices import Provider, one_line, raised_by_onnxruntime
+from .devices import PROVIDERS, Provider, one_line, raised_by_onnxruntime
 from .slabs import Slabs
 from .stored import COPY, MODEL
 
@@ -32,7 +33,8 @@ class Sessions:
     def __init__(self, folder: Path, provider: Provider, threads: int):
         self.provider, self._closed, self._process = provider, False, os.getpid()
         self.model: Any = provider.open(str(folder / MODEL), threads)
-        self._copies: Any = provider.open(str(folder / COPY), 1)
+        copier = PROVIDERS[ONNX_CPU] if provider.partial else provider  # there K and V are this process's memory
+        self._copies: Any = copier.open(str(folder / COPY), 1)
         self._caller = Caller(provider)
 
     @property

@@ -62,10 +62,14 @@ class Step:
         self.binding = sessions.model.io_binding()
         self._inputs = {name: OrtValue.ortvalue_from_numpy(values, "cpu" if name in ON_CPU else memory, 0)
                         for name, values in inputs.items()}
-        for name, value in self._inputs.items():
-            self.binding.bind_ortvalue_input(name, value)
+        self.bind_inputs()
         for name, value in self._outputs.items():
             self.binding.bind_ortvalue_output(name, value)
+
+    def bind_inputs(self) -> None:
+        """Bind the inputs as they are now."""
+        for name, value in self._inputs.items():
+            self.binding.bind_ortvalue_input(name, value)
 
     def write(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Write what differs from step to step."""

@@ -34,6 +34,7 @@ JSON_FIELDS = {
     "devices": {
         "devices": "without NAME and --probe: per device `name`, `title` and the fields below that are known",
         "local": "this machine's profile, likewise; null before --probe",
+        "executors": "without NAME and --probe: per value of --device why it does not work here, empty if it does",
         "name": "with NAME or --probe: what --machine takes",
         "device_class": "class of the estimator",
         "memory_bytes": "largest common capacity; of this machine, physical memory",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...config import CPU
 from ...errors import UsageError
 from ..output import folded, print_table, table
 from .plot import Chart, Line
@@ -29,7 +30,14 @@ _NAMES = {
 def list_object(known: list[DeviceProfile], local: DeviceProfile | None) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     return {"devices": [device_object(profile) for profile in known],
-            "local": None if local is None else device_object(local)}
+            "local": None if local is None else device_object(local), "executors": _executors()}
+
+
+def _executors() -> dict[str, str]:
+    """Return what --device takes, each with the reason why it does not work here, empty if it does."""
+    from ...backends import PROVIDERS, why_not
+
+    return {CPU: "", **{device: why_not(device) for device in PROVIDERS}}
 
 
 def device_object(profile: DeviceProfile) -> dict[str, Any]:
@@ -50,6 +58,9 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
     remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
               "'edgeinfer devices NAME' has cores, instructions, class and sources.")
     print("\n" + "\n".join(folded(remark + ("" if local else " 'edgeinfer devices --probe' measures this machine."))))
+    print("\nExecutors here (--device):")
+    for device, why in _executors().items():
+        print("\n".join(folded(why or "works", f"  {device:9} ")))
 
 
 def print_device(profile: DeviceProfile) -> None:

@@ -126,12 +126,16 @@ def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config
 
 def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig,
            model: ModelDescription) -> list[str]:
+    from ...backends import why_not
+
     notes, own = [], model.config.max_position_embeddings
     if device == CUDA:
         notes.append("What CUDA takes for itself was measured on an H100 and an H200; other cards may take less.")
         if memory is None:
             notes.append("No GPU was found here: only this process's side is compared with what there is, and run is "
                          "refused. Give a card's name to plan for it, such as --machine rtx4090.")
+    elif not card and (why := why_not(device)):
+        notes.append(f"run is refused here: {why}")
     if card and config.budget_bytes is None:
         notes.append("What the machine around the card can give is not known: --budget says it.")
     if (config.ctx or 0) > own:
