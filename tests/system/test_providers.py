@@ -125,8 +125,8 @@ def test_other_providers(openvino: Fake, monkeypatch: pytest.MonkeyPatch) -> Non
     assert why_not("coreml") == "Device coreml exists on macOS only; run with --device cpu."
     assert why_not("dml") == "Device dml exists on Windows only; run with --device cpu."
     assert "pip install 'edgeinfer[onnx]' onnxruntime-qnn." in why_not("qnn")
-    assert why_not("webgpu") == ("Device webgpu is not available, because its attention needs K and V in the GPU's "
-                                 "memory, and edgeinfer keeps them in its own; run with --device cpu.")
+    assert why_not("webgpu") == ("Device webgpu is not available, because its attention gave other values than the "
+                                 "CPU's with K and V in this process's memory; run with --device cpu.")
     monkeypatch.setattr(plugins.sys, "platform", "darwin")
     assert why_not("coreml") == ("onnxruntime 1.32.0 has no CoreMLExecutionProvider; the package onnxruntime has it: "
                                  "pip install 'edgeinfer[onnx]'.")

@@ -57,6 +57,8 @@ class Provider(NamedTuple):
     """Of this process: onnxruntime and what the provider loads."""
     fault: str = ""
     """Why its results are not right yet, so that it is refused."""
+    untried: bool = False
+    """Whether it has never run a model of edgeinfer's, which opening one says."""
 
     def for_sequences(self, sequences: int) -> Provider:
         """Return the provider with the matmuls that are fastest where at most so many sequences decode together.
@@ -105,6 +107,9 @@ class Provider(NamedTuple):
                              f"libraries are there: {remedy}.")
         if self.partial:
             say(shared_out(session, self))
+            if self.untried:
+                say(f"Nobody has tried device {self.device} with edgeinfer yet: compare its results first, with "
+                    f"benchmarks/gpu_check.py --stage smoke --device {self.device}.")
         else:
             check_placement(session, self)
         return session
@@ -139,16 +144,17 @@ PROVIDERS = {
     **{one.device: one for one in (
         Provider(WEBGPU, "WebGpuExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
                  plugin=Plugin("onnxruntime-ep-webgpu", ("linux", "win32", "darwin"), "onnxruntime_ep_webgpu"),
-                 fault="its attention needs K and V in the GPU's memory, and edgeinfer keeps them in its own"),
+                 fault="its attention gave other values than the CPU's with K and V in this process's memory"),
         Provider(OPENVINO, "OpenVINOExecutionProvider", "cpu", OPENVINO_OPTIONS, {}, ("f32", "f16"),
                  plugin=Plugin("onnxruntime-ep-openvino", ("linux", "win32"), "onnxruntime_ep_openvino"),
                  library_bytes=90_000_000),
         Provider(COREML, "CoreMLExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
-                 plugin=Plugin("onnxruntime", ("darwin",))),
+                 plugin=Plugin("onnxruntime", ("darwin",)), untried=True),
         Provider(QNN, "QNNExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
-                 plugin=Plugin("onnxruntime-qnn", ("linux", "win32"), "onnxruntime_qnn", ("NPU", "GPU", "CPU"))),
+                 plugin=Plugin("onnxruntime-qnn", ("linux", "win32"), "onnxruntime_qnn", ("NPU", "GPU", "CPU")),
+                 untried=True),
         Provider(DML, "DmlExecutionProvider", "cpu", {}, {}, ("f16", "f32"),
-                 plugin=Plugin("onnxruntime-directml", ("win32",))),
+                 plugin=Plugin("onnxruntime-directml", ("win32",)), untried=True),
     )},
 }
 
