@@ -246,7 +246,7 @@ def test_threads_of_a_closed_session_are_not_lent(path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(ClosedError, match=r"The model whose threads are to be shared was closed; open it again"):
         Session(Bundle.open(path), RuntimeConfig(ctx=64), host=host)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier sessions may end meanwhile
 
 
 @pytest.mark.parametrize("what", ["session.Lowering", "session.KVCache", "session.load", "execution.forward.Executor"])
