@@ -193,29 +193,12 @@ class DevicePlanner:
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
-        c, kv, layers = self.graph.config, request.kv, kv_layers(self.graph.config)
-        stored, cuda = self.lower(request), self.provider.device == CUDA
+        c, cuda = self.graph.config, self.provider.device == CUDA
+        provider = self.provider.for_sequences(request.sequences)
         here = DEVICE if cuda else "private"
-        weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
-        more, provider = self._more[kv], self.provider.for_sequences(request.sequences)
-        yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised"
-                     + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
-                     DEVICE if cuda else "mapped")
-        if not cuda:  # CUDA's provider frees what it has repacked
-            scales = 2 * sum(one.nbytes for one in stored if one.kind == "f16" and one.name.endswith(".scales"))
-            yield Region("prepacked", codes + scales, "onnxruntime's own copy of the quantised matrices"
-                         + (", with scales in f32" if scales else ""), here)
-        if provider.partial:  # measured with OpenVINO: 610 MB of 689 with the shape of SmolLM2 135M in f32
-            table = c.vocab_size * c.hidden_size * FLOATS[kv]().itemsize
-            yield Region("compiled", codes + table, f"the provider's copy of matrices, and the embedding in {kv}", here)
-        positions = self.positions(request)
-        block = block_bytes(layers, positions, kv)
-        largest = max(block_bytes({i: heads}, positions, kv) for i, heads in layers.items())
-        held = held_words(request) if self.paged else ""
-        spare = ", and one for idle rows" if self.spare else ""
-        yield Region("kv", (blocks + self.spare) * block,
-                     f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} positions, "
-                     f"{block} bytes each{spare}", here)
+        yield from self._weights(request, here)
+        kv = self._kv(request, blocks, here)
+        yield kv
         copy = self._written_out(request, provider)
         yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
@@ -224,17 +207,47 @@ class DevicePlanner:
         sizes = step_sizes(most) if provider.graphs else range(1, most + 1)
         yield Region("steps", sum(sizes) * row, f"logits of steps of 1 to {most} sequences", here)
         if cuda:
-            graphs = len(sizes) * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
-            yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
-                         f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
-                         DEVICE)
-            slab = (blocks + self.spare) * largest // 2
-            yield Region("staging", 2 * max(one.nbytes for one in stored) + slab,
-                         "the largest tensor, read and repacked, and K of a layer, on their way")
+            yield from self._cuda(request, len(sizes), kv)
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
         yield Region("onnxruntime", self.provider.library_bytes, "its libraries", "reserve")
         yield Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                      f"interpreter, libraries, tokenizer of {c.vocab_size}", "reserve")
+
+    def _weights(self, request: Request, here: str) -> Iterator[Region]:
+        """Weights as they are in the model, and as the provider holds them besides."""
+        c, kv, stored, cuda = self.graph.config, request.kv, self.lower(request), here == DEVICE
+        codes, more = sum(one.nbytes for one in stored if one.kind == "u8"), self._more[kv]
+        yield Region("weights", data_bytes(stored), f"as they are in the model, {kv} where they are not quantised"
+                     + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
+                     DEVICE if cuda else "mapped")
+        if not cuda:  # CUDA's provider frees what it has repacked
+            scales = 2 * sum(one.nbytes for one in stored if one.kind == "f16" and one.name.endswith(".scales"))
+            yield Region("prepacked", codes + scales, "onnxruntime's own copy of the quantised matrices"
+                         + (", with scales in f32" if scales else ""), here)
+        if self.provider.partial:  # measured with OpenVINO: 610 MB of 689 with the shape of SmolLM2 135M in f32
+            table = c.vocab_size * c.hidden_size * FLOATS[kv]().itemsize
+            yield Region("compiled", codes + table, f"the provider's copy of matrices, and the embedding in {kv}", here)
+
+    def _kv(self, request: Request, blocks: int, here: str) -> Region:
+        """Slots or pages."""
+        positions = self.positions(request)
+        block = block_bytes(kv_layers(self.graph.config), positions, request.kv)
+        held, kind = (held_words(request), "pages") if self.paged else ("", "slots")
+        spare = ", and one for idle rows" if self.spare else ""
+        return Region("kv", (blocks + self.spare) * block, f"{request.kv}, {blocks} {kind}{held} of {positions} "
+                                                           f"positions, {block} bytes each{spare}", here)
+
+    def _cuda(self, request: Request, sizes: int, kv: Region) -> Iterator[Region]:
+        """What CUDA takes for itself, with steps of so many sizes, and what passes through this process."""
+        layers, positions = kv_layers(self.graph.config), self.positions(request)
+        graphs = sizes * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
+        yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
+                     f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
+                     DEVICE)
+        widest = max(block_bytes({i: heads}, positions, request.kv) for i, heads in layers.items())
+        slab = kv.nbytes // block_bytes(layers, positions, request.kv) * widest // 2
+        yield Region("staging", 2 * max(one.nbytes for one in self.lower(request)) + slab,
+                     "the largest tensor, read and repacked, and K of a layer, on their way")
 
     def _arena(self, request: Request, cuda: bool) -> int:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
