@@ -193,7 +193,7 @@ def fork_importing(bundle: Path) -> None:
     from edgeinfer.llm.api import LLM
 
     opened = LLM("demo", ctx=64, threads=1)
-    slow = _SlowImport("edgeinfer.engine.beams")
+    slow = _SlowImport("edgeinfer.engine.speculation.prompt_lookup")
     assert slow.name not in sys.modules
     sys.meta_path.insert(0, slow)
     running = threading.Thread(target=lambda: opened.generate("Once", max_tokens=8, temperature=0))

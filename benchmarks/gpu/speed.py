@@ -51,7 +51,7 @@ def many(check: Check, name: str, layout: str, sizes: Sizes) -> None:
     path, before, most = bundle_of(name), free(check), max(sizes.sequences)
     for depth in sorted(sizes.depths, reverse=True):
         try:
-            with opened(path, check.provider, ctx=max(depth, sizes.prompt) + 8 * sizes.steps, max_sequences=most,
+            with opened(path, check.provider, ctx=max(depth, sizes.prompt) + 8 * sizes.steps + 32, max_sequences=most,
                         kv_layout=layout, outputs=DRAFT_TOKENS * most) as runner:
                 for n in sizes.sequences:
                     for shallower in sorted(d for d in sizes.depths if d <= depth):

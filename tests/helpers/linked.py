@@ -9,6 +9,8 @@ from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.kernels import Isa, Kernels
 
 _linked: dict[str, Linked] = {}
+_kept: list[Linked] = []
+"""All that were ever linked: tests hold addresses of their functions."""
 _turn = threading.Lock()
 
 
@@ -26,4 +28,5 @@ def linked(isa: Isa, progress: OnStageProgress | None = None) -> Kernels:
     with _turn:
         if isa.name not in _linked or len(_linked[isa.name]._sets) > 1:
             _linked[isa.name] = Linked(isa, progress)
+            _kept.append(_linked[isa.name])
         return _linked[isa.name]

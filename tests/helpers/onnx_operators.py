@@ -110,5 +110,12 @@ def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-OPERATORS = [MatMulNBits, GatherBlockQuantized, SkipSimplifiedLayerNormalization, PagedAttention, RotaryEmbedding,
-             QuickGelu]
+class GatherElements(OpRun):
+    """onnx's own chooses among 64 arrays at most (1.23.2)."""
+
+    def _run(self, data: Any, indices: Any, axis: int | None = None) -> tuple[Any]:
+        return (np.take_along_axis(data, indices, axis or 0),)
+
+
+OPERATORS = [GatherElements, MatMulNBits, GatherBlockQuantized, SkipSimplifiedLayerNormalization, PagedAttention,
+             RotaryEmbedding, QuickGelu]

@@ -294,11 +294,13 @@ def test_layouts_in_python() -> None:
 
 
 @pytest.mark.slow
-def test_pages_beside_slots_as_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That part of the check on what stands in for a GPU, whose slots are onnxruntime's own."""
-    from benchmarks import gpu_check
+def test_speeds_in_pages_as_on_a_gpu(tmp_path: Path) -> None:
+    """That part of the check on what stands in for a GPU: steps, draft tokens and arrivals."""
+    from benchmarks.gpu.rows import Check
+    from benchmarks.gpu.sizes import Sizes
+    from benchmarks.gpu.speed import many
 
-    check = gpu_check.Check(PAGED._replace(graphs=False), gpu_check.QUICK, 5)
-    gpu_check.layouts(check, "tiny", write_model(tmp_path))
-    assert [row.verdict for row in check.rows if row.wanted] == ["ok"] * 4 and len(check.rows) == 12
-    assert "times as fast" in capsys.readouterr().out
+    check = Check(PAGED, 60)
+    many(check, str(write_model(tmp_path)), "pages", Sizes((1, 2), (0, 16), (16,), 2, 8, 0))
+    assert len(check.rows) == 9 and not any(row.verdict for row in check.rows)
+    assert "2 arriving" in check.rows[-1].what
