@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from edgeinfer import LLM
-from edgeinfer.backends import gpu_free_bytes
+from edgeinfer.backends import OnnxRunner, gpu_free_bytes
 from edgeinfer.backends.onnx.devices import shared_out
 from edgeinfer.config import PAGES, SLOTS
 from edgeinfer.devices import gpu_profile
@@ -73,6 +73,7 @@ def model(check: Check, name: str, layout: str) -> None:
     with LLM(path, device=check.provider.device, kv_layout=layout, ctx=CTX, max_sequences=4,  # type: ignore[arg-type]
              prefill_chunk=CTX, speculate="off") as llm:
         runner = llm.runner
+        assert isinstance(runner, OnnxRunner)
         if check.provider.partial:
             check.add(f"{what}: operations on {check.provider.name}", shared_out(runner.sessions.model, check.provider))
         else:

@@ -238,7 +238,7 @@ class DevicePlanner:
                                                            f"positions, {block} bytes each{spare}", here)
 
     def _cuda(self, request: Request, sizes: int, kv: Region) -> Iterator[Region]:
-        """What CUDA takes for itself, with steps of so many sizes, and what passes through this process."""
+        """Memory that CUDA takes for itself, with steps of so many sizes, and that of tensors on their way to it."""
         layers, positions = kv_layers(self.graph.config), self.positions(request)
         graphs = sizes * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
         yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
