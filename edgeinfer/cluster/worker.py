@@ -76,7 +76,7 @@ class Engine:
             raise
         finally:
             self._read.discard(key)
-        if not isinstance(item, list) or key not in self._items:  # it was cancelled: nobody asks for the next
+        if not isinstance(item, list) or key not in self._items:  # it was cancelled, and no next part is wanted
             self._items.pop(key, None)
             await items.aclose()
         return item

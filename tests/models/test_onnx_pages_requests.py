@@ -110,7 +110,7 @@ def test_a_common_beginning_is_not_computed_again(both: tuple[LLM, LLM]) -> None
 
 
 def test_requests_of_several_threads_are_calls_of_one(tmp_path: Path) -> None:
-    """A graph belongs to the thread that recorded it; whoever makes requests, each is recorded once."""
+    """A graph belongs to the thread that recorded it; requests of several threads record each once."""
     with on_device("pages") as device, LLM(write_model(tmp_path), ctx=64, threads=1, max_sequences=2, **device) as llm:
         texts = list[Any]()
         makers = [threading.Thread(target=lambda: texts.append(llm.complete(tokens(5), seed=2, n=2, max_tokens=4)))

@@ -10,10 +10,9 @@ from __future__ import annotations
 from edgeinfer.graph import ExpertsDown, ExpertsGated, ExpertsInput, Route, SortRoutes
 
 from . import stacks, weights
-from .functions import gated
 from .lowering import Lowering, lower
+from .matmul import gate_and_up
 from .stacks import Stack
-from .weights import Part
 
 
 @lower.register
@@ -66,15 +65,7 @@ def _(op: ExpertsGated, at: Lowering) -> None:
     """Inner values of all experts, (..., experts, rows with those of padding), times their weights."""
     at.notes[f"Each token is multiplied by the matrices of all {op.experts} experts of a layer, of which it goes "
              f"through {op.active}: decoding reads all of them."] = None
-    x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.experts * op.rows
-    parts = []
-    for i, which in enumerate(("gate", "up")):
-        name = op.weight.name.replace("gate_up", f"{which}_proj")
-        part = at.matmul(x, Part(op.weight, stored, n, name, i, 2))
-        if op.bias:
-            part = at.biased(part, at.store(weights.half_vector(op.bias, i, n, f"{name}_bias", at.dtype)))
-        parts.append(part)
-    f = gated(parts[0], parts[1], op.activation, op.limit, at)
+    f = gate_and_up(op, op.experts * op.rows, at)
     f = at.node("Reshape", f, at.constant(*at.rows(op.experts, op.rows)))
     routes = at.node("Unsqueeze", at.routes[op.routes.name], at.constant(-1))
     chosen = at.node("Greater", routes, at.number(0.0))  # what others have may be infinite, and times 0 no number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import GatedLinear, Linear, LinearPart, NeuronDown, NeuronGated
+from edgeinfer.graph import ExpertsGated, GatedLinear, Linear, LinearPart, NeuronDown, NeuronGated
 
 from . import weights
 from .functions import function, gated
@@ -42,9 +42,9 @@ def _(op: LinearPart, at: Lowering) -> None:
     at.set(op.out, at.node("Concat", at.value(op.onto), y, axis=-1) if op.onto else y)
 
 
-@lower.register
-def _(op: GatedLinear, at: Lowering) -> None:
-    x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
+def gate_and_up(op: GatedLinear | ExpertsGated, n: int, at: Lowering) -> str:
+    """Return act(gate) * up of n rows each, of matrices that alternate by tile."""
+    x, stored = at.value(op.x), at.graph.types[op.weight.name]
     parts = []
     for i, which in enumerate(("gate", "up")):
         name = op.weight.name.replace("gate_up", f"{which}_proj")
@@ -52,7 +52,12 @@ def _(op: GatedLinear, at: Lowering) -> None:
         if op.bias:
             part = at.biased(part, at.store(weights.half_vector(op.bias, i, n, f"{name}_bias", at.dtype)))
         parts.append(part)
-    at.set(op.out, gated(parts[0], parts[1], op.activation, op.limit, at))
+    return gated(parts[0], parts[1], op.activation, op.limit, at)
+
+
+@lower.register
+def _(op: GatedLinear, at: Lowering) -> None:
+    at.set(op.out, gate_and_up(op, op.out.width, at))
 
 
 @lower.register
