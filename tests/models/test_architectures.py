@@ -46,6 +46,8 @@ LIVE = {
         **make_golden.CASES["falcon-h1-norm"], "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9], "ssm_in_multiplier": 1.25,
         "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.5, 0.4], "key_multiplier": 0.45,
         "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1},
+    "granite-class-defaults": {"model_type": "granite", **make_golden.BASE, "hidden_size": 128,
+                               "num_attention_heads": 4, "num_key_value_heads": 4},
     "llama-kv-heads-null": {**LLAMA, "num_key_value_heads": None, "intermediate_size": 37},
     "qwen3-bias": {**QWEN3, "attention_bias": True},
     "qwen2-windows-all": {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},

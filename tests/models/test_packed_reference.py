@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeinfer.converters import convert
 from edgeinfer.converters.checkpoint.safetensors_file import SafetensorsFile
 from edgeinfer.converters.quantized.config import take_scheme
 from edgeinfer.converters.quantized.gather import gathered
+from tests import make_golden
+from tests.helpers import golden_cases
 from tests.helpers.packers import compressed_config
+from tests.helpers.sessions import scored, session
 
 pytestmark = pytest.mark.reference
 SHAPE = (80, 96)
@@ -54,6 +58,26 @@ def test_mlx_floats(tmp_path: Path, mode: str) -> None:
     found = read(tmp_path / "m.safetensors", {"quantization": {"group_size": None, "bits": None, "mode": mode}},
                  "a.b.weight")
     assert np.array_equal(found, np.array(mx.dequantize(codes, scales, mode=mode, dtype=mx.float32)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4", "mxfp8", "mixed_2_6", "mixed_3_6", "mixed_4_6"])
+def test_a_model_that_mlx_lm_converts(tmp_path: Path, recipe: str) -> None:
+    """Logits of MLX in float32, with the weights as their codes say."""
+    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+    mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    case = make_golden.with_transformers("mlx", {
+        **make_golden.LLAMA, "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 192, "num_hidden_layers": 8, "rope_theta": 10000.0, "rope_scaling": None})
+    golden_cases.write_checkpoint(case, tmp_path / "hf")
+    how = {"quant_predicate": recipe} if recipe.startswith("mixed") else {"q_mode": recipe}
+    mlx_lm.convert(str(tmp_path / "hf"), str(tmp_path / "mlx"), quantize=True, **how)
+    model, _ = mlx_lm.utils.load_model(tmp_path / "mlx")
+    model.set_dtype(mx.float32)
+    expected = np.array(model(mx.array([case.ids]))[0])
+    convert(tmp_path / "mlx", tmp_path / "bundle", weights="f32")
+    with session(tmp_path / "bundle", kv="f32", outputs=16) as opened:
+        assert np.abs(scored(opened, case.ids) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("form", "scheme"), [("nvfp4-pack-quantized", "NVFP4A16"), ("mxfp4-pack-quantized", "MXFP4"),
