@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import EdgeInferError
-from .batch import URLS, Answered, InProcess, Results, Row, Rows, answer_all, line_of
+from .batch import URLS, Answered, InProcess, Patient, Results, Row, Rows, answer_all, line_of, opened
 from .errors import ApiError
-from .files import Store, missing, page
+from .files import MOST_FILES, Kept, Store, missing, page
 from .http import Call, Reply, new_id
 from .models import in_thread
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 WINDOW, WINDOW_SECONDS = "24h", 86400
 MOST_ROWS = 50_000
-BUSY = (429, 503)
-BUSY_SECONDS = 0.5
-"""Wait before a row is tried again that the server had no room for."""
 OVER = ("completed", "failed", "expired", "cancelled")
 MOST_METADATA = 16
+MOST_BATCHES = 1000
+"""Batches of a key that are kept."""
+OUTPUTS = ("output_file_id", "error_file_id")
+"""Fields of the files that a batch writes."""
 
 
 class Batch(msgspec.Struct, omit_defaults=True):
@@ -130,6 +131,22 @@ class Batches:
             self._run.cancel()
         self._keep(batch)
 
+    def check_files(self, owner: str, new: int) -> None:
+        """Raise `ApiError` unless a key may have further files, beside those that its batches are going to write."""
+        due = sum(one.output_file_id is None for one in self.store.all("batch_", Batch, owner)
+                  if one.status not in OVER)
+        if len(self.store.all("file-", Kept, owner)) + len(OUTPUTS) * due + new > MOST_FILES:
+            raise ApiError(400, f"This key has {MOST_FILES} files, with {len(OUTPUTS)} of each batch that waits, the "
+                                "most that are kept; delete some.", code="too_many_files")
+
+    def make_room(self, owner: str) -> None:
+        """Make room for one more batch of a key: its oldest ones that are over are forgotten; raises `ApiError`."""
+        self.check_files(owner, len(OUTPUTS))
+        kept = self.store.all("batch_", Batch, owner)
+        over = [one for one in kept if one.status in OVER]
+        for one in over[max(MOST_BATCHES - 1 - len(kept) + len(over), 0):]:
+            self.store.forget(one.id)
+
     def check_unused(self, file: str) -> None:
         """Raise `ApiError` for a file of a batch that is not over."""
         for one in (self._running, *self._waiting.values()):
@@ -180,7 +197,7 @@ class Batches:
             if wrong := next((row for row in rows.all if row.url != batch.endpoint), None):
                 raise ApiError(400, f"Line {wrong.number} has the url {wrong.url!r}, and the endpoint of the batch is "
                                     f"{batch.endpoint!r}.")
-            for name in ("output_file_id", "error_file_id"):
+            for name in OUTPUTS:
                 if getattr(batch, name) is None:
                     setattr(batch, name, self.store.add(batch.owner, f"{batch.id}_{name[:-8]}.jsonl",
                                                         "batch_output").id)
@@ -188,9 +205,9 @@ class Batches:
             if batch.status == "validating":
                 batch.move("in_progress")
             self._keep(batch)
-            with contextlib.ExitStack() as held:
-                files = [held.enter_context(Results(self._path(one), rows.all, batch.id))
-                         for one in (batch.output_file_id, batch.error_file_id)]
+            async with contextlib.AsyncExitStack() as held:
+                files = [await held.enter_async_context(opened(Results(self._path(getattr(batch, name)), rows.all,
+                                                                        batch.id))) for name in OUTPUTS]
                 done = files[0].done | files[1].done
                 batch.completed, batch.failed = len(files[0].done), len(files[1].done)
 
@@ -202,14 +219,14 @@ class Batches:
                     batch.completed += good
                     batch.failed += not good
 
-                patient = _Patient(InProcess(self._server, bytes.fromhex(batch.owner)))
+                patient = Patient(InProcess(self._server, bytes.fromhex(batch.owner)))
                 await answer_all([row for row in rows.all if row.custom_id not in done], rows.body, patient,
                                  self._at_once(), write)
             batch.move("finalizing")
 
     def _leave_out_empty(self, batch: Batch) -> None:
         """Delete the files to which nothing was written."""
-        for name in ("output_file_id", "error_file_id"):
+        for name in OUTPUTS:
             file = getattr(batch, name)
             if file is not None and not self._path(file).exists():
                 with contextlib.suppress(ApiError):
@@ -226,19 +243,6 @@ class Batches:
 
     def _keep(self, batch: Batch) -> None:
         self.store.write(batch.id, batch)
-
-
-class _Patient:
-    """Tries rows again that the server has no room for now."""
-
-    def __init__(self, answerer: InProcess):
-        self._answerer = answerer
-
-    async def post(self, row: Row, body: bytes) -> Answered:
-        """Return the answer to a row."""
-        while (found := await self._answerer.post(row, body)).status in BUSY:
-            await asyncio.sleep(BUSY_SECONDS)
-        return found
 
 
 class CreateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -262,6 +266,7 @@ async def create(call: Call) -> Reply:
         raise ApiError(400, f"metadata has up to {MOST_METADATA} texts of up to 512 characters.", param="metadata")
     batches.claim()
     batches.store.find(body.input_file_id, owner)
+    await in_thread(lambda: batches.make_room(owner))
     batch = Batch(new_id("batch_"), owner, body.endpoint, body.input_file_id, int(time.time()), metadata=body.metadata)
     batches.store.write(batch.id, batch)
     batches.add(batch)

@@ -142,8 +142,12 @@ class Store:
 
     def delete(self, kept: Kept) -> None:
         """Delete a file."""
-        for path in (self.content(kept), self.path(f"{kept.id}.json")):
-            path.unlink(missing_ok=True)
+        self.content(kept).unlink(missing_ok=True)
+        self.forget(kept.id)
+
+    def forget(self, name: str) -> None:
+        """Delete a description."""
+        self.path(f"{name}.json").unlink(missing_ok=True)
 
     def shown(self, kept: Kept) -> dict[str, Any]:
         """Return a file as the API shows it."""
@@ -175,9 +179,7 @@ async def upload(call: Call) -> Reply:
         raise ApiError(400, "The file is empty; it has one JSON object on each line.", param="file")
     store, owner = call.server.batches.store, call.salt.hex()
     call.server.batches.claim()
-    if len(await in_thread(lambda: store.all("file-", Kept, owner))) >= MOST_FILES:
-        raise ApiError(400, f"There are {MOST_FILES} files of this key, the most that are kept; delete some.",
-                       code="too_many_files")
+    await in_thread(lambda: call.server.batches.check_files(owner, 1))
     kept = await in_thread(lambda: store.add(owner, filename[:NAME_CHARS] or "requests.jsonl", purpose, data))
     return Reply(store.shown(kept))
 

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
+from edgeinfer.server.batch import InProcess, opened
 from edgeinfer.server.batches import Batch
 from edgeinfer.server.errors import ApiError
 from edgeinfer.server.files import Store
@@ -196,7 +197,7 @@ def test_a_batch_without_answers_has_no_files(running: Running, monkeypatch: pyt
     async def never(self: Any, row: Any, body: bytes) -> Any:
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", never)
+    monkeypatch.setattr("edgeinfer.server.batches.Patient.post", never)
     api = client(running)
     first = created(api, line(0))
     assert until(lambda: api.batches.retrieve(first.id).output_file_id is not None)
@@ -238,7 +239,7 @@ def test_no_batch_begins_while_the_server_ends(tmp_path: Path, monkeypatch: pyte
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
 
-    monkeypatch.setattr("edgeinfer.server.batches._Patient.post", slow)
+    monkeypatch.setattr("edgeinfer.server.batches.Patient.post", slow)
     with serving({"demo": "demo"}, batch_dir=str(tmp_path / "kept")) as running:
         api = client(running)
         first, second = created(api, line(0)), created(api, line(1))
@@ -282,3 +283,70 @@ def test_two_uploads_are_in_memory_and_further_ones_wait(running: Running) -> No
         assert third.result(30).status == 400
     slow[1].close()
     assert until(lambda: not running.server.uploads.locked())
+
+
+@needs_client
+def test_files_that_batches_write_count_and_old_batches_are_forgotten(running: Running, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    import openai
+
+    api, other = client(running), client(running, KEYS[1])
+    monkeypatch.setattr("edgeinfer.server.batches.MOST_FILES", 5)
+    monkeypatch.setattr("edgeinfer.server.batches.MOST_BATCHES", 2)
+    held = threading.Event()
+    answer = InProcess.post
+
+    async def waits(self: Any, row: Any, body: bytes) -> Any:
+        while not held.is_set():
+            await asyncio.sleep(0.01)
+        return await answer(self, row, body)
+
+    monkeypatch.setattr("edgeinfer.server.batch.InProcess.post", waits)
+    first = created(api, line(0))
+    file = first.input_file_id
+    second = api.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
+    for call in (lambda: api.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h"),
+                 lambda: api.files.create(file=("a", b"x"), purpose="batch")):
+        with pytest.raises(openai.BadRequestError, match="has 5 files, with 2 of each batch that waits"):
+            call()
+    assert created(other, line(1)).status == "validating"
+    held.set()
+    assert over(api, second.id).status == "completed"
+    third = api.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
+    kept = {one.id for one in api.batches.list()}
+    assert len(kept) == 2 and third.id in kept and over(api, third.id).status == "completed"
+    gone, = {first.id, second.id} - kept
+    with pytest.raises(openai.NotFoundError, match=f"There is no batch '{gone}'"):
+        api.batches.retrieve(gone)
+
+
+def test_answers_of_a_former_server_are_read_in_a_thread() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    class Slow:
+        def __enter__(self) -> None:
+            entered.set()
+            left.wait(10)
+
+        def __exit__(self, *exc: object) -> None:
+            closed.append(True)
+
+    closed = list[bool]()
+
+    async def use() -> None:
+        async with opened(Slow()):  # type: ignore[arg-type]
+            raise AssertionError("it was cancelled before")
+
+    async def main() -> None:
+        task = asyncio.ensure_future(use())
+        while not entered.is_set():
+            await asyncio.sleep(0.001)  # the loop goes on meanwhile
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done() and not closed
+        left.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert closed == [True]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 HANDLERS = {"/v1/chat/completions": chat.complete, "/v1/completions": completions.complete,
             "/v1/embeddings": embeddings.embed}
+BUSY = (429, 503)
+BUSY_SECONDS = 0.5
+"""Wait before a row is tried again that the server had no room for."""
 assert HANDLERS.keys() == URLS.keys()
 LATER = (429, 500, 503)
 """Statuses of requests that were not answered, because of the server and not of the request: they end the run."""
@@ -63,6 +66,19 @@ class InProcess:
         scope = {"path": url, "headers": (), "state": {"note": note, "salt": self._salt}}
         reply = await endpoint.reply(Call(endpoint.server, scope, body))
         return Answered(reply.status, reply.body, note)
+
+
+class Patient:
+    """Tries rows again that the server has no room for now."""
+
+    def __init__(self, answerer: InProcess):
+        self._answerer = answerer
+
+    async def post(self, row: Row, body: bytes) -> Answered:
+        """Return the answer to a row."""
+        while (found := await self._answerer.post(row, body)).status in BUSY:
+            await asyncio.sleep(BUSY_SECONDS)
+        return found
 
 
 async def answer_all(rows: Iterable[Row], body_of: Callable[[Row], bytes], answerer: Answerer, at_once: int,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +16,7 @@ import msgspec
 from ...base.files import open_plain, sync_directory
 from ...base.lock import DestinationLock
 from ...errors import DestinationError
+from ..models import in_thread
 from .rows import Row
 
 HEAD, MARK = b'{"id":"', "batch_req_"
@@ -150,3 +153,15 @@ class Results:
 
     def _unwritten(self, error: OSError, remedy: str = "") -> DestinationError:
         return DestinationError(f"Cannot write {self.path}: {error.strerror or error}{remedy}.")
+
+
+@contextlib.asynccontextmanager
+async def opened(results: Results) -> AsyncIterator[Results]:
+    """Open a file of answers in a thread, as there may be many from a former server; closed in any case."""
+    opening = asyncio.ensure_future(in_thread(results.__enter__))
+    try:
+        yield await asyncio.shield(opening)
+    finally:
+        await asyncio.wait((opening,))
+        if opening.exception() is None:
+            results.__exit__()
