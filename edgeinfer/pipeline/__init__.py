@@ -11,19 +11,24 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .calls import Part, StageCalls, StageInfo, StageSegment
+    from .links import LINKS, Link, link_seconds, parse_link, pass_seconds
     from .open import open_pipeline
+    from .parts import PartCounts
     from .process import ProcessStage
     from .runner import PipelineRunner
-    from .split import auto_split, check_split, layer_costs, parse_split
+    from .split import Split, auto_split, check_split, layer_costs, layer_sizes, parse_split
     from .stage import LocalStage, Stage
 
-__all__ = ["LocalStage", "Part", "PipelineRunner", "ProcessStage", "Stage", "StageCalls", "StageInfo", "StageSegment",
-           "auto_split", "check_split", "layer_costs", "open_pipeline", "parse_split"]
+__all__ = ["LINKS", "Link", "LocalStage", "Part", "PartCounts", "PipelineRunner", "ProcessStage", "Split", "Stage",
+           "StageCalls", "StageInfo", "StageSegment", "auto_split", "check_split", "layer_costs", "layer_sizes",
+           "link_seconds", "open_pipeline", "parse_link", "parse_split", "pass_seconds"]
 __getattr__ = lazily(__name__, {
     "calls": "Part StageCalls StageInfo StageSegment",
+    "links": "LINKS Link link_seconds parse_link pass_seconds",
     "open": "open_pipeline",
+    "parts": "PartCounts",
     "process": "ProcessStage",
     "runner": "PipelineRunner",
-    "split": "auto_split check_split layer_costs parse_split",
+    "split": "Split auto_split check_split layer_costs layer_sizes parse_split",
     "stage": "LocalStage Stage",
 })

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence as Items
+from itertools import accumulate
 
 from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import Graph, cut_before
@@ -61,7 +62,34 @@ def layer_costs(graph: Graph) -> list[float]:
     return costs
 
 
-def auto_split(graph: Graph, speeds: Items[float]) -> Split:
+def layer_sizes(graph: Graph, kv: str, tokens: int) -> list[int]:
+    """Return the bytes of weights and KV cache of each layer.
+
+    The embedding is part of the first and the output head part of the last.
+
+    Parameters
+    ----------
+    graph : Graph
+    kv : str
+        Type of the KV cache.
+    tokens : int
+        That it holds.
+    """
+    n = graph.config.num_hidden_layers
+    sizes, counted, behind = [0] * n, set[str](), False
+    for op in graph.ops:
+        behind = behind or op.layer is not None
+        layer = op.layer if op.layer is not None else n - 1 if behind else 0
+        for weight in op.weights:
+            if weight.name not in counted:
+                sizes[layer] += graph.types[weight.name].nbytes(weight.shape)
+                counted.add(weight.name)
+        if op.kv and op.kv.stores:
+            sizes[layer] += op.kv.position_bytes(kv) * tokens
+    return sizes
+
+
+def auto_split(graph: Graph, speeds: Items[float], sizes: Items[float] = (), rooms: Items[float] = ()) -> Split:
     """Return the split whose slowest stage is as fast as can be.
 
     Parameters
@@ -70,6 +98,9 @@ def auto_split(graph: Graph, speeds: Items[float]) -> Split:
         Of the whole model.
     speeds : of float
         Of each stage's machine, relative to each other, such as bytes of weights per second.
+    sizes, rooms : of float, optional
+        Bytes of each layer, and of what each stage's machine has room for. Where no split fits, the stage with the
+        least room too little is chosen, for its plan to say so.
 
     Raises
     ------
@@ -83,6 +114,30 @@ def auto_split(graph: Graph, speeds: Items[float]) -> Split:
         raise UsageError("The speeds of the stages must be finite numbers above 0, one for each stage.")
     if len(speeds) > n:
         raise UsageError(f"{len(speeds)} stages are more than the model's {n} layers; use fewer.")
+    ends, fault = _ends(graph)
+    before, taken = (_sums(values, n) for values in (costs, sizes))
+    found: dict[int, tuple[float, float, Split]] = {0: (0.0, 0.0, ())}
+    for speed, room in zip(speeds, rooms or [math.inf] * len(speeds), strict=True):
+        longer: dict[int, tuple[float, float, Split]] = {}  # the best way to have given out the first layers
+        for start, (lacking, worst, split) in found.items():
+            for end in (end for end in ends if end > start):
+                way = (max(lacking, taken[end] - taken[start] - room),
+                       max(worst, (before[end] - before[start]) / speed), (*split, (start, end - 1)))
+                longer[end] = min(way, longer.get(end, way))
+        found = longer
+    if n not in found:
+        raise fault or UsageError(f"The model cannot be split into {len(speeds)} stages; use fewer.")
+    return found[n][2]
+
+
+def _sums(values: Items[float], n: int) -> list[float]:
+    """Return the sums of the first 0, 1, ... n values; zeros without values."""
+    return [0.0, *accumulate(values or [0.0] * n)]
+
+
+def _ends(graph: Graph) -> tuple[list[int], UnsupportedModelError | None]:
+    """Return the layers before which the model can be split, with their number, and why it cannot elsewhere."""
+    n = graph.config.num_hidden_layers
     ends, fault = [n], None
     for layer in range(1, n):
         try:
@@ -90,12 +145,4 @@ def auto_split(graph: Graph, speeds: Items[float]) -> Split:
             ends.append(layer)
         except UnsupportedModelError as error:
             fault = error
-    before = [sum(costs[:layer]) for layer in range(n + 1)]
-    found: dict[int, tuple[float, Split]] = {0: (0.0, ())}
-    for speed in speeds:  # the best way to have given out the first layers to the stages so far
-        found = {end: min((max(worst, (before[end] - before[start]) / speed), (*split, (start, end - 1)))
-                          for start, (worst, split) in found.items() if start < end)
-                 for end in ends if any(start < end for start in found)}
-    if n not in found:
-        raise fault or UsageError(f"The model cannot be split into {len(speeds)} stages; use fewer.")
-    return found[n][1]
+    return ends, fault

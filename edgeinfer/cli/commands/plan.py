@@ -21,6 +21,7 @@ from ...rules import RULES
 from .. import options
 from ..output import print_json
 from ..reports.decision import described_as_run
+from ..reports.nodes import DEFAULT_LINK, nodes_object, print_nodes
 from ..reports.plan import JSON_FIELDS, print_names, print_report
 from ..reports.plan_object import PlanReport
 
@@ -59,6 +60,16 @@ def plan(
                                  help="With --serve: maximum number of sequences that run at once, 1 to 64.  "
                                  f"[default: {SERVED_SEQUENCES}]")
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", metavar="NAME,...", show_default=False,
+                                 help="Plan to split the layers between these machines, named as for --machine, in the "
+                                 "order of the layers; local is this one. The last runs the server.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option("--link", metavar="NAME|RATE", show_default=False,
+                                 help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, "
+                                 f"tb4, or a rate such as 50MB/s.  [default: {DEFAULT_LINK}]")
+    ] = None,
     given: options.Given = options.NOTHING,
 ) -> int:
     """Print a model's memory and speed, and whether it fits.
@@ -70,7 +81,8 @@ def plan(
     onnx-cpu, or the --machine of an NVIDIA card, the plan is that of a run on onnxruntime, and regions of the kind
     device are in GPU memory; for a model that this cannot run, the speed is that of another program, which the report
     names. With --serve many sequences share one KV pool, which gets what the budget leaves; without --budget a tenth of
-    the memory is left to other programs.
+    the memory is left to other programs. With --nodes the report says which layers each machine holds, and whether one
+    of them alone is faster; --budget is then the memory of each.
 
     \b
     Examples:
@@ -78,6 +90,7 @@ def plan(
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
       edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
+      edgeinfer plan llama-3.1-70b --nodes rpi5,rpi5,rpi5 --link 2.5GbE
     """
     from edgeinfer.devices import load_profile
 
@@ -98,6 +111,8 @@ def plan(
                            own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
     if given.ctx is not None and given.ctx > LONGEST_CTX:
         raise UsageError(f"--ctx is {given.ctx}; no model has a context above {LONGEST_CTX} tokens.")
+    if nodes is not None or link is not None:
+        return _on_nodes(model, nodes, link or DEFAULT_LINK, given, config)
     if given.machine and given.device and not given.by_flag("device"):
         given.device = None
     elif given.machine and given.device and not given.by_flag("machine"):
@@ -123,6 +138,34 @@ def _served(given: options.Given, most: int | None) -> int:
         if given.by_flag(name):
             raise UsageError(f"{flag} belongs to one request, and --serve plans for many; use --max-sequences.")
     return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
+
+
+def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:
+    """Report on a model whose layers are on several machines, and return the exit code."""
+    from edgeinfer.devices import load_profile
+
+    from ...models.describe import describe
+    from ...pipeline import parse_link
+    from ...runtime import check_stage_config
+
+    if nodes is None:
+        raise UsageError(f"--link {link} is the network between --nodes; name them.")
+    for flag, wrong in (("--machine", given.by_flag("machine")), ("--device", given.device not in (None, CPU)),
+                        ("--serve", config.fill_budget)):
+        if wrong:
+            raise UsageError(f"--nodes plans one sequence on machines that it names; leave out {flag}.")
+    names = [name.strip() for name in nodes.split(",")]
+    if len(names) < 2 or "" in names:
+        raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
+    network = parse_link(link)
+    check_stage_config(config)
+    report = nodes_object(describe(model, *given.stored(model), config.recipe), config,
+                          [load_profile(name) for name in names], network)
+    if given.json:
+        print_json(report)
+    else:
+        print_nodes(report)
+    return 0 if report["fits"] else BudgetError.exit_code
 
 
 def _executor(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],

@@ -10,7 +10,7 @@ from ...base.units import format_size
 from ...errors import printable
 from ...quant import WeightType
 from ..output import by, folded, print_json, print_table, say, speed, whose
-from . import decision, neurons, serving, state, windows
+from . import decision, neurons, nodes, serving, state, windows
 
 JSON_FIELDS = {
     "plan": {
@@ -70,6 +70,7 @@ JSON_FIELDS = {
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
         "`family` (its model_type)",
+        **nodes.FIELDS,
     },
 }
 """Fields of the JSON object, by command."""

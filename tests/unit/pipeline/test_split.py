@@ -9,7 +9,7 @@ import pytest
 from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import Graph, build_graph, read_config, requested_types
-from edgeinfer.pipeline import auto_split, layer_costs, parse_split
+from edgeinfer.pipeline import auto_split, layer_costs, layer_sizes, parse_split
 from tests.helpers import golden_cases
 from tests.helpers.sessions import TINY
 
@@ -73,6 +73,21 @@ def test_the_output_head_counts_as_layers() -> None:
     assert costs[7] > 2 * costs[0] == 2 * costs[6]
     (first, last) = auto_split(graph, [1.0, 1.0])
     assert last[0] > 4 and first == (0, last[0] - 1)
+
+
+def test_a_machine_has_no_more_layers_than_it_has_room_for() -> None:
+    graph = whole(8)
+    sizes = layer_sizes(graph, "int8", 64)
+    weights = sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights)
+    assert len(sizes) == 8 and sum(sizes) - weights == sum(op.kv.position_bytes("int8") * 64 for op in graph.ops
+                                                           if op.kv and op.kv.stores)
+    assert sizes[0] > sizes[1] == sizes[6] < sizes[7], "the embedding is of the first, the head of the last"
+    plenty = float(sum(sizes))
+    assert auto_split(graph, [1.0, 1.0], sizes, [plenty, plenty]) == auto_split(graph, [1.0, 1.0])
+    assert auto_split(graph, [9.0, 1.0], sizes, [sum(sizes[:3]), plenty]) == ((0, 2), (3, 7))
+    assert auto_split(graph, [1.0, 9.0], sizes, [plenty, sum(sizes[6:])]) == ((0, 5), (6, 7))
+    lacking = auto_split(graph, [1.0, 1.0], sizes, [0.0, sum(sizes[1:]) - 1.0])
+    assert lacking == ((0, 0), (1, 7)), "nothing fits, and this lacks least"
 
 
 def test_splits_that_cannot_be_are_refused() -> None:
