@@ -18,10 +18,10 @@ from .table import (
 from .types import GROUP_SIZES, WeightType, embedding_type, holds, requestable
 
 if TYPE_CHECKING:
-    from . import kv, layouts, packed, quantise
+    from . import kv, layouts, packed, quantise, rounding
 
 __all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "INPUT_COLUMNS", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "SUPER_COLUMNS",
            "TILE_ROWS", "TYPES", "KvType", "StorageType", "WeightType", "embedding_type", "holds", "kv", "layouts",
-           "packed", "quantise", "requestable"]
-__getattr__ = lazily(__name__, {name: name for name in ("kv", "layouts", "packed", "quantise")})
+           "packed", "quantise", "requestable", "rounding"]
+__getattr__ = lazily(__name__, {name: name for name in ("kv", "layouts", "packed", "quantise", "rounding")})
 """Modules that need NumPy; they are imported on first use."""

@@ -17,6 +17,7 @@ A weight is level x scale + minimum, of nested factors level x (outer x scale) +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,17 @@ class Factors(NamedTuple):
     minima: NDArray | None = None
     outer: NDArray[np.float16] | None = None
     outer_minima: NDArray[np.float16] | None = None
+
+    def of_rows(self, rows: slice) -> Factors:
+        """Return those of some rows."""
+        return Factors(self.scales[rows], *(None if part is None else part[rows] for part in self[1:]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Factors]) -> Factors:
+        """Return those of successive rows together."""
+        first, *others = (None if part[0] is None else np.concatenate(part) for part in zip(*parts, strict=True))
+        assert first is not None
+        return cls(first, *others)
 
 
 def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes:

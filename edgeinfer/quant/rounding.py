@@ -1,0 +1,243 @@
+"""Round matrices to stored types: scales by least squares, codes to the nearest level or by GPTQ.
+
+The output error of a matrix W with inputs whose second moments are C is tr(dW C dW^T). With C = R R^T, R upper
+triangular, it is the squared norm of dW R, whose column j is dW_j R_jj plus what the columns before contribute. So
+columns are rounded in order, each after adding (sum over i < j of dW_i R_ij) / R_jj, and what is left counts R_jj^2:
+the rounding of GPTQ (arXiv 2210.17323) and LDLQ (arXiv 2307.13304). Here dW_j is the whole difference to the
+original weight, so that nothing is updated in place: a block of columns takes one product with all that was rounded
+before it. Scales of a group are fitted, with the weights R_jj^2, when its turn comes, to what then is left to round.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CheckpointError
+
+from ..base.dataclass import dataclass
+from ..base.process import usable_cores
+from . import packed
+from .fitting import FP16_MAX, Fit, Floats, Grid, inverse
+from .group_factors import GroupFactors
+from .input_statistics import InputStatistics
+from .quantise import ErrorSums, check_finite, quantise
+from .table import SUPER_COLUMNS
+from .types import WeightType
+
+BLOCK_ROWS = 512
+"""Rows that one thread rounds at a time."""
+DAMPING = 0.01
+"""Share of the mean of C's diagonal that is added to it."""
+
+
+@dataclass(frozen=True)
+class RoundingErrors(ErrorSums):
+    """Squared errors of a rounded tensor, and those of its output over the calibration text."""
+
+    output_error: float = 0.0
+    """tr(dW C dW^T), or the sum of dW^2 times the mean square of the input where C is not known."""
+    output_error_plain: float = 0.0
+    """The same, had each weight been rounded to the nearest level without looking at inputs."""
+
+
+class Rounded(NamedTuple):
+    """A matrix as its type stores it."""
+
+    codes: NDArray[np.int8]
+    factors: packed.Factors
+    errors: RoundingErrors
+    stored: WeightType
+    """The type; of fitted levels with them."""
+    remark: str = ""
+    """A sentence if the method asked for was not possible."""
+
+
+def quantise_matrix(
+    weights: Floats, stored: WeightType, name: str = "weights", statistics: InputStatistics | None = None,
+    threads: int | None = None,
+) -> Rounded:
+    """Round a matrix to a type.
+
+    Parameters
+    ----------
+    weights : float32 array of shape (rows, cols)
+    stored : WeightType
+        A quantised type. A nested one needs whole blocks of 256 columns.
+    name : str
+        For the error message.
+    statistics : InputStatistics, optional
+        Of the matrix's inputs. With a covariance codes are chosen by GPTQ; with mean squares alone errors are weighted
+        by them; without either all weights count the same, and q4 and int8 become what `quantise` makes.
+    threads : int, optional
+        Default: the cores that this process may use. The result does not depend on them.
+
+    Returns
+    -------
+    Rounded
+        Pack it with ``packed.pack(codes, stored, factors)``, q4 and int8 as ever.
+
+    Raises
+    ------
+    CheckpointError
+        If a weight is NaN or infinite, or so large that its scale exceeds fp16.
+    """
+    check_finite(weights, name)
+    remark, feedback, by = "", None, None
+    if statistics is not None:
+        by = _damped(statistics.mean_square)
+        if statistics.covariance is not None:
+            feedback = _feedback(statistics.covariance)
+            if feedback is None:
+                remark = (f"{name}: the second moments of its inputs over {statistics.tokens} tokens are not positive "
+                          "definite, so its codes are the nearest ones.")
+            else:
+                by = feedback[1]
+    if statistics is None and stored.storage.simple:
+        codes, scales, errors = quantise(weights, stored.dtype, stored.group_size, name, threads)
+        return Rounded(codes, packed.Factors(scales), RoundingErrors(**vars(errors)), stored)
+    grid = Grid.of(stored)
+    _check_size(weights, stored, name)
+    codes, factors = _round(weights, stored, grid, by, feedback, threads)
+    plain = _round(weights, stored, grid, None, None, threads)
+    errors = _errors(weights, stored, (codes, factors), plain, statistics)
+    return Rounded(codes, factors, errors, stored, remark)
+
+
+def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, feedback: _Feedback | None,
+           threads: int | None) -> tuple[NDArray[np.int8], packed.Factors]:
+    """Codes and factors of all rows, in blocks that threads share."""
+    codes = np.empty(weights.shape, np.int8)
+    counts = np.ones(weights.shape[1], np.float32) if by is None else by
+
+    def block(start: int) -> packed.Factors:
+        rows = slice(start, start + BLOCK_ROWS)
+        return _round_rows(weights[rows], stored, grid, counts, feedback, codes[rows])
+
+    starts = range(0, len(weights), BLOCK_ROWS)
+    n_threads = min(threads or usable_cores(), len(starts))
+    if n_threads <= 1:
+        return codes, packed.Factors.joined([block(start) for start in starts])
+    with ThreadPoolExecutor(n_threads) as pool:
+        return codes, packed.Factors.joined(list(pool.map(block, starts)))
+
+
+def _round_rows(weights: Floats, stored: WeightType, grid: Grid, by: Floats, feedback: _Feedback | None,
+                codes: NDArray[np.int8]) -> packed.Factors:
+    """Round some rows, into `codes`; gives their factors."""
+    (rows, cols), group = weights.shape, stored.group_size
+    span = SUPER_COLUMNS if stored.storage.nested else max(group, 128)
+    width = -(-cols // group) * group
+    w = np.zeros((width, rows), np.float32)
+    w[:cols] = weights.T
+    counts = np.zeros((width, 1), np.float32)
+    counts[:cols, 0] = by
+    factors = GroupFactors(stored, grid, rows, cols)
+    left, chosen = np.zeros_like(w), np.zeros((width, rows), np.int8)
+    for start in range(0, width, span):
+        stop = min(start + span, width)
+        target = w[start:stop].copy()
+        if feedback is not None and start:
+            end = min(stop, cols)
+            target[: end - start] += feedback.matrix[:start, start:end].T @ left[:start]
+        factors.begin(start, target, counts[start:stop])
+        for at in range(start, stop, group):
+            here = slice(at, min(at + group, stop))
+            part = target[at - start : at - start + group]
+            if feedback is not None and at > start:
+                end = min(here.stop, cols)
+                part[: end - at] += feedback.matrix[start:at, at:end].T @ left[start:at]
+            fit = factors.choose(at // group, part, counts[here])
+            _choose_codes(part, w[here], left[here], chosen[here], fit, grid,
+                          None if feedback is None else feedback.matrix[at : here.stop, at : here.stop])
+    codes[:] = chosen[:cols].T
+    return factors.finished()
+
+
+def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int8], fit: Fit, grid: Grid,
+                  matrix: Floats | None) -> None:
+    """Codes of a group, column by column if what one leaves goes to the next; `left` is w less its rounding."""
+    unit = inverse(fit.scale)
+    minimum = fit.minimum if fit.minimum is not None else np.float32(0)
+    if matrix is None:
+        codes[:] = grid.codes_of((target - minimum) * unit)
+        left[:] = w - (grid.values(codes) * fit.scale + minimum)
+        return
+    for j in range(len(target)):
+        x = target[j] - minimum
+        if 0 < j < len(matrix):
+            x += matrix[:j, j] @ left[:j]
+        x *= unit
+        codes[j] = grid.codes_of(x)
+        value = grid.values(codes[j]) * fit.scale
+        value += minimum
+        np.subtract(w[j], value, out=left[j])
+
+
+class _Feedback(NamedTuple):
+    """What columns leave to those after them."""
+
+    matrix: Floats
+    """R with each column divided by its diagonal element, of shape (cols, cols)."""
+    by: Floats
+    """R_jj^2: what the squared error that is left at column j counts."""
+
+
+def _feedback(covariance: Floats) -> _Feedback | None:
+    """Return R of C = R R^T, upper triangular; None if C is not positive definite in spite of the damping."""
+    flipped = np.array(covariance[::-1, ::-1], np.float64)
+    mean = float(np.trace(flipped)) / len(flipped)
+    if not np.isfinite(mean) or mean <= 0:
+        return None
+    flipped[np.diag_indices_from(flipped)] += DAMPING * mean
+    try:
+        upper = np.linalg.cholesky(flipped)[::-1, ::-1]
+    except np.linalg.LinAlgError:
+        return None
+    diagonal = np.diagonal(upper)
+    matrix = np.ascontiguousarray(upper / diagonal, np.float32)
+    by = diagonal**2
+    if not np.isfinite(matrix).all():
+        return None
+    return _Feedback(matrix, (by / by.mean()).astype(np.float32))
+
+
+def _damped(mean_square: Floats) -> Floats:
+    """What the squared error of each column counts; of columns that were always zero a little, too."""
+    mean = float(mean_square.mean(dtype=np.float64))
+    return np.asarray(mean_square / np.float32(mean) + np.float32(DAMPING), np.float32) if mean > 0 else \
+        np.ones_like(mean_square)
+
+
+def _check_size(weights: Floats, stored: WeightType, name: str) -> None:
+    """Refuse weights whose scales do not fit fp16."""
+    row = stored.storage
+    largest = float(np.abs(weights).max(initial=0.0))
+    levels = row.table or row.grid
+    if largest / max(map(abs, levels)) > FP16_MAX or (row.minimum and largest > FP16_MAX):
+        raise CheckpointError(f"The tensor {name} has the value {largest:.3g}, too large for {stored.dtype} with fp16 "
+                              "scales; convert with weights f32.")
+
+
+def _errors(weights: Floats, stored: WeightType, found: tuple[NDArray[np.int8], packed.Factors],
+            plain: tuple[NDArray[np.int8], packed.Factors], statistics: InputStatistics | None) -> RoundingErrors:
+    sums = np.zeros(4)
+    for start in range(0, len(weights), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        for i, (codes, factors) in enumerate((found, plain)):
+            difference = weights[rows] - packed.values(codes[rows], factors.of_rows(rows), stored)
+            sums[i] += np.einsum("rc,rc->", difference, difference)
+            sums[2 + i] += _output_error(difference, statistics)
+    norm = float(np.einsum("rc,rc->", weights, weights))
+    return RoundingErrors(float(sums[0]), float(sums[1]), norm, float(sums[2]), float(sums[3]))
+
+
+def _output_error(difference: Floats, statistics: InputStatistics | None) -> float:
+    if statistics is None:
+        return 0.0
+    if statistics.covariance is None:
+        return float((np.square(difference).sum(axis=0, dtype=np.float64) * statistics.mean_square).sum())
+    return float(np.einsum("rc,rc->", difference @ statistics.covariance, difference))
