@@ -37,13 +37,23 @@ class View:
         self._session = session
 
     def floats(self, tensor: Tensor) -> Floats:
-        """Return f32 rows in place, of shape (tokens, width): the model continues with what is written there."""
+        """Return f32 rows in place, of shape (tokens, width), or more of a tensor with several rows for each token: the
+        model continues with what is written there.
+        """
         if tensor.dtype != "f32":
             raise UsageError(f"The tensor {tensor} is not stored in f32, so it cannot be changed in place.")
+        rows = self.tokens * tensor.times
+        memory = self._memory(tensor)[: rows * self._session.plan.allocations[tensor.name].stride]
+        return memory.view(np.float32).reshape(rows, -1)[:, : tensor.width]
+
+    def words(self, tensor: Tensor, count: int) -> NDArray[np.int32]:
+        """Return the first words of a tensor that is a list, such as that of tokens by expert."""
+        return self._memory(tensor)[: 4 * count].view(np.int32)
+
+    def _memory(self, tensor: Tensor) -> NDArray[np.uint8]:
+        """Return the memory from a tensor on."""
         allocation = self._session.plan.allocations[tensor.name]
-        memory = self._session.executor.regions[allocation.region][allocation.offset :][: self.tokens
-                                                                                        * allocation.stride]
-        return memory.view(np.float32).reshape(self.tokens, -1)[:, : tensor.width]
+        return self._session.executor.regions[allocation.region][allocation.offset :]
 
     def values(self, tensor: Tensor) -> Floats:
         """Return a copy of the rows, of shape (tokens, width); quantised ones as the matmuls see them."""
