@@ -17,6 +17,7 @@ from edgeinfer.graph import Graph, is_quantised, requested_types
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
+from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
 from .gguf.checkpoint import GgufCheckpoint
@@ -42,6 +43,7 @@ def convert(
     ffn_layout: str = "tile16",
     overwrite: bool = False,
     origin: str = "",
+    calibration: Callable[[Checkpoint], Calibration] | None = None,
     announce: Callable[[str], None] | None = None,
     progress: OnStageProgress | None = None,
 ) -> ConversionReport:
@@ -70,6 +72,9 @@ def convert(
         Replace an existing bundle.
     origin : str
         What the bundle says that it was made of, beside the model's own name; by default that name alone.
+    calibration : callable, optional
+        Called with the checkpoint, once it is known that a bundle can be made of it; returns the statistics by which
+        matrices are rounded.
     announce : callable, optional
         Called with a sentence on the size of the bundle and the time it takes, once the disk is known to have space.
     progress : callable, optional
@@ -99,6 +104,8 @@ def convert(
         remarks = [*checkpoint.check(graph), *checkpoint.remarks]
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
+        if calibration:
+            check_something_is_rounded(checkpoint, graph)
         both = graph if drafts is None else replace(
             graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
         reading = WeightReader(checkpoint, both, progress)
@@ -115,18 +122,24 @@ def convert(
                 writer.add_file(name, content)
             if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
-            tensors = _write_weights(writer, reading, graph, drafts)
+            found = calibration(checkpoint) if calibration else None
+            tensors = _write_weights(writer, reading, graph, drafts, found)
+            if found:
+                writer.add_file(CALIBRATION_FILE, found.record(tensors))
+                remarks += [*found.remarks, *(remark for tensor in tensors for remark in tensor.remarks)]
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
 
 
-def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, head: Graph | None) -> list[TensorReport]:
+def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, head: Graph | None,
+                   calibration: Calibration | None = None) -> list[TensorReport]:
     """Write the weights, and those of a head that drafts further tokens, a part of its own."""
     strides, entries, tensors = graph.strides, [], []
     for weight in graph.weights:
-        data, report = stored_bytes(reading, weight, graph.types[weight.name])
+        data, report = stored_bytes(reading, weight, graph.types[weight.name],
+                                    *([calibration.of] if calibration else []))
         entries.append(writer.add(weight.name, graph.types[weight.name], weight.shape, data, weight.pieces,
                                   strides.get(weight.name, 0)))
         tensors.append(report())

@@ -13,6 +13,7 @@ from edgeinfer.graph import Weight
 from edgeinfer.quant import WeightType, layouts, quantise
 
 from .assembly import assembled
+from .calibration import Statistics, rounded
 from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
 from .report import TensorReport
 
@@ -46,25 +47,36 @@ class WeightReader(SourceReader):
             yield block.reshape(-1, hidden)
 
 
-def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType
+def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
+                 statistics_of: Callable[[Weight], Statistics] = lambda _: None
                  ) -> tuple[Iterator[NDArray[np.uint8]], Callable[[], TensorReport]]:
-    """Return the stored bytes of a weight, block by block, and the report of it once they were read."""
-    checkpoint, sums = reading.checkpoint, list[quantise.ErrorSums]()
+    """Return the stored bytes of a weight, block by block, and the report of it once they were read.
+
+    `statistics_of` gives the statistics of a matrix's input by which it is rounded, if it is.
+    """
+    checkpoint, sums, remarks = reading.checkpoint, list[quantise.ErrorSums](), list[str]()
     moved = checkpoint.moved(weight, stored, reading.count, sums)
+    statistics = statistics_of(weight) if moved is None and stored.quantised else None
 
     def report() -> TensorReport:
         errors = sum(sums, quantise.ErrorSums())
+        output = [(part.output_error, part.output_error_plain) for part in sums if statistics and hasattr(part, "output_error")]
         return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
-                            checkpoint.file_types(weight), not errors.squared_error, moved is not None)
+                            checkpoint.file_types(weight), not errors.squared_error, moved is not None,
+                            *map(sum, zip(*output)), calibrated=bool(output), remarks=tuple(dict.fromkeys(remarks)))
 
-    return moved or _packed(reading, weight, stored, sums), report
+    return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
 
 
 def _packed(
-    reading: WeightReader, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums]
+    reading: WeightReader, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums], statistics: Statistics,
+    remarks: list[str]
 ) -> Iterator[NDArray[np.uint8]]:
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
     name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
+    if stored.quantised and stored.layout == "tile16" and (statistics or not stored.storage.simple):
+        yield from rounded(reading, weight, stored, name, statistics, sums, remarks)
+        return
     if stored.layout == "neuron":
         for parts in reading.parts(weight):
             codes, scales, errors = quantise.quantise(parts, stored.dtype, stored.group_size, name)

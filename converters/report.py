@@ -30,6 +30,14 @@ class TensorReport:
     """Whether every value is that of the file."""
     moved: bool = False
     """Whether codes are those of the file; the inexact rest are scales, or codes that no product can take."""
+    output_error: float = 0.0
+    """Squared error of what the matrix gives over the calibration text, mean of a token."""
+    output_error_plain: float = 0.0
+    """The same had each weight been rounded to its nearest level."""
+    calibrated: bool = False
+    """Whether it was rounded by the statistics of its input."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on how it was rounded."""
 
     @property
     def was_quantised(self) -> bool:
@@ -97,6 +105,17 @@ class ConversionReport:
                         "rounded to fp16 and codes of -128 became -127: a squared error of at most "
                         f"{worst:.1e}.")
         return " ".join(notes)
+
+    @property
+    def calibrated(self) -> tuple[TensorReport, ...]:
+        """The tensors that were rounded by the statistics of their inputs."""
+        return tuple(tensor for tensor in self.tensors if tensor.calibrated)
+
+    @property
+    def output_gain(self) -> float:
+        """Share of the squared output error that calibration has removed: the mean over the tensors."""
+        shares = [1 - one.output_error / one.output_error_plain for one in self.calibrated if one.output_error_plain]
+        return sum(shares) / len(shares) if shares else 0.0
 
     @property
     def worst(self) -> TensorReport | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import DestinationError
 from .dataclass import dataclass
 
-KINDS = ("bundles", "kernels", "checks", "quality", "onnx")
+KINDS = ("bundles", "kernels", "checks", "quality", "onnx", "calibration")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class CacheEntry:
 
     kind: str
     """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (which bundles' files
-    were compared with their checksums), quality (what approximations of a bundle were measured to cost) or onnx (a
-    model lowered for onnxruntime)."""
+    were compared with their checksums), quality (what approximations of a bundle were measured to cost), onnx (a
+    model lowered for onnxruntime) or calibration (statistics of a model's activations)."""
     name: str
     path: Path
     nbytes: int

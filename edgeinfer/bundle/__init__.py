@@ -28,6 +28,7 @@ from .mapping import check_state, watch
 from .reader import Bundle
 
 if TYPE_CHECKING:
+    from .arrays import open_arrays, pack_arrays
     from .cold import COLD_FILE, Cold, cold_bytes, pack_cold, read_cold
     from .draft_heads import DRAFT_HEAD_FILE, own_weights, pack_draft_head, read_draft_head
     from .naming import named
@@ -51,11 +52,11 @@ __all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_NAME", "FORM
            "PREDICTORS", "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle",
            "BundleWriter", "Cold", "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics",
            "TensorEntry", "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets",
-           "header_from_json", "header_to_json", "is_bundle", "named", "neuron_layers", "own_weights", "pack_cold",
-           "pack_draft_head", "part_extents", "predictor_settings", "read_cold", "read_draft_head", "read_predictor",
+           "header_from_json", "header_to_json", "is_bundle", "named", "neuron_layers", "open_arrays", "own_weights",
+           "pack_arrays", "pack_cold", "pack_draft_head", "part_extents", "predictor_settings", "read_cold", "read_draft_head", "read_predictor",
            "read_screen", "read_statistics", "screen_settings", "watch", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
-    "writer": "BundleWriter",
+    "writer": "BundleWriter", "arrays": "open_arrays pack_arrays",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
     "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_extents "
              "predictor_settings read_predictor read_statistics weights_identity",

@@ -147,6 +147,12 @@ def matrix_inputs(graph: Graph) -> list[MatrixInput]:
     return list(found.values())
 
 
+def stored_bytes(graph: Graph) -> int:
+    """Return about how many bytes the statistics of a graph's inputs take on the disk."""
+    return sum(one.pieces * (8 * one.width + (2 * one.width * (one.width + BLOCK) if one.whole else 0))
+               for one in matrix_inputs(graph))
+
+
 OnInput = Callable[[MatrixInput, Sequence[InputStatistics]], None]
 """Gets the statistics of an input, one of each of its pieces, as soon as they are complete."""
 

@@ -52,5 +52,13 @@ def _help_panels(command: Any, context: Any, formatter: Any) -> None:
 
 
 def with_headings(kind: type) -> type:
-    """Return typer's class of commands with options under headings in the help."""
-    return type("Command", (kind,), {"format_options": _help_panels})
+    """Return typer's class of commands with options under headings in the help, and options whose value may be left
+    out: those whose metavar is in brackets get an empty text then.
+    """
+    def parse_args(self: Any, context: Any, arguments: list[str]) -> Any:
+        optional = {flag for one in self.params if (one.metavar or "").startswith("[") for flag in one.opts}
+        values = [f"{given}=" if given in optional and following[:1] in ("", "-") else given
+                  for given, following in zip(arguments, [*arguments[1:], ""], strict=True)]
+        return kind.parse_args(self, context, values)  # type: ignore[attr-defined]
+
+    return type("Command", (kind,), {"format_options": _help_panels, "parse_args": parse_args})

@@ -219,6 +219,18 @@ def _file_stamps(directory: Path) -> list[str]:
     return stamps
 
 
+def stamped_name(checkpoint: Path) -> str:
+    """Return a name for what is made of a checkpoint or GGUF file, which changes when its files do."""
+    path = checkpoint.resolve()
+    if path.is_dir():
+        stamps = _file_stamps(path)
+    else:
+        from edgeinfer.converters import gguf_parts
+
+        stamps = [f"{part.name}:{part.stat().st_size}:{part.stat().st_mtime_ns}" for part in gguf_parts(path)]
+    return f"{_plain_name(path.name.removesuffix('.gguf'))}-{_digest(str(path))}-{_digest(*stamps)}"
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 

@@ -20,6 +20,7 @@ JSON_FIELDS = {
         "checks": "which bundles' files passed the check on opening, likewise",
         "quality": "what approximations of a bundle were measured to cost, likewise",
         "onnx": "models that were lowered for onnxruntime, likewise",
+        "calibration": "statistics of activations over a text, likewise",
         "total_bytes": "sum",
     },
     "cache clear": {
@@ -29,6 +30,7 @@ JSON_FIELDS = {
         "checks": "the memory of passed checks, if it was deleted",
         "quality": "measurements of approximations that were deleted",
         "onnx": "models lowered for onnxruntime that were deleted",
+        "calibration": "statistics of activations that were deleted",
         "total_bytes": "their sum",
         "freed_bytes": "bytes deleted",
     },

@@ -10,7 +10,7 @@ import typer
 
 from ...base.units import format_size
 from ...config import FFN_LAYOUTS
-from ...errors import printable
+from ...errors import UsageError, printable
 from ..options import GroupSize, Json, Weights
 from ..output import print_json, print_table, say
 from ..progress import ProgressLine
@@ -18,6 +18,8 @@ from ..progress import ProgressLine
 if TYPE_CHECKING:
     from edgeinfer.converters import ConversionReport
 
+TOKENS = 16384
+"""Most tokens of a text that calibrates, by default."""
 JSON_FIELDS = {
     "convert": {
         "destination": "the bundle",
@@ -29,8 +31,12 @@ JSON_FIELDS = {
         "error_worst_tensor": "its tensor; null if nothing was rounded",
         "gain": "share of the squared error of scales by the largest weight that searching removed",
         "remarks": "sentences about what was left out or missing",
+        "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that calibrated "
+        "rounding removed, mean over the tensors; else null",
         "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
-        "checkpoint, those that it is made of), `exact` (whether every value is that of the source)",
+        "checkpoint, those that it is made of), `exact` (whether every value is that of the source), `output_error` "
+        "and `output_error_plain` (squared error of what the matrix gives over the calibration text, calibrated and "
+        "with plain rounding; null without calibration)",
     },
 }
 """Fields of the JSON object, by command."""
@@ -58,6 +64,19 @@ def convert(
         typer.Option(metavar="|".join(FFN_LAYOUTS),
                      help="Layout of FFN weights: matrix tiles, or neuron by neuron to skip inactive neurons."),
     ] = "tile16",
+    calibrate: Annotated[
+        str | None,
+        typer.Option("--calibrate", metavar="[FILE]", show_default=False,
+                     help="Round weights by the model's activations over a text.  [without FILE: a built-in text]"),
+    ] = None,
+    calibrate_tokens: Annotated[
+        int, typer.Option("--calibrate-tokens", metavar="N", help="Maximum number of tokens of this text to run.")
+    ] = TOKENS,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option("--imatrix", metavar="FILE", show_default=False,
+                     help="Weight rounding errors by an importance matrix of llama.cpp's (GGUF or older form)."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the quantisation error of every tensor.")] = False,
     json: Json = False,
@@ -82,10 +101,11 @@ def convert(
     from ...models import Storage, checkpoint_path
 
     with ProgressLine() as progress:
+        path = checkpoint_path(source, progress, Storage(weights, group_size))
         report = convert_checkpoint(
-            checkpoint_path(source, progress, Storage(weights, group_size)), destination, weights=weights,
-            group_size=group_size, embedding=embedding, head=head, ffn_layout=ffn_layout, overwrite=overwrite,
-            announce=say, progress=partial(progress, "convert"),
+            path, destination, weights=weights, group_size=group_size, embedding=embedding, head=head,
+            ffn_layout=ffn_layout, overwrite=overwrite, announce=say, progress=partial(progress, "convert"),
+            calibration=_calibration(path, calibrate, calibrate_tokens, imatrix, progress),
         )
     if json:
         print_json(report_object(report))
@@ -97,6 +117,24 @@ def convert(
     print(printable(_summary(report)))
 
 
+def _calibration(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine) -> Any:
+    """Return what gives a conversion the statistics of inputs; None if it takes none."""
+    if imatrix is not None:
+        if text is not None:
+            raise UsageError(f"--calibrate and --imatrix {imatrix} both say how weights are rounded; give one of them.")
+        from edgeinfer.converters import by_imatrix
+
+        return by_imatrix(imatrix)
+    if text is None:
+        return None
+    from ...models import calibrated
+
+    read = calibrated.calibration_text(path, Path(text) if text else calibrated.BUILT_IN, tokens)
+    if read.changed:
+        say(f"{read.stream.name}: {read.changed}.")
+    return calibrated.by_text(path, read.stream, progress)
+
+
 def report_object(report: ConversionReport) -> dict[str, Any]:
     """Return the JSON object of a conversion."""
     worst = report.worst
@@ -104,20 +142,25 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "destination": str(report.destination), "source_bytes": report.source_bytes,
         "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
-        "gain": report.gain, "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
+        "gain": report.gain, "output_gain": report.output_gain if report.calibrated else None, "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
         "tensors": [
             {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
-             "file_types": t.file_types, "exact": t.exact}
+             "file_types": t.file_types, "exact": t.exact,
+             "output_error": t.output_error if t.calibrated else None,
+             "output_error_plain": t.output_error_plain if t.calibrated else None}
             for t in report.tensors
         ],
     }
 
 
 def _print_tensors(report: ConversionReport) -> None:
-    rows = [("tensor", "type", "size", "error", "gain")]
+    rows = [("tensor", "type", "size", "error", "gain", "output")]
     for t in report.tensors:
-        rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}"))
-    print_table(rows, right=[2, 3, 4])
+        output = f"{t.output_error / t.output_error_plain - 1:+.1%}" if t.calibrated and t.output_error_plain else ""
+        rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}", output))
+    if not report.calibrated:
+        rows = [row[:-1] for row in rows]
+    print_table(rows, right=[2, 3, 4, 5][: len(rows[0]) - 2])
 
 
 def _summary(report: ConversionReport) -> str:
@@ -125,5 +168,8 @@ def _summary(report: ConversionReport) -> str:
     worst = report.worst
     if worst is None:
         return f"{report.destination}: {sizes}; no weight was rounded."
+    if report.calibrated:
+        return (f"{report.destination}: {sizes}; calibrated: the squared error of {len(report.calibrated)} matrices' "
+                f"outputs is {report.output_gain:.0%} lower than with plain rounding.")
     errors = f"error {report.mean_relative_error:.2e} mean, {worst.relative_error:.2e} worst ({worst.name})"
     return f"{report.destination}: {sizes}; {errors}; {report.gain:.1%} lower than with absmax scales."

@@ -1,0 +1,102 @@
+"""What a conversion needs to know of a text to round weights by it, and what the bundle records of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.base.dataclass import dataclass
+from edgeinfer.errors import UsageError
+from edgeinfer.graph import Graph, Weight
+from edgeinfer.quant import InputStatistics, WeightType, layouts, packed, quantise, rounding
+
+from .assembly import block_of
+from .checkpoint.directory import Checkpoint
+from .checkpoint.sources import SourceReader
+from .report import TensorReport
+
+CALIBRATION_FILE = "calibration.json"
+BLOCK_WEIGHTS = 48 << 20
+"""Weights that are rounded at a time: 200 MB as float32."""
+Statistics = Sequence[InputStatistics] | None
+"""Of a weight's input, one of each of its experts or heads; None if it is not known."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of the inputs of a model's matrices over a text."""
+
+    method: str
+    """``gptq`` or ``importance``."""
+    text: str
+    """Name of the text, for people."""
+    sha256: str
+    """Of the text's token ids, or of an imatrix file."""
+    tokens: int
+    """Tokens of the text; 0 if that is not known."""
+    of: Callable[[Weight], Statistics]
+    """Returns the statistics of the input of a weight of the graph that is converted."""
+    remarks: tuple[str, ...] = ()
+    """Sentences for the person who converts."""
+
+    def record(self, tensors: Sequence[TensorReport]) -> bytes:
+        """Return the content of the file in which a bundle records its calibration."""
+        rounded = [one for one in tensors if one.calibrated]
+        data = {"method": self.method, "text": self.text, "sha256": self.sha256, "tokens": self.tokens,
+                "output_error": sum(one.output_error for one in rounded),
+                "output_error_plain": sum(one.output_error_plain for one in rounded),
+                "tensors": {one.name: [one.output_error, one.output_error_plain] for one in rounded}}
+        return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph) -> None:
+    """Refuse to calibrate a conversion that rounds no matrix.
+
+    Raises
+    ------
+    UsageError
+        All matrices stay as the checkpoint has them, or FFNs are stored by neuron.
+    """
+    matrices = [weight for weight in graph.weights if weight.kind in ("matrix", "experts", "embedding", "head")]
+    if any(graph.types[weight.name].layout == "neuron" for weight in graph.weights):
+        raise UsageError("--calibrate rounds matrices in tiles, and --ffn-layout neuron stores neurons one by one; "
+                         "leave one of the two out.")
+    if not any(is_rounded(checkpoint, weight, graph.types[weight.name]) for weight in matrices):
+        kinds = sorted({graph.types[weight.name].dtype for weight in matrices})
+        raise UsageError(f"--calibrate has nothing to round: all {len(matrices)} matrices of {checkpoint.path} are "
+                         f"stored as they are ({', '.join(kinds)}); give --weights q4 to round those that are not in "
+                         "this type.")
+
+
+def is_rounded(checkpoint: Checkpoint, weight: Weight, stored: WeightType) -> bool:
+    """Whether a weight is read as values and rounded to levels."""
+    return stored.quantised and checkpoint.moved(weight, stored, lambda *_: None, []) is None
+
+
+def rounded(reading: SourceReader, weight: Weight, stored: WeightType, name: str, statistics: Statistics,
+            sums: list[quantise.ErrorSums], remarks: list[str]) -> Iterator[NDArray[np.uint8]]:
+    """Yield the stored bytes of a weight, rounded by the statistics of its input, piece by piece."""
+    pieces, cols = len(statistics) if statistics else 1, prod(weight.shape[1:])
+    rows = weight.shape[0] // pieces
+    step = max(16, BLOCK_WEIGHTS // cols // 16 * 16)
+    read = partial(block_of, weight, width=cols, dtype=np.float32, read=reading.rows)
+    for piece in range(pieces):
+        own = statistics[piece] if statistics else None
+        for start in range(piece * rows, (piece + 1) * rows, step):
+            block = read(start, min(start + step, (piece + 1) * rows))
+            found = rounding.quantise_matrix(np.ascontiguousarray(block), stored, name, own)
+            sums.append(found.errors)
+            remarks += [found.remark] if found.remark else []
+            yield _packed(found, stored)
+
+
+def _packed(found: rounding.Rounded, stored: WeightType) -> NDArray[np.uint8]:
+    """Return the bytes of codes and factors."""
+    if stored.storage.simple:
+        return layouts.pack_tile16(found.codes, stored.dtype, stored.group_size, found.factors.scales)
+    return packed.pack(found.codes, found.stored, found.factors)

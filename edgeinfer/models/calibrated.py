@@ -1,0 +1,183 @@
+"""Conversions that round weights by the statistics of a text: the run of the model, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from ..base.cache_dir import cache_root, make_directories
+from ..base.dataclass import dataclass
+from ..base.process import say
+from ..base.progress import OnProgress
+from ..bundle import is_bundle
+from ..errors import BundleError, DestinationError, RequestError, UsageError
+from ..quality.corpus import Stream, Text, token_stream
+from .resolve import stamped_name
+from .tokenizer import tokenizer_of
+
+if TYPE_CHECKING:
+    from edgeinfer.converters import Calibration, Checkpoint
+
+    from ..calibration.kept import KeptStatistics, StatisticsWriter
+    from ..graph import Weight
+    from ..text import Tokenizer
+
+TOKENS = 16384
+"""Most tokens of a text that are run, in windows spread over it."""
+LEAST_TOKENS = 2048
+"""Below which a text says too little of any matrix."""
+WINDOW = 512
+READ_BYTES = 4 << 20
+"""Of a long text only so much is read."""
+MOST_LOST = 0.2
+"""Share of a text's characters that its tokens may not give back."""
+LOGITS_BYTES = 64 << 20
+"""Most that the logits of a forward pass take, whose tokens are as many as this permits."""
+KEPT_BYTES = 4 << 30
+"""Most statistics that stay in the cache after a conversion."""
+
+
+BUILT_IN = Path(__file__).parents[1] / "calibration" / "text.txt"
+"""The text that is run where none is given."""
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """A text as a model's tokens."""
+
+    stream: Stream
+    changed: str = ""
+    """What was changed in reading it."""
+
+
+def calibration_text(source: Path, path: Path, tokens: int = TOKENS) -> CalibrationText:
+    """Read a text for a checkpoint: of a long one windows that are spread over it.
+
+    Raises
+    ------
+    UsageError
+        The checkpoint has no tokenizer.
+    RequestError
+        The text is too short, or of characters that the model does not know.
+    EdgeInferError
+        It cannot be read, or is not UTF-8.
+    """
+    if is_bundle(source):
+        raise UsageError(f"{source} is a bundle, whose weights are rounded already; give the checkpoint or GGUF file "
+                         "that it was made of.")
+    tokenizer = tokenizer_of(source)
+    if tokenizer is None:
+        raise UsageError(f"{source} has no tokenizer, so no text can be run; give an importance matrix (--imatrix).")
+    with ExitStack() as stack:
+        file = Text(stack, path)
+        text = "".join(file.pieces(READ_BYTES))
+    return CalibrationText(checked_stream(tokenizer, text, path.name, tokens), file.changed)
+
+
+def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> Stream:
+    """Return the tokens of a text that are run; raises `RequestError` for one that says too little."""
+    if "\0" in text:
+        raise RequestError(f"The text {name} is not a text: it has bytes that are 0.")
+    stream = token_stream(tokenizer, text, name=name)
+    if len(stream.ids) < LEAST_TOKENS:
+        raise RequestError(f"The text {name} has {len(stream.ids)} tokens, too few to calibrate with; give "
+                           f"{LEAST_TOKENS} at least, and better {TOKENS}.")
+    sample = text[:READ_BYTES >> 6]
+    lost = Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))
+    lost = {char: n for char, n in lost.items() if not char.isspace()}
+    share = sum(lost.values()) / max(len(sample), 1)
+    if share > MOST_LOST:
+        raise RequestError(f"The model's tokenizer does not know {share:.0%} of the characters of {name}, such as "
+                           f"{max(lost, key=lambda char: lost[char])!r}; give a text in a language of the model.")
+    ids = _spread(stream.ids, tokens)
+    return Stream(tuple(ids), (True,) * len(ids), stream.text_bytes, name)
+
+
+def _spread(ids: Sequence[int], tokens: int) -> list[int]:
+    """Return windows as far apart as they can be, up to this many tokens."""
+    windows = [ids[first : first + WINDOW] for first in range(0, len(ids), WINDOW)]
+    n = -(-tokens // WINDOW)
+    some = [windows[i * len(windows) // n] for i in range(n)] if n < len(windows) else windows
+    return [token for one in some for token in one][:tokens]
+
+
+@contextmanager
+def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
+    """Convert a checkpoint to a bundle of f16 in the cache, which is removed in the end."""
+    from edgeinfer.converters import convert
+
+    directory = cache_root() / "calibration"
+    try:
+        make_directories(directory)
+        folder = TemporaryDirectory(prefix=".f16-", dir=directory)
+    except OSError as error:
+        raise DestinationError(f"The cache {directory} cannot be written ({error.strerror or error}); set "
+                               "EDGEINFER_CACHE to another directory.") from error
+    with folder as path:
+        convert(source, Path(path, "f16"), weights="f16", progress=partial(progress, "convert"))
+        yield Path(path, "f16")
+
+
+def by_text(source: Path, stream: Stream, progress: OnProgress) -> Callable[[Checkpoint], Calibration]:
+    """Return what `convert` calls for the statistics of a text's run: those that are kept, or new ones."""
+    def calibration(checkpoint: Checkpoint) -> Calibration:
+        from edgeinfer.converters import Calibration
+
+        kept = kept_statistics(source, stream, progress)
+        return Calibration("gptq", stream.name, stream.sha256(), len(stream.ids), partial(_of_weight, kept),
+                           tuple(_remarks(kept)))
+
+    return calibration
+
+
+def _of_weight(kept: KeptStatistics, weight: Weight) -> object:
+    """Return the statistics of a weight's input; a part of a matrix has the input of the whole."""
+    return kept.of(weight.name) or kept.of(weight.name.rpartition(".")[0])
+
+
+def _remarks(kept: KeptStatistics) -> Iterator[str]:
+    """Say which experts saw few tokens."""
+    few = most = 0
+    for name in kept.names:
+        if (pieces := kept.of(name)) is None or len(pieces) == 1:
+            continue
+        few += sum(tokens < pieces.width for tokens in pieces.tokens)
+        most = max(most, len(pieces))
+    if few:
+        yield (f"{few} matrices of experts saw fewer tokens than they have columns, and are rounded by the inputs of "
+               "all experts of their layer too; a longer text says more of them.")
+
+
+def kept_statistics(source: Path, stream: Stream, progress: OnProgress) -> KeptStatistics:
+    """Return the statistics of a text's run from the cache; run it if they are not there."""
+    from ..calibration.kept import KeptStatistics, StatisticsWriter
+
+    path = cache_root() / "calibration" / f"{stamped_name(source)}-{stream.sha256()[:16]}"
+    try:
+        return KeptStatistics(path)
+    except BundleError:
+        with in_floats(source, progress) as bundle, StatisticsWriter(path) as writer:
+            _capture(bundle, stream, writer, progress)
+    return KeptStatistics(path)
+
+
+def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:
+    from ..calibration.hooks import open_plain
+    from ..calibration.inputs import capture_inputs, stored_bytes
+    from ..bundle import Bundle
+
+    with Bundle.open(bundle) as opened:
+        vocab, longest = opened.config.vocab_size, opened.config.max_position_embeddings
+    chunk = max(min(LOGITS_BYTES // (4 * vocab) // 16 * 16, 256), 16)
+    session = open_plain(bundle, min(WINDOW, longest), kv="f32", outputs=chunk, chunk=chunk,
+                         loading=partial(progress, "load"))
+    try:
+        writer.reserve(stored_bytes(session.graph))
+        capture_inputs(session, stream.ids, writer.add, progress=partial(progress, "capture"))
+    finally:
+        session.close()
