@@ -175,7 +175,7 @@ def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: O
         vocab, longest = opened.config.vocab_size, opened.config.max_position_embeddings
     chunk = max(min(LOGITS_BYTES // (4 * vocab) // 16 * 16, 256), 16)
     session = open_plain(bundle, min(WINDOW, longest), kv="f32", outputs=chunk, chunk=chunk,
-                         loading=partial(progress, "load"))
+                         loading=partial(progress, "load"), progress=partial(progress, "compile"))
     try:
         writer.reserve(stored_bytes(session.graph))
         capture_inputs(session, stream.ids, writer.add, progress=partial(progress, "capture"))
