@@ -10,7 +10,7 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
-    from .device_classes import NO_CONSTANTS, WIDEST, Constants, classes, constants_of
+    from .device_classes import NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate
     from .gpus import SERVED, gpu_profile, served
     from .learning import fit_errors, learn, may_learn, with_runs
@@ -33,25 +33,27 @@ if TYPE_CHECKING:
         local_profile,
         machine_name,
         processor_name,
-        processor_of,
         profile_table,
         profiles,
         save_profile,
     )
     from .traffic import Traffic
+    from .units import UNITS, chosen, processor_of
+    from .without_profile import KINDS, UNLISTED, unlisted
 
 __all__ = [
-    "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE",
-    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "SERVED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun",
-    "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes",
-    "constants_of", "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile",
-    "learn", "load_profile", "local_path", "local_profile", "machine_name",
-    "may_learn", "parse_profile", "processor_name", "processor_of", "profile_table",
-    "profiles", "relative_time", "save_profile", "served", "smallest_row", "solve_constants", "with_runs",
+    "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "KINDS",
+    "MASKED_SHARE", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "UNITS", "UNLISTED", "WIDEST", "BreakEven",
+    "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable",
+    "break_even", "break_even_density", "chosen", "classes", "constants_of", "contradictions", "crossover",
+    "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile", "learn", "load_profile", "local_path",
+    "local_profile", "machine_name", "may_learn", "parse_profile", "processor_name", "processor_of",
+    "profile_table", "profiles", "relative_time", "save_profile", "served", "smallest_row", "solve_constants",
+    "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
-    "device_classes": "NO_CONSTANTS WIDEST Constants classes constants_of",
+    "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
@@ -59,7 +61,9 @@ __getattr__ = lazily(__name__, {
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
     "gpus": "SERVED gpu_profile served",
-    "store": "load_profile local_path local_profile machine_name processor_name processor_of profile_table profiles "
+    "store": "load_profile local_path local_profile machine_name processor_name profile_table profiles "
              "save_profile",
     "traffic": "Traffic",
+    "units": "UNITS chosen processor_of",
+    "without_profile": "KINDS UNLISTED unlisted",
 })

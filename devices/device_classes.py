@@ -9,8 +9,9 @@ from typing import Any
 
 from edgeinfer.base.dataclass import dataclass
 
-from .profile import DeviceProfile
-from .store import read_toml
+from .cores import cores_gbs
+from .profile import PROCESSORS, DeviceProfile
+from .toml_files import read_toml
 
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
@@ -20,6 +21,14 @@ MEDIAN_TO_BAND, WIDEST = 1.9, 0.6
 OWN_ERROR = 0.25
 """The same if the profile has a decoding speed observed on this device: other models and programs differ."""
 
+
+OURS = "edgeinfer"
+"""Name of the program whose speed is wanted unless another is named."""
+OWN_OBSERVED, OWN_DERIVED = 0.35, 0.45
+"""Half-widths of the bands of edgeinfer's speed on processors where another program was measured, and none."""
+OWN_PROMPTS = {"mfu": 0.46, "mfu_attention": 0.15, "activation_cost": 400.0}
+"""Prompts of edgeinfer on processors that were not probed: between llama.cpp's 0.2 of the peak and the 0.74 that a
+probed processor reached; attention and the values between matrices are those of the probed one."""
 
 NO_CONSTANTS = "constants"
 """Source of a probed profile that says why it has no constants of its own."""
@@ -88,6 +97,10 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
         if issue := table.get("issue_bytes_per_clock"):
             values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
         values["t0_ms"] *= table.get("t0_clock_ghz", clock) / clock
+    limit = cores_gbs(profile.processor) / profile.bandwidth_gbs if profile.device_class in PROCESSORS else 0.0
+    if limit and limit < values["f_w"]:  # the cores together draw less than the memory delivers
+        values["f_kv"] *= limit / values["f_w"]
+        values["f_w"] = limit
     if profile.effective_gbs is not None:
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
@@ -106,8 +119,15 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
-    program = next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
-                   table.get("program", Constants.program))
+    program = profile.runtime or next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
+                                      table.get("program", Constants.program))
+    if profile.runtime == OURS and basis != CALIBRATED and profile.device_class in PROCESSORS:
+        values |= OWN_PROMPTS
+        prefill_error = WIDEST
+        error = max(error, OWN_OBSERVED if profile.effective_gbs is not None else OWN_DERIVED)
+        source = ("edgeinfer was not measured there; its kernels are taken to draw what another program drew"
+                  if profile.effective_gbs is not None else
+                  "edgeinfer was not measured there; derived from its cores and its memory")
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
                      basis=basis, error_source=source)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from edgeinfer.errors import ProfileError, UsageError
 
+from .device_classes import OURS
 from .profile import DeviceProfile
 from .store import load_profile
 
@@ -18,7 +19,8 @@ SERVED = "cuda-onnxruntime"
 
 def served(profile: DeviceProfile) -> DeviceProfile | None:
     """Return a GPU as `run --device cuda` uses it; None for others, and where its f16 throughput is not known."""
-    if profile.device_class not in ("cuda-consumer", "cuda-datacentre") or not profile.f16_peak_gflops:
+    card = profile.device_class in ("cuda-consumer", "cuda-datacentre") and profile.f16_peak_gflops
+    if not card or profile.runtime not in ("", OURS):
         return None
     return replace(profile, device_class=SERVED, effective_gbs=None, programs={}, constants={})
 

@@ -8,7 +8,7 @@ device, and nothing is guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
@@ -18,17 +18,26 @@ from edgeinfer.errors import UsageError
 from .profile import DeviceProfile
 
 _STORAGE = re.compile(r"\b\d+ ?[gt]b (?:ssd|storage|nvme|emmc)\b")
-_MEMORY = re.compile(r"(?<![\w.])(\d+) ?(g(?:i?b)?|ti?b)\b")
+_MEMORY = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])(\d{1,3}) ?g\b")
+_GENERATION = re.compile(r"\b1\dth gen\b")
 _SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
+_PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
-_CASES = re.compile(r"\b(?:mac ?book (?:air|pro)|mac (?:mini|studio|pro)|macbook|i ?mac|i ?pad (?:air|pro)|mini|studio|"
-                    r"developer kit|dev kit|founders edition|graphics card|model b)\b")
+_CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
+                    r"mac|i ?pad (?:air|pro)|mini pc|mini|studio|developer kit|dev kit|founders edition|graphics card|"
+                    r"model b)\b")
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
-                   "aws amazon with and chip soc board sbc computer of unified ram memory vram processor".split())
+                   "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
+                   "google mediatek xiaomi graphics used new".split())
 """Words that tell no two devices apart."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
+_TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")
+"""Tiers of processors that many leave out: Ultra 155H."""
+_STORES = (64, 128, 256, 512, 1024)
+_POCKET = ("arm-phone", "apple-cpu")
+"""Sizes that a name states of a phone's storage, and classes of phones."""
 Key = tuple[str, ...]
 MOST_CHARACTERS = 200
 """Length limit of a name."""
@@ -68,10 +77,10 @@ def unit_in_words(profile: DeviceProfile) -> str:
 
 def taken_apart(text: str) -> Typed:
     """Take a name apart."""
-    text = _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " "))
-    text = _STORAGE.sub(" ", re.sub(r"[^\w.]+", " ", text))
+    text = _PLUS.sub(" plus", _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " ")))
+    text = _GENERATION.sub(" ", _STORAGE.sub(" ", re.sub(r"[^\w.]+", " ", text)))
     stated = _MEMORY.search(text)
-    memory = int(stated[1]) * (1024 if stated[2].startswith("t") else 1) if stated else None
+    memory = int(stated[1] or stated[3]) * (1024 if (stated[2] or "").startswith("t") else 1) if stated else None
     text = _CASES.sub(" ", _MEMORY.sub(" ", text))
     return Typed(tuple(word for word in _WORDS.findall(text) if word not in _NOISE), memory)
 
@@ -79,22 +88,28 @@ def taken_apart(text: str) -> Typed:
 def keys_of(profile: DeviceProfile) -> set[Key]:
     """Return all that a device may be called: by its name, title and aliases, with and without its unit."""
     unit, found = unit_of(profile), set()
-    for text in (profile.name, profile.title, *profile.aliases):
-        for typed in (taken_apart(text), taken_apart(f"{text} {unit}")):
-            found |= {typed.key, typed.whole}
+    said = (profile.name, profile.title, *profile.aliases)
+    for text in dict.fromkeys((*said, *(_TIER.sub(r"\1 ", text.lower()) for text in said))):
+        typed = taken_apart(text)
+        for one in (typed, replace(typed, words=(*typed.words, unit))):
+            found |= {one.key, one.whole}
     return found - {(), ("",), (unit,)}
 
 
-def with_memory(profile: DeviceProfile, stated: int) -> DeviceProfile:
-    """Return a device with the memory that its name states.
+def with_memory(profile: DeviceProfile, stated: int | None) -> DeviceProfile:
+    """Return a device with the memory that its name states; without one it has that of its profile.
 
     Raises
     ------
     UsageError
         It does not exist with so much.
     """
+    if stated is None or (not profile.memory_gib and stated << 30 == profile.memory_bytes):
+        return profile
     most, known = profile.memory_bytes >> 30, profile.memory_gib
     if stated not in known if known else stated > most:
+        if stated in _STORES and (profile.device_class in _POCKET or profile.name.startswith("steam-deck")):
+            return profile
         exist = f"exists with {_either(known)} GB" if known else f"has at most {most} GB"
         raise UsageError(f"{profile.title} ({profile.name}) {exist}, not with {stated} GB; leave the memory out, or "
                          "give a profile of your own as a TOML file.")
@@ -102,19 +117,39 @@ def with_memory(profile: DeviceProfile, stated: int) -> DeviceProfile:
     return replace(profile, memory_bytes=stated << 30, memory_gib=(stated,), title=title)
 
 
+def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProfile:
+    """Return the one of several devices of a name that is meant: the one with that memory, or of exactly that name.
+
+    Raises
+    ------
+    UsageError
+        The name is that of several devices.
+    """
+    if typed.memory_gib is not None and len(found) > 1:
+        found = [one for one in found if typed.memory_gib in one.memory_gib] or found
+    said = typed.whole[0], "".join(filter(str.isalnum, text.lower()))
+    own = [one for one in found if one.name.replace("-", "") in said]
+    if len(found) == 1 or len(own) == 1:
+        return [*own, *found][0]
+    names = _either(f"{one.name!r} ({one.title})" for one in found)
+    raise UsageError(f"{text!r} is the name of {len(found)} devices, {names}; name one of them.")
+
+
 def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
     """Return a hint for a name that is not a device's: near spellings, else those of its kind, which are others."""
     words = {" ".join(key): name for key, name in known.items() if len(key) > 1}
-    near = similar(" ".join(typed.key), words, n=8, cutoff=0.6)
+    near = similar(" ".join(typed.key), words, n=40, cutoff=0.3)
     same = [words[word] for word in near if _same_spelt_otherwise(word.split(), typed.key)]
     if typed.key and not _numbers(typed.key):  # a part of a name, such as "orange pi"
         same += [name for key, name in known.items() if set(typed.key) < set(key)]
-    if names := list(dict.fromkeys(same))[:3]:
-        return f"did you mean {' or '.join(repr(name) for name in names)}?"
-    if names := list(dict.fromkeys(words[word] for word in near))[:3]:
+    others = [words[word] for word in near]
+    if same:
+        return f"did you mean {_either(repr(name) for name in list(dict.fromkeys([*same, *others]))[:3])}?"
+    if names := list(dict.fromkeys(others))[:3]:
         return (f"the names next to it, {_either(map(repr, names))}, are other devices'. 'edgeinfer devices' lists the "
-                "known ones, and a TOML file describes yours.")
-    return "'edgeinfer devices' lists the known ones, and a TOML file is given by its path."
+                "known ones; --bandwidth, --cores and --class describe another.")
+    return ("'edgeinfer devices' lists the known ones; --bandwidth, --cores and --class describe another, and a TOML "
+            "file is given by its path.")
 
 
 def _same_spelt_otherwise(words: list[str], typed: Key) -> bool:

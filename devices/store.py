@@ -15,36 +15,55 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.base.cache_dir import cache_root, make_directories
-from edgeinfer.base.files import open_plain, replacement
-from edgeinfer.base.strict_json import check_depth
-from edgeinfer.errors import DestinationError, ProfileError, UsageError
+from edgeinfer.base.files import replacement
+from edgeinfer.errors import DestinationError, UsageError
 
-from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
+from .cores import cores_isa, cores_peak
+from .profile import PROCESSORS, TABLE_KEYS, Curve, DeviceProfile, parse_profile
+from .toml_files import read_toml
 
 LOCAL = "local"
-MOST_FILE_BYTES = 1 << 20
 
 
 @cache
 def profiles() -> dict[str, DeviceProfile]:
     """Profiles that come with the program, by name; read on first use."""
     found: dict[str, DeviceProfile] = {}
-    for path in sorted((Path(__file__).parent / "profiles").glob("*.toml")):
-        tables = read_toml(path)
+    for path in sorted((Path(__file__).parent / "profiles").iterdir()):
+        tables = read_toml(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
+        tables.pop("about", None)
         common = tables.pop("sources", {})  # where the figures of the whole file are from
-        for name, table in tables.items():
+        shared_fields = tables.pop("common", {})
+        for name, row in tables.items():
+            table = _completed({**shared_fields, **row})
             own = table.get("sources", {})
             shared = {key: text for key, text in common.items() if key in table or key in table.get("figures", {})}
             found[name] = parse_profile(name, {**table, "sources": {**shared, **own}}, f"{path.name}, [{name}]")
     return found
 
 
+def _completed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with what follows from others of its fields: the smallest capacity, and sums over the cores."""
+    if table.get("memory_gib"):
+        table.setdefault("memory_bytes", table["memory_gib"][0] << 30)
+    if (processor := table.get("processor")) and table["device_class"] in PROCESSORS:
+        table.setdefault("cores", sum(number for number, _ in processor.values()))
+        table.setdefault("isa", cores_isa(processor))
+        for key, kind in (("int8_peak_gops", "int8"), ("f32_peak_gflops", "f32")):
+            table.setdefault(key, cores_peak(processor, kind))
+    return table
+
+
 @cache
-def _by_any_name() -> dict[tuple[str, ...], str]:
-    """Devices by all that they may be called."""
+def _by_any_name() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Devices by all that they may be called; a few names are those of several."""
     from .names import keys_of
 
-    return {key: profile.name for profile in profiles().values() for key in keys_of(profile)}
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for profile in profiles().values():
+        for key in keys_of(profile):
+            found[key] = (*found.get(key, ()), profile.name)
+    return found
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
@@ -56,23 +75,23 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     Raises
     ------
     UsageError
-        There is no such name or file, the device does not exist with that memory, or this machine was not probed.
+        There is no such name or file, it is the name of several devices, the device does not exist with that memory, or
+        this machine was not probed.
     ProfileError
         The file is not a valid profile.
     """
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
-    from .names import nearest, taken_apart, with_memory
+    from .names import meant, nearest, taken_apart, with_memory
 
     typed, names = taken_apart(text), _by_any_name()
-    if name := names.get(typed.key) or names.get(typed.whole):
-        found = profiles()[name]
-        return found if typed.memory_gib is None else with_memory(found, typed.memory_gib)
+    if found := names.get(typed.key) or names.get(typed.whole):
+        return with_memory(meant(typed, text, [profiles()[name] for name in found]), typed.memory_gib)
     path = Path(name_or_path)
     if path.suffix == ".toml" or os.sep in text or os.path.isfile(path):
         return _from_file(path, path.stem)
-    raise UsageError(f"There is no device {text!r}; {nearest(typed, names)}")
+    raise UsageError(f"There is no device {text!r}; {nearest(typed, {key: of[0] for key, of in names.items()})}")
 
 
 def local_profile() -> DeviceProfile | None:
@@ -85,15 +104,6 @@ def local_profile() -> DeviceProfile | None:
     """
     path = local_path()
     return _from_file(path, LOCAL) if path.is_file() else None
-
-
-def processor_of(profile: DeviceProfile) -> DeviceProfile | None:
-    """Return the processor beside a GPU or a neural unit, where it has a profile of its own."""
-    from .names import unit_of
-
-    name = profile.name.removesuffix("-igpu").removesuffix("-npu")
-    others = (profiles().get(other) for other in (name, f"{name}-cpu"))
-    return next((other for other in others if other is not None and unit_of(other) == "cpu"), None)
 
 
 def local_path() -> Path:
@@ -179,26 +189,6 @@ def _from_file(path: Path, name: str) -> DeviceProfile:
     if not os.path.isfile(path):
         raise UsageError(f"There is no profile {str(path)!r}; give a file, or a name that 'edgeinfer devices' lists.")
     return parse_profile(name, read_toml(path), str(path))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises `ProfileError`: it cannot be read, is not valid TOML, or is longer than 1 MiB."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MOST_FILE_BYTES:
-                raise ProfileError(f"{path} has {size} bytes; a profile has at most {MOST_FILE_BYTES}.")
-            table = tomllib.loads(file.read().decode("utf-8"))
-        check_depth(table)
-        return table
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        raise ProfileError(f"{path} is not a TOML file: {error}; mend it, or probe again.") from error
 
 
 def _not_probed() -> DeviceProfile:

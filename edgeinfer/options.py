@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from .base.dataclass import dataclass
-from .base.validation import FLAG, TEXT, Rule, instance
+from .base.validation import FLAG, TEXT, Rule, choice, instance, integer, number
 from .config import (
     DEVICES,
     GROUP_SIZES,
@@ -32,6 +32,9 @@ SERVE, BATCH = SERVING = "serve", "batch"
 GROUPS = MODEL, SAMPLING, MEMORY, SPEED, OUTPUT = "Model", "Sampling", "Memory", "Speed", "Output"
 """Headings of the help, in order."""
 _RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL, _INFO = COMMANDS
+RECOMMEND = "recommend"
+_PREDICTING = (_PLAN, _ESTIMATE, RECOMMEND)
+UNITS = ("cpu", "gpu", "npu")
 _REQUEST, _OPENED = (_RUN,), (_RUN, _BENCH, _EVAL, _INFO)
 
 
@@ -111,7 +114,22 @@ OPTIONS: tuple[Option, ...] = (
             common=(_RUN, _PLAN)),
     _option("machine", "NAME",
             "Hardware profile to plan for: a known device or a TOML file; 'edgeinfer devices' lists them.", rule=TEXT,
-            unset="this machine, as probed", group=MODEL, commands=(_PLAN, _ESTIMATE), common=(_PLAN, _ESTIMATE)),
+            unset="this machine, as probed", group=MODEL, commands=_PREDICTING, common=_PREDICTING),
+    _option("unit", "|".join(UNITS), "Unit of the machine: its processor, GPU or neural unit.", rule=choice(UNITS),
+            unset="the one that edgeinfer uses", group=MODEL, commands=_PREDICTING, common=_PREDICTING, shared=False),
+    _option("program", "NAME", "Program whose speed is estimated, where speeds of it are known: llama.cpp, MLC, ...",
+            rule=TEXT, unset="edgeinfer", group=MODEL, spelled="--runtime", commands=_PREDICTING, common=_PREDICTING,
+            shared=False),
+    _option("bandwidth", "GB/S", "Memory bandwidth of a machine that has no profile, with --cores and --class.",
+            rule=number(lambda gbs: gbs > 0, "a number of GB/s above 0"), kind=float, group=MODEL,
+            commands=_PREDICTING, common=_PREDICTING, shared=False),
+    _option("cores", "N", "Its cores, or a GPU's multiprocessors.", rule=integer(1, float("inf"), "1 or more"),
+            kind=int, group=MODEL, commands=_PREDICTING, shared=False),
+    _option("machine_class", "KIND", "Its kind: desktop, laptop, server, board, phone, arm-laptop, arm-server, mac, "
+            "mac-gpu, nvidia or radeon.", rule=TEXT, spelled="--class", group=MODEL, commands=_PREDICTING,
+            shared=False),
+    _option("memory", "SIZE", "Its memory.", rule=RULES["budget"], kind=str, unset="16 GiB", group=MODEL,
+            commands=_PREDICTING, shared=False),
     _option("recipe", "PASSES",
             "Graph passes to apply, written name:key=value,... and joined by +; none applies no pass.",
             default=str(Recipe()), group=MODEL),

@@ -92,10 +92,14 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
 
     `refused` says why edgeinfer does not run the model on an NVIDIA card.
     """
-    from ..devices import SERVED, processor_of, served
+    from ..devices import OURS, SERVED, processor_of, served
 
+    if found["unit"] == "cpu" and profile.runtime == OURS:
+        source = "what another program draws there" if profile.effective_gbs else "its cores and its memory"
+        return (f"edgeinfer was not measured on this device: the speed is derived from {source}. 'edgeinfer devices "
+                "--probe' measures it there.")
     if found["unit"] == "cpu":
-        return "" if found["program"] == "edgeinfer" else (
+        return "" if found["program"] == OURS else (
             f"This is the speed of {found['program']}: edgeinfer has not been measured on this device. 'edgeinfer "
             "devices --probe' measures it there.")
     if profile.device_class == SERVED:
@@ -105,7 +109,7 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
         return (f"This is the speed of {whose(found)}, not of edgeinfer, which does not run this there"
                 + (f": {refused} Memory is compared as if weights and KV were on the card." if refused else "."))
     processor = processor_of(profile)
-    known = f" (--machine {processor.name} estimates it)" if processor else ", whose speed is not known"
+    known = " (--unit cpu estimates it)" if processor else " of the machine around it, which has a name of its own"
     return (f"This is the speed of {whose(found)}. edgeinfer cannot use {found['unit_words']} and runs on the "
             f"CPU{known}.")
 

@@ -141,7 +141,7 @@ def test_the_calibrations_models_are_removed(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize(
     ("arguments", "sentence", "code"),
     [
-        (["rpi6"], "There is no device 'rpi6'; the names next to it, 'rpi5' or 'rpi4', are other devices'.", 2),
+        (["rpi6"], "There is no device 'rpi6'; the names next to it, 'rpi5', 'rpi4' or 'rpi3', are other devices'.", 2),
         (["local"], "has no profile; measure it with 'edgeinfer devices --probe'", 2),
         (["rpi5", "--probe"], "--probe measures this machine; leave 'rpi5' out", 2),
         (["--quick"], "--quick requires --probe", 2),

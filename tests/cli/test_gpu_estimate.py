@@ -55,7 +55,7 @@ def test_prompts_go_by_the_throughput_of_f16() -> None:
 @pytest.mark.parametrize(("name", "profile"), [
     ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"), ("NVIDIA A10", "a10"),
-    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), (
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090-laptop"), (
         "NVIDIA A100-SXM4-40GB", None),
     ("Tesla V100-SXM2-16GB", None), ("NVIDIA GB10", None), ("Raspberry Pi 5", None)])
 def test_names_of_the_driver(name: str, profile: str | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.devices import estimate, load_profile
+from edgeinfer.devices import chosen, estimate, load_profile
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import ROOT, edgeinfer, environment, process, relative_cost
 from tests.helpers.hub_server import serve
@@ -116,10 +116,10 @@ def test_llama_2_7b_worked_example() -> None:
 
 
 def test_the_estimate_is_the_estimators() -> None:
-    report = planned("llama-3.1-8b", "--machine", "rpi5", "--ctx", "2048", "--kv", "f16", "--weights", "int8")
+    report = planned("llama-3.1-8b", "--machine", "rpi5 16gb", "--ctx", "2048", "--kv", "f16", "--weights", "int8")
     from edgeinfer.models.describe import describe
 
-    profile, traffic = load_profile("rpi5"), describe("llama-3.1-8b", "int8").traffic("f16")
+    profile, traffic = chosen(load_profile("rpi5 16gb")), describe("llama-3.1-8b", "int8").traffic("f16")
     full, empty = (estimate(profile, traffic, depth, 512) for depth in (2048, 0))
     found = report["estimate"]
     assert (found["decode_tok_per_s"], found["low"], found["high"]) == (full.decode_tok_per_s, full.low, full.high)

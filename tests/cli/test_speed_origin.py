@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published.prompts import read_prompts
-from edgeinfer.devices import Traffic, estimate, load_profile, profiles
-from edgeinfer.kernels import ISA_LEVELS
+from edgeinfer.devices import Traffic, chosen, constants_of, estimate, load_profile, profiles
+from edgeinfer.devices.names import unit_of
 from edgeinfer.models.describe import describe
 from tests.helpers.command_line import edgeinfer
 
 LLAMA = Traffic(3.8e9, 32, kv_bytes=2.6e5, parameters=6.7e9, kv_values=2.6e5)
-OURS = {isa.name for isa in ISA_LEVELS}
 FIELDS = ("effective_gbs", "bandwidth_gbs")
 NOTES = [(name, field, float(figure)) for name, profile in profiles().items() for field in FIELDS
          for found in re.finditer(r"([\d.]+)(?: to ([\d.]+))? GB/s", profile.sources.get(field, ""))
@@ -27,25 +26,32 @@ NOTES = [(name, field, float(figure)) for name, profile in profiles().items() fo
 def test_every_figure_says_whose_it_is(name: str) -> None:
     out = edgeinfer("estimate", "llama-2-7b", "--machine", name, "--json").json
     planned = edgeinfer("plan", "llama-2-7b", "--machine", name, "--budget", "64GiB", "--json").json
-    assert out["program"] and out["program"] != "edgeinfer" and planned["estimate"]["program"] == out["program"]
-    assert (out["unit"] == "cpu") == (load_profile(name).isa in OURS)
+    assert out["program"] and planned["estimate"]["program"] == out["program"]
+    assert (out["unit"] == "cpu") == (out["program"] == "edgeinfer")
     assert out["remark"] in ("", *planned["notes"])
+    profile = load_profile(name)
+    other = chosen(profile, runtime=constants_of(profile).program.split(" or ")[0])
+    assert estimate(other, LLAMA).program != "edgeinfer" and estimate(other, LLAMA).unit == unit_of(profile)
 
 
 def test_the_line_of_the_figure_names_program_and_unit() -> None:
-    shown = " ".join(edgeinfer("estimate", "llama-2-7b", "--machine", "m4").out.split())
+    shown = " ".join(edgeinfer("estimate", "llama-2-7b", "--machine", "m4", "--unit", "gpu").out.split())
     figure = r"decode [\d.]+ tokens/s at 4096 tokens of context \([\d. to]+\), llama.cpp on the GPU \(Metal\)"
     assert re.search(figure, shown)
-    assert "edgeinfer cannot use the GPU (Metal) and runs on the CPU, whose speed is not" in shown
-    lines = edgeinfer("plan", "llama-2-7b", "--machine", "m4 mini 16GB").out.splitlines()
+    assert "edgeinfer cannot use the GPU (Metal) and runs on the CPU (--unit cpu estimates it)" in shown
+    lines = edgeinfer("plan", "llama-2-7b", "--machine", "m4 mini 16GB", "--unit", "gpu").out.splitlines()
     first = r"It fits: 5.1\d GB of 16.11 GB; [\d.]+ tok/s, 512-token prompt in [\d.]+ s \(llama.cpp, GPU\)"
     assert re.fullmatch(first, lines[0])
     assert "at the start; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
-    shown = " ".join(edgeinfer("plan", "demo", "--machine", "m2-pro").out.split())
-    assert "(--machine m2-pro-cpu estimates it)" in shown
+    shown = " ".join(edgeinfer("estimate", "llama-2-7b", "--machine", "m2-pro").out.split())
+    assert re.search(r"decode [\d.]+ tokens/s at 4096 tokens of context \([\d. to]+\), edgeinfer on the CPU", shown)
+    assert "edgeinfer was not measured on this device: the speed is derived from its cores and its memory" in shown
     here = edgeinfer("plan", "llama-2-7b", "--machine", "rpi5", "--budget", "2.3GB")
     assert here.out.startswith("It fits, with 28 layers read from storage: ") and "not of edgeinfer" not in here.out
-    assert "speed of llama.cpp: edgeinfer has not been measured on this device" in " ".join(here.out.split())
+    assert "the speed is derived from what another program draws there" in " ".join(here.out.split())
+    asked = ("plan", "llama-2-7b", "--machine", "rpi5", "--runtime", "LLAMA.cpp", "--budget", "8GiB")
+    shown = " ".join(edgeinfer(*asked).out.split())
+    assert "speed of llama.cpp: edgeinfer has not been measured on this device" in shown
     probed = replace(load_profile("rpi5"), device_class="local", effective_gbs=None, programs={})
     assert estimate(probed, LLAMA).program == "edgeinfer" and estimate(probed, LLAMA).unit_words == "the CPU"
 
@@ -64,9 +70,9 @@ def test_two_programs_are_two_speeds() -> None:
         assert found.low <= found.others[other] <= found.high
         assert (found.others[other] < found.decode_tok_per_s * (1 - found.error)) == less
         assert f"it reaches to the speed with {other}" in found.error_source
-        out = edgeinfer("estimate", "llama-2-7b", "--machine", name)
+        out = edgeinfer("estimate", "llama-2-7b", "--machine", name, "--unit", "gpu")
         assert f"tokens/s with {other}" in out.out and f"tok/s with {other}" in edgeinfer(
-            "plan", "llama-2-7b", "--machine", name).out
+            "plan", "llama-2-7b", "--machine", name, "--unit", "gpu").out
 
 
 @pytest.mark.parametrize(("name", "field", "gbs"), NOTES)

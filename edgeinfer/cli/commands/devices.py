@@ -37,7 +37,7 @@ JSON_FIELDS = {
         "executors": "without NAME and --probe: per value of --device why it does not work here, empty if it does",
         "name": "with NAME or --probe: what --machine takes",
         "device_class": "class of the estimator",
-        "memory_bytes": "largest common capacity; of this machine, physical memory",
+        "memory_bytes": "smallest common capacity; of this machine, physical memory",
         "bandwidth_gbs": "vendor's peak of the memory; of this machine, what all threads read",
         "effective_gbs": "what decoding was seen to draw",
         "cores": "processor cores or a GPU's multiprocessors; of this machine, threads that were used",

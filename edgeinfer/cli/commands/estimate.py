@@ -12,6 +12,7 @@ import typer
 from ... import registry
 from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
 from ...errors import UsageError
+from ..machines import devices_of, machine_of
 from ..options import NOTHING, Given, takes
 from ..output import print_json
 from ..reports import decision, neurons, windows
@@ -134,16 +135,16 @@ def estimate(
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise UsageError(f"--draft-cost is {draft_cost:g}; it must be a share of a token's time, 0 or more.")
     drafting = accepted, draft_cost
-    from edgeinfer.devices import load_profile, profiles
+    from edgeinfer.devices import load_profile
 
     from ...models.describe import describe
 
-    one = None if all_devices else load_profile(given.machine or "local")
+    one = None if all_devices else machine_of(given) or load_profile("local")
     own = given.runtime(draft_tokens=DEFAULT_DRAFT_TOKENS)
     asked, stored = replace(own, max_sequences=given.n), given.stored(model)
     described, decided = describe(model, *stored, own.recipe, one), None
     cards = Cards(lambda: describe(model, *stored, Recipe(())), asked, given.kv_on(CUDA))
-    if given.machine in (None, "local") and one is not None:
+    if one is not None and one.device_class == "local":
         described, _, decided = decision.described_as_run(described, own, given.max_kld)
     ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
@@ -152,7 +153,7 @@ def estimate(
         out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, (users, answer))
         _report({**out, "decision": decided}, plot, given.json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, given.kv, drafting, asked, given.n,
+    out = all_devices_object(described, devices_of(given), ctx, length, given.kv, drafting, asked, given.n,
                              cards)
     if given.json:
         print_json(out)

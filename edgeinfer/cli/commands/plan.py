@@ -19,6 +19,7 @@ from ...config import (
 from ...errors import BudgetError, UsageError
 from ...rules import RULES
 from .. import options
+from ..machines import machine_of
 from ..output import print_json
 from ..reports.decision import described_as_run
 from ..reports.nodes import DEFAULT_LINK, nodes_object, print_nodes
@@ -92,8 +93,6 @@ def plan(
       edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
       edgeinfer plan llama-3.1-70b --nodes rpi5,rpi5,rpi5 --link 2.5GbE
     """
-    from edgeinfer.devices import load_profile
-
     from ...models.describe import describe
 
     if listed:
@@ -121,7 +120,7 @@ def plan(
         raise UsageError(f"--machine {given.machine} is a hardware profile and --device {given.device} an executor of "
                          "this machine; use one or the other.")
     stored = given.stored(model)
-    profile = None if given.machine is None else load_profile(given.machine)
+    profile = machine_of(given)
     found = _executor(given.device, profile, model, stored, config, given.kv_on(given.device or given.machine or CPU))
     if found and found.planner:
         from ..reports.plan_device import planned_on

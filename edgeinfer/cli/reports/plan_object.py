@@ -235,11 +235,11 @@ class PlanReport:
         """Say what of the device's memory is the budget, and which smaller version would do."""
         left = device.memory_bytes - device.usable_bytes
         room = f", less {format_size(left)} for the system" if left else ""
-        smaller = [gib for gib in sorted(device.memory_gib) if self.fitted.mode == "resident"
-                   and self.fitted.plan.total_bytes <= replace(device, memory_bytes=gib << 30).usable_bytes]
-        enough = f"; {smaller[0]} GB is enough" if smaller and smaller[0] << 30 < device.memory_bytes else ""
-        exist = f" It is sold with {', '.join(map(str, sorted(device.memory_gib)))} GB{enough}." \
-            if len(device.memory_gib) > 1 else ""
+        needed = self.fitted.plan.unstreamed_bytes
+        enough = next((f"; {gib} GB is enough" for gib in sorted(device.memory_gib) if gib << 30 != device.memory_bytes
+                       and needed <= replace(device, memory_bytes=gib << 30).usable_bytes), "")
+        exist = (f" The name states no memory, so this is the smallest common version; it is sold with "
+                 f"{', '.join(map(str, sorted(device.memory_gib)))} GB{enough}.") if len(device.memory_gib) > 1 else ""
         return f"The budget is the memory of {device.titled}{room}; --budget sets another.{exist}"
 
 

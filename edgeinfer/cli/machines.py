@@ -1,0 +1,66 @@
+"""The device that options name or describe, and the unit and program of it that an estimate is for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+
+DESCRIBED = {"bandwidth": "--bandwidth", "cores": "--cores", "machine_class": "--class"}
+"""Options that describe a device without a profile, all of them together."""
+
+
+def machine_of(given: Any) -> DeviceProfile | None:
+    """Return the device as the chosen program uses it; None if no option names one.
+
+    Parameters
+    ----------
+    given : Given
+        With `machine`, `unit`, `program`, `bandwidth`, `cores`, `machine_class` and `memory`.
+
+    Raises
+    ------
+    UsageError
+        The options contradict each other, or nothing is known of the unit or the program there.
+    """
+    from edgeinfer.devices import chosen, load_profile, unlisted
+
+    said = [flag for name, flag in DESCRIBED.items() if getattr(given, name) is not None]
+    if said and given.machine and given.by_flag("machine"):
+        raise UsageError(f"--machine {given.machine} has a profile, and {said[0]} describes a device without one; use "
+                         "one or the other.")
+    if said:
+        if missing := [flag for flag in DESCRIBED.values() if flag not in said]:
+            raise UsageError(f"{said[0]} describes a device together with {' and '.join(missing)}; add "
+                             f"{'it' if len(missing) == 1 else 'them'}.")
+        profile = unlisted(given.bandwidth, given.cores, given.machine_class, given.memory)
+    elif given.memory is not None:
+        raise UsageError("--memory belongs to --bandwidth, --cores and --class; with --machine write the memory into "
+                         "the name, such as 'rpi5 8GB'.")
+    elif given.machine is None:
+        if given.unit is None and given.program is None:
+            return None
+        flag = "--unit" if given.program is None else "--runtime"
+        raise UsageError(f"{flag} selects among what is known of a device; add --machine NAME.")
+    else:
+        profile = load_profile(given.machine)
+    return chosen(profile, given.unit, given.program)
+
+
+def devices_of(given: Any) -> list[DeviceProfile]:
+    """Return all known devices as the chosen program uses them, without those where nothing is known of it.
+
+    A processor that has a profile of its own, and the device that it is in, are one device for edgeinfer.
+    """
+    from edgeinfer.devices import chosen, profiles
+
+    found: dict[tuple[str, str], DeviceProfile] = {}
+    for profile in profiles().values():
+        with suppress(UsageError):
+            one = chosen(profile, given.unit, given.program)
+            found.setdefault((one.name, one.device_class), one)
+    return list(found.values())
