@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from edgeinfer.base.units import format_size
 from edgeinfer.config import RuntimeConfig
@@ -18,17 +19,19 @@ from .state import too_small
 
 PlanOf = Callable[[Request], MemoryPlan]
 """Plans a request: `Planner.plan`, or that of another device's planner."""
-Fits = Callable[[MemoryPlan], bool]
+Planned = TypeVar("Planned")
 PAGE_BYTES = 4096
 """Unit of pools that are offered."""
 
 
-def fill_budget(plan_of: PlanOf, config: RuntimeConfig, fits: Fits, block_tokens: int = abi.BLOCK_TOKENS) -> MemoryPlan:
+def fill_budget(plan_of: Callable[[Request], Planned], config: RuntimeConfig, fits: Callable[[Planned], bool],
+                block_tokens: int = abi.BLOCK_TOKENS) -> Planned:
     """Plan a run whose KV pool gets what the budget leaves: from one context to one for each sequence.
 
     Parameters
     ----------
     plan_of : callable
+        Plans a request: the model, or all parts that it is divided into.
     config : RuntimeConfig
         Without open fields. If it gives the pool a size, or is not to fill the budget, it is planned as it is.
     fits : callable
@@ -38,7 +41,7 @@ def fill_budget(plan_of: PlanOf, config: RuntimeConfig, fits: Fits, block_tokens
 
     Returns
     -------
-    MemoryPlan
+    what `plan_of` does
         Of which `fits` is false if the pool of one context does not fit.
     """
     request = to_request(config)
@@ -46,7 +49,7 @@ def fill_budget(plan_of: PlanOf, config: RuntimeConfig, fits: Fits, block_tokens
     if not fills(config) or not fits(plan):
         return plan
 
-    def of(blocks: int, windows: int) -> MemoryPlan:
+    def of(blocks: int, windows: int) -> Planned:
         return plan_of(request.of_pool(blocks, windows, block_tokens))
 
     most = request.full_pool.blocks_of(block_tokens)

@@ -73,6 +73,11 @@ class ProcessStage(Stage):
         """Return when the stage is open; raises what opening it raised."""
         self.info = StageInfo(*self._answer(self._opening)[0]["answer"])
 
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended."""
+        return not self._closed and self._process.poll() is not None
+
     def ask(self, name: str, *arguments: Any) -> Any:
         """Make a call and wait for its answer."""
         return self._answer(self._send(name, arguments, answers=True))[0]["answer"]

@@ -17,7 +17,7 @@ from edgeinfer.runtime import Rows, check_stage_config, planner_of
 
 from .calls import Part
 from .parts import PartCounts, divide, most_parts
-from .sequences import PipelineSequences
+from .sequences import PipelineSequences, in_turn
 from .stage import LocalStage, Stage
 
 
@@ -82,6 +82,7 @@ class PipelineRunner(PipelineSequences):
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
+    @in_turn
     def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Rows:
         """Run the model once over the new tokens of several sequences; see `Runner.forward`."""
         segments = plain_segments(segments)

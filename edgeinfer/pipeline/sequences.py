@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import wraps
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from edgeinfer.base.validation import shown
 from edgeinfer.errors import RequestError
 from edgeinfer.runner import Runner, Sequence, integers
 
 from .stage import Stage
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """Let a method talk to the stages alone: the figures of `blocks` may be asked for by any thread."""
+    @wraps(method)
+    def called(self: PipelineSequences, *arguments: Any, **options: Any) -> Any:
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return called  # type: ignore[return-value]
 
 
 class PipelineSequences(Runner):
@@ -26,6 +42,9 @@ class PipelineSequences(Runner):
     """Whether all stages have pools of one size, without windows and recurrent state."""
 
     def _open_sequences(self) -> None:
+        self._turn = threading.RLock()
+        self._seen: tuple[int, ...] = (0, 0, 0, 0)
+        """Blocks when they were counted last."""
         self._numbers: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._last = 0
         self._gone: deque[int] = deque()
@@ -61,18 +80,21 @@ class PipelineSequences(Runner):
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
+    @in_turn
     def new_sequence(self) -> Sequence:
         """Return an empty sequence."""
         number = self._next()
         self._post("open", number)
         return self._numbered(number)
 
+    @in_turn
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a copy that shares the KV blocks until one of the two writes."""
         source, number = self._number(sequence), self._next()
         self._post("fork", source, number)
         return self._numbered(number, sequence.tokens)
 
+    @in_turn
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n, in all stages or none."""
         number, length = self._number(sequence), len(sequence)
@@ -85,6 +107,19 @@ class PipelineSequences(Runner):
         self._post("truncate", number, n_tokens)
         del sequence.tokens[n_tokens:]
 
+    def release(self, sequence: Sequence) -> None:
+        """Release the sequence's blocks; those of a stage that has ended are gone anyway."""
+        if self.lost:
+            sequence.tokens.clear()
+        else:
+            self.truncate(sequence, 0)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a stage has ended."""
+        return any(stage.lost for stage in self.stages)
+
+    @in_turn
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
         """Return how many of the first n tokens all stages can keep."""
         number, n = self._number(sequence), n_tokens
@@ -92,12 +127,14 @@ class PipelineSequences(Runner):
             n = least
         return n
 
+    @in_turn
     def checkpoint(self, sequence: Sequence) -> None:
         """Keep the state of recurrent layers; see `Runner.checkpoint`."""
         number = self._number(sequence)
         if not self._alike:
             self._post("checkpoint", number)
 
+    @in_turn
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Keep one path of a tree; see `Runner.accept`. If a stage cannot, the tree's tokens are forgotten."""
         number, path = self._number(sequence), list(integers("path", path))
@@ -117,6 +154,7 @@ class PipelineSequences(Runner):
             raise
         sequence.tokens[n_before:] = tokens
 
+    @in_turn
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
         """Return whether context and KV blocks have room for this many more tokens of each; see `Runner.fits`."""
         numbered = [(self._number(sequence), n) for sequence, n in wanted]
@@ -143,7 +181,14 @@ class PipelineSequences(Runner):
         return self._blocks(3)
 
     def _blocks(self, which: int) -> int:
-        return min(stage.ask("blocks")[which] for stage in self._asked)
+        """Count blocks; those counted last where another thread has a forward pass under way."""
+        if self._turn.acquire(blocking=False):
+            try:
+                found = [stage.ask("blocks") for stage in self._asked]
+            finally:
+                self._turn.release()
+            self._seen = tuple(map(min, zip(*found, strict=True)))
+        return self._seen[which]
 
     # -- the prefix cache --------------------------------------------------------------------------------------------
 
@@ -152,6 +197,7 @@ class PipelineSequences(Runner):
         """Whether blocks are cached."""
         return True
 
+    @in_turn
     def from_prefix(self, ids: Items[int], salt: bytes = b"") -> Sequence:
         """Return a sequence with the longest beginning of a prompt that all stages have cached."""
         ids = list(integers("ids", ids))
@@ -169,14 +215,17 @@ class PipelineSequences(Runner):
             self._post("drop", [number])
             n = min(found)
 
+    @in_turn
     def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:
         """Cache the full blocks of a sequence; see `Runner.cache_prefix`."""
         self._post("cache_prefix", self._number(sequence), salt.hex())
 
+    @in_turn
     def drop_prefixes(self) -> None:
         """Empty the prefix caches."""
         self._post("drop_prefixes")
 
+    @in_turn
     def settle(self) -> None:
         """Return when all stages hold all the memory that was planned."""
         for stage in self.stages:

@@ -20,6 +20,14 @@ class Stage(abc.ABC):
     apart: bool = True
     """Whether it computes while other stages do."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether its process has ended."""
+        return False
+
+    def wait(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Return when the stage is open and `info` is there; raises what opening it raised."""
+
     @abc.abstractmethod
     def ask(self, name: str, *arguments: Any) -> Any:
         """Make a call and return its answer; raises what it or an earlier `post` has raised."""

@@ -57,6 +57,11 @@ class Runner(Caching, abc.ABC):
         return None
 
     @property
+    def lost(self) -> bool:
+        """Whether a process that it needs has ended, so that only opening the model again helps."""
+        return False
+
+    @property
     def waited_ns(self) -> int:
         """Nanoseconds that forward passes have waited for such reads."""
         return 0

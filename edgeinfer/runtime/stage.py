@@ -126,4 +126,4 @@ def check_stage_config(config: RuntimeConfig) -> None:
         raise UsageError(f"A model that is split between processes cannot run with {named[0]}; leave it out.")
     if config.kv_memory is not None or (config.fill_budget and not own_pool(config)):
         raise UsageError("The KV cache of a model that is split between processes is sized by its tokens, because its "
-                         "layers' memory differs; give --kv-tokens, not a memory size.")
+                         "layers' memory differs; leave out --kv-memory.")

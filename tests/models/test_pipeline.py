@@ -353,7 +353,7 @@ def test_what_a_process_cannot_open_is_said_here(folder: Path, tmp_path: Path) -
 
 def test_settings_that_stages_cannot_have_are_refused(folder: Path) -> None:
     path = write_model(folder, LLAMA)
-    for options, message in (({"kv_memory": 10**6}, "sized by its tokens"), ({"fill_budget": True}, "sized by its"),
+    for options, message in (({"kv_memory": 10**6}, "sized by its tokens"),
                              ({"lazy": "keep=0.5"}, "cannot run with lazy")):
         with Bundle.open(path) as bundle, pytest.raises(UsageError, match=message):
             open_pipeline(bundle, config_of(threads=1, **options), ((0, 1), (2, 3)))
