@@ -47,6 +47,10 @@ _SIZE_OR_NONE = Rule("a size such as 4GiB, a number of bytes, or 0 for none", la
 _GROUP = Rule(f"one of {', '.join(map(str, GROUP_SIZES))}", _group, lead="choose")
 
 
+def _split(value: Any) -> Any:
+    return value if callable(value) else TEXT.convert(value)
+
+
 def _recipe(value: Any) -> Recipe:
     return Recipe.parse(value) if isinstance(value, str) else instance(Recipe, "").convert(value)
 
@@ -60,7 +64,7 @@ RULES: dict[str, Rule] = {
     "model": PATH, "source": PATH, "destination": PATH, "prompt_cache": PATH, "prefix_file": PATH, "draft": PATH,
     "budget": _SIZE, "kv_memory": _SIZE, "state_memory": _SIZE_OR_NONE, "beams": BEAMS, "max_kld": NATS,
     "recipe": Rule("a Recipe, or text such as fuse_input+sparse:mode=off", _recipe),
-    "device": TEXT,
+    "device": TEXT, "split": Rule("the layers of each process, such as 0-15,16-31, or auto", _split),
     "weights": choice(WEIGHT_TYPES), "embedding": choice(WEIGHT_TYPES), "group_size": _GROUP,
     "ffn_layout": choice(FFN_LAYOUTS), "origin": instance(str, "text"),
     "overwrite": FLAG, "reuse": FLAG, "template_options": OBJECT,

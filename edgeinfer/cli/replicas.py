@@ -29,6 +29,10 @@ class Asked(NamedTuple):
 def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: int) -> Asked | None:
     """Return what --replicas and --ray ask for; None without them. Raises `UsageError` for what does not go with them.
     """
+    if given.split is not None and (replicas is None or given.by_flag("split")):
+        _check_split(replicas, given, models)
+        return None
+    given.split = None
     if replicas is None and ray is None:
         return None
     n = None if replicas in (None, "auto") else int(replicas[:9]) if replicas.isdecimal() else 0
@@ -41,6 +45,15 @@ def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: 
         if wrong:
             raise UsageError(f"--replicas and --ray do not go with {flag}; {remedy}.")
     return Asked(ray or LOCAL, n)
+
+
+def _check_split(replicas: str | None, given: Given, models: int) -> None:
+    """Refuse what does not go with --split, whose stages are no replicas."""
+    for flag, wrong in (("--replicas", replicas is not None), ("--model", models > 1),
+                        ("--prefix-file", given.prefix_file is not None),
+                        (f"--device {given.device}", given.device not in (None, CPU))):
+        if wrong:
+            raise UsageError(f"--split does not go with {flag}; use one or the other.")
 
 
 def open_replicas(ray: Ray, n: int | None, source: str, left: int | None, *, given: Given, **settings: Any

@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from .on_ray import Ray, connected
     from .pool import Pool, Worker
     from .remote_model import RemoteModel
+    from .split import NodeSplit
+    from .stages import Stored
 
-__all__ = ["PORT", "Pool", "Ray", "RemoteModel", "Worker", "WorkerLost", "connected", "current", "own_address",
-           "start_head", "start_worker", "stop"]
+__all__ = ["PORT", "NodeSplit", "Pool", "Ray", "RemoteModel", "Stored", "Worker", "WorkerLost", "connected", "current",
+           "own_address", "start_head", "start_worker", "stop"]
 __getattr__ = lazily(__name__, {
     "job": "WorkerLost", "node": "PORT current own_address start_head start_worker stop",
-    "on_ray": "Ray connected", "pool": "Pool Worker", "remote_model": "RemoteModel"})
+    "on_ray": "Ray connected", "pool": "Pool Worker", "remote_model": "RemoteModel",
+    "split": "NodeSplit", "stages": "Stored"})

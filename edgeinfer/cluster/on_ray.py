@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..errors import EdgeInferError
 from .connection import first_sentence, initialised
 from .job import Facts, Failed, Identity, Item, Job, Refused, WorkerLost
+from .split import NodeSplit
+from .stages import Stored
 from .worker import Engine
 
 if TYPE_CHECKING:
@@ -44,8 +46,7 @@ class Ray:
 
     def __init__(self, ray: Any):
         self._ray = ray
-        self.nodes = [Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"]["CPU"]))
-                      for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
+        self.nodes = nodes_of(ray)
         if not self.nodes:
             raise EdgeInferError("No node of the Ray cluster has a processor; start one with 'ray start --num-cpus N'.")
 
@@ -83,6 +84,13 @@ class Ray:
         except self._ray.exceptions.RayError as error:
             raise EdgeInferError(f"{first_sentence(error)}.") from None
 
+    def split(self, split: str, stored: Stored, say: Callable[[str], object]) -> NodeSplit:
+        """Return what opens models with their layers on the nodes that are there then."""
+        def nodes() -> tuple[list[Node], str]:
+            return nodes_of(self._ray), self._ray.get_runtime_context().get_node_id()
+
+        return NodeSplit(self._ray, nodes, split, stored, say)
+
     def end(self, workers: list[ActorWorker]) -> None:
         """End the processes of workers."""
         for one in workers:
@@ -96,6 +104,12 @@ class Ray:
         for worker, node, room in zip(workers, places, rooms, strict=True):
             worker.asked = *asked[:2], _share(asked[2], node, places.count(node), room)
         return workers, await asyncio.gather(*(one.opened() for one in workers))
+
+
+def nodes_of(ray: Any) -> list[Node]:
+    """Return the nodes that are alive and have processors."""
+    return [Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"]["CPU"]))
+            for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.progress import OnProgress
 from ..base.validation import shown
 from ..config import Recipe
-from ..errors import RequestError
+from ..errors import RequestError, UsageError
 from ..models import Storage, resolve
 from ..registry import drafting
 from ..rules import plain
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..engine import Stream
     from ..memory_planner import MemoryPlan
     from ..runner import Cancellation
+    from .open import OpenStages
     from .options import Device, GroupSize, KvLayout, KvType, TechniqueOptions, Unpack, WeightType
 
 
@@ -65,6 +66,10 @@ class LLM(Texts, Embeddings):
     prefix_file : str or Path, optional
         File to take the prefix cache from, if it exists, and to write it to when the model is closed, so that prompts
         that begin alike need not be computed again.
+    split : str, optional
+        Layers of each of several processes of this machine, such as ``"0-15,16-31"``, or ``"auto"`` for two that take
+        equal time; the last is this one. `budget` is the memory of all, `threads` are those of each. The text does not
+        change. A callable opens the stages elsewhere.
     beams : int, optional
         Maximum number of beams of a search (the option `beams` of requests); by default 1.
     mlock : bool, optional
@@ -170,6 +175,7 @@ class LLM(Texts, Embeddings):
         fill_budget: bool | None = None,
         max_queue: int | None = None,
         prefix_file: str | Path | None = None,
+        split: str | OpenStages | None = None,
         beams: int | None = None,
         mlock: bool | None = None,
         mmap: bool | None = None,
@@ -188,8 +194,10 @@ class LLM(Texts, Embeddings):
             **plain({"recipe": recipe, "kv_memory": kv_memory, "state_memory": state_memory,
                      "fill_budget": fill_budget}))
         files = plain({"prefix_file": prefix_file})
+        if split is not None and files["prefix_file"]:
+            raise UsageError("A model that is split between processes keeps no prefix file; leave it out.")
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress,
-                       "max_queue": max_queue})
+                       "max_queue": max_queue, "split": split})
         config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
         shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is fill_budget is None
         self._drafting = drafting(techniques)
@@ -202,7 +210,7 @@ class LLM(Texts, Embeddings):
         from ..engine import MAX_QUEUE, Engine, Times
 
         opened = open_model(self.path, config, asked["device"], executor, kv and config.kv, asked["max_kld"],
-                            self._drafting, shares, progress)
+                            self._drafting, shares, progress, asked["split"])
         self._bundle, self._tokenizer, self.chat_template = opened.bundle, opened.tokenizer, opened.chat_template
         self.runner, self.draft = opened.runner, opened.draft
         self.choice, self.approximated = opened.choice, opened.approximated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import registry
 from ..config import CPU, Recipe, RuntimeConfig
+from ..errors import UsageError
 
+OpenStages = Callable[["Bundle", RuntimeConfig, "OnProgress | None"], "Runner"]
+"""Opens the stages of a bundle and returns their runner."""
 SHARING = 4
 """Sequences that run together where nothing else is requested."""
 
@@ -42,7 +46,8 @@ class Opened(NamedTuple):
 
 
 def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: Provider | None, kv: str | None,
-               max_kld: float | None, drafting: Drafting, shares: bool, progress: OnProgress | None) -> Opened:
+               max_kld: float | None, drafting: Drafting, shares: bool, progress: OnProgress | None,
+               split: str | OpenStages | None = None) -> Opened:
     """Open a bundle, its tokenizer and template, its executor and its drafter.
 
     Parameters
@@ -58,6 +63,8 @@ def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: 
     drafting : Drafting
     shares : bool
         Whether a few sequences share the memory of one context, because nothing else was requested.
+    split : str or callable, optional
+        Layers of several processes, or what opens them.
     """
     from ..bundle import Bundle
     from ..text import ChatTemplate, Tokenizer
@@ -75,6 +82,10 @@ def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: 
         if provider:
             drafting.check_device(provider.device)
         companion = drafting.companion(bundle, tokenizer, config, progress, opened)
+        if split is not None:
+            runner = in_stages(bundle, config, split, device, companion, progress)
+            opened.pop_all()
+            return Opened(bundle, tokenizer, template, runner, None, None, False)
         if provider:
             runner, draft = opened_on(provider, bundle, config, companion, progress, opened)
             opened.pop_all()
@@ -133,6 +144,20 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, 
     return Session(bundle, config, progress=progress and partial(progress, "compile"),
                    loading=progress and partial(progress, "load"), place=registry.placer(bundle.config, bundle),
                    beside=beside)
+
+
+def in_stages(bundle: Bundle, config: RuntimeConfig, split: str | OpenStages, device: str | None, companion: object,
+              progress: OnProgress | None) -> Runner:
+    """Open a model whose layers are in several processes."""
+    from ..pipeline import open_pipeline, split_of
+
+    for wrong, what in ((device not in (None, CPU), f"on the device {device}"), (companion, "with a drafter")):
+        if wrong:
+            raise UsageError(f"A model that is split between processes cannot run {what}; leave it out.")
+    if not isinstance(split, str):
+        return split(bundle, config, progress)
+    return open_pipeline(bundle, config, split_of(split, bundle), True, progress and partial(progress, "compile"),
+                         progress and partial(progress, "load"))
 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,

@@ -85,6 +85,11 @@ class Requests(Prompts):
     """Compiles the forms of texts, once there is a request with one."""
 
     @property
+    def lost(self) -> bool:
+        """Whether a process that has a part of the model has ended, so that only opening it again helps."""
+        return not self.elsewhere and self.runner.lost
+
+    @property
     def session(self) -> Session:
         """The runner, where our own kernels run the model; raises `RequestError` if a device of others does."""
         from ..runtime import Session

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.runner import Cancellation, Segment, Sequence
 from edgeinfer.runtime import Rows, StageSession
+
+CALLS = frozenset("""abort accept blocks cache_prefix can_truncate checkpoint commit drop drop_prefixes find_prefix fits
+    fork open settle truncate""".split())
+"""Calls of `StageCalls` from elsewhere beside `run`."""
 
 
 class StageInfo(NamedTuple):
@@ -143,3 +148,35 @@ class StageCalls:
         """Call a pass off: sequences are as long as they were before it."""
         for number, length in lengths:
             self.session.truncate(self._sequences[number], length)
+
+    def call(self, name: str, arguments: Items[Any]) -> Any:
+        """Make a call that came from elsewhere; raises `EdgeInferError` for one that there is not."""
+        if name not in CALLS:
+            raise EdgeInferError(f"A stage of the pipeline has no call {name!r:.40}; run the same version of edgeinfer "
+                                 "everywhere.")
+        return getattr(self, name)(*arguments)
+
+
+class GivesUp(Protocol):
+    """Receives calls, some of which are given up."""
+
+    given_up: int
+    """Number of the last call that was given up, with those before."""
+
+
+class Wish(Cancellation):
+    """The wish to end a part of a forward pass; see `runner.Cancellation`."""
+
+    def __init__(self, receiver: GivesUp, number: int):
+        self._receiver, self._number = receiver, number
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        """Whether the part with this number, or a later one, was given up."""
+        return self._receiver.given_up >= self._number
+
+
+def as_error(error: Exception) -> EdgeInferError:
+    """Return an error that the runner can raise again."""
+    return error if isinstance(error, EdgeInferError) else EdgeInferError(
+        f"A stage of the pipeline failed ({type(error).__name__}: {error}); open the model again.")

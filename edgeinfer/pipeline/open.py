@@ -133,6 +133,6 @@ def configs_of(bundle: Bundle, config: RuntimeConfig, split: Split, places: Item
     total, request = taken(found), found[0].request
     if config.fill_budget:
         config = replace(config, fill_budget=False, kv_tokens=request.kv_tokens, kv_windows=request.kv_windows)
-    return [replace(config, threads=place.threads,
-                    budget_bytes=max(1, plan.total_bytes + (rooms[place.name] - total[place.name]) // count[place.name]))
+    left = {name: (room - total[name]) // count[name] for name, room in rooms.items()}
+    return [replace(config, threads=place.threads, budget_bytes=max(1, plan.total_bytes + left[place.name]))
             for plan, place in zip(found, places, strict=True)]

@@ -62,6 +62,7 @@ class ProcessStage(Stage):
         except OSError as error:
             raise EdgeInferError(f"The process for the layers {first}-{last} cannot be started: "
                                  f"{error.strerror or error}.") from None
+        self.where = f"process {self._process.pid}"
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._reader = threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True,

@@ -15,6 +15,8 @@ class Stage(abc.ABC):
     """Transport of calls to a stage (`StageCalls`), which it carries out in the order in which they are made."""
 
     info: StageInfo
+    where: str = "this process"
+    """Its process or machine, for people."""
     samples: bool = False
     """Whether the stage can read samples of this process, and choose tokens itself."""
     apart: bool = True

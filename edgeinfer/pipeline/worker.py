@@ -15,28 +15,11 @@ from typing import Any, BinaryIO
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Rows, StageSession
 
 from . import wire
-from .calls import Part, StageCalls, StageSegment
+from .calls import Part, StageCalls, StageSegment, Wish, as_error
 from .process import config_of
-
-CALLS = frozenset("""abort accept blocks cache_prefix can_truncate checkpoint commit drop drop_prefixes find_prefix fits
-    fork open settle truncate""".split())
-"""Calls of `StageCalls` beside `run`."""
-
-
-class _Wish(Cancellation):
-    """The wish to end a part of a forward pass; see `runner.Cancellation`."""
-
-    def __init__(self, worker: Worker, number: int):
-        self._worker, self._number = worker, number
-
-    @property
-    def asked(self) -> bool:  # type: ignore[override]
-        """Whether the part with this number, or a later one, was given up."""
-        return self._worker.given_up >= self._number
 
 
 class Worker:
@@ -57,7 +40,7 @@ class Worker:
             path, config, first, last = opening["with"]
             calls = StageCalls(StageSession(Bundle.open(path), config_of(config), first, last))
         except Exception as error:
-            self._say(opening, _as_error(error))
+            self._say(opening, as_error(error))
             return
         self._say(opening, calls.info())
         while True:
@@ -66,9 +49,9 @@ class Worker:
                 answer, made = self._carry_out(calls, message, rows)
             except Exception as error:
                 if message["answer"]:
-                    self._say(message, _as_error(error))
+                    self._say(message, as_error(error))
                 else:
-                    self._failed = self._failed or _as_error(error)
+                    self._failed = self._failed or as_error(error)
                 continue
             if message["answer"]:
                 failed, self._failed = self._failed, None
@@ -79,11 +62,8 @@ class Worker:
         if name == "run":
             segments, offset, begins = arguments
             part = Part([StageSegment(*one) for one in segments], offset, begins)
-            return None, calls.run(part, rows, _Wish(self, message["number"]))
-        if name not in CALLS:
-            raise EdgeInferError(f"A stage of the pipeline has no call {name!r:.40}; run the same version of edgeinfer "
-                                 "everywhere.")
-        return getattr(calls, name)(*arguments), None
+            return None, calls.run(part, rows, Wish(self, message["number"]))
+        return calls.call(name, arguments), None
 
     def _say(self, message: dict[str, Any], answer: Any, rows: Rows | None = None) -> None:
         said = {"error": (type(answer).__name__, str(answer))} if isinstance(answer, EdgeInferError) else {
@@ -99,12 +79,6 @@ class Worker:
                     self._messages.put(message)
         finally:
             os._exit(0)  # in the middle of a part, too: nobody is there to take it
-
-
-def _as_error(error: Exception) -> EdgeInferError:
-    """Return an error that the runner can raise again."""
-    return error if isinstance(error, EdgeInferError) else EdgeInferError(
-        f"A stage of the pipeline failed ({type(error).__name__}: {error}); open the model again.")
 
 
 def serve() -> None:

@@ -48,6 +48,8 @@ class Runner(Caching, abc.ABC):
     """Memory budget of the whole process, 0 if none was found."""
     instead: object | None = None
     """If weights are read from storage, the first smaller request that would fit without (as text by `str`)."""
+    stages: Items[object] = ()
+    """Parts of the model, in order, if several processes have one each."""
     prefill_strategy: PrefillStrategy | None = None
     """Processing of prompts, if a technique replaces the usual one."""
 

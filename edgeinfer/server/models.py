@@ -110,7 +110,7 @@ class Models:
         one = self.find(name)
         one.users += 1
         try:
-            if one.llm is None:
+            if one.llm is None or one.llm.lost:
                 await self._opened(one)
             yield one
         finally:
@@ -127,6 +127,8 @@ class Models:
     async def _open_next(self, one: Served) -> None:
         try:
             async with self._opening:
+                if one.llm is not None:  # a part of it has ended, and with it all of its requests
+                    await self._close(one)
                 await self.open(one)
         except BudgetError as error:
             if self.open_models():

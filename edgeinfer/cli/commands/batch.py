@@ -87,6 +87,10 @@ def batch(
         raise UsageError(f"--workers is {workers}; it needs --ray, and is from 1 to {MOST_WORKERS}.")
     if ray is not None and given.device not in (None, CPU):
         raise UsageError(f"--ray runs edgeinfer's own kernels, and --device is {given.device}; use one or the other.")
+    if ray is not None and given.by_flag("split"):
+        raise UsageError("--split does not go with --ray here, whose workers hold whole models; use one or the other.")
+    if ray is not None:
+        given.split = None
     registry.check_served(given.techniques)
     import asyncio
 

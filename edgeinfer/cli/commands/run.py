@@ -35,7 +35,7 @@ __all__ = ["JSON_FIELDS", "run"]
 _BEGINNING = 32_768
 """Bytes of standard input that are read before the model is open."""
 OPENING = ("ctx", "budget", "threads", "prefill_chunk", "mlock", "recipe", "max_kld", "device", "kv_layout",
-           "kv_memory", "state_memory")
+           "kv_memory", "state_memory", "split")
 """Options that `LLM` takes as they are given."""
 
 
@@ -216,8 +216,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     config = llm.runner.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
     fields = reports(Reported("run", llm.runner.config, runner=llm.runner))
-    predictor = make_predictor(llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes,
-                               llm.runner.device)
+    predictor = None if llm.runner.stages else make_predictor(
+        llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes, llm.runner.device)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there

@@ -21,6 +21,7 @@ from ..help import REST
 from ..output import say
 from ..replicas import open_replicas, replicas_asked
 from ..served import open_served, short_name
+from ..split import open_split
 from .plan import SERVED_SEQUENCES
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ def serve(
         "--replicas", metavar="N|auto", help="Run the model in N processes, on the nodes of --ray in turns; auto is "
         "one on each node.", group=REST + CLUSTER, show_default=False)] = None,
     ray: Annotated[str | None, options.option(
-        "--ray", metavar="ADDRESS|local", help="Run the replicas on the nodes of a Ray cluster; local starts a cluster "
-        "of this machine and ends it.  [default: local, with --replicas]", group=REST + CLUSTER,
+        "--ray", metavar="ADDRESS|local", help="Run the replicas, or the parts of --split, on the nodes of a Ray "
+        "cluster; local starts one of this machine and ends it.  [default: local, with --replicas]",
+        group=REST + CLUSTER,
         show_default=False)] = None,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
                                                 group=REST + LIMITS)] = False,
@@ -109,6 +111,7 @@ def serve(
     Examples:
       edgeinfer serve model-Q4_K_M.gguf
       edgeinfer serve ./my-bundle --model small=demo --budget 8GiB
+      edgeinfer serve ./my-bundle --split auto --ray 192.168.1.10:6379
       edgeinfer serve ./my-bundle --host 0.0.0.0 --api-key-file keys.txt
     """
     registry.check_served(given.techniques)
@@ -124,10 +127,15 @@ def serve(
         sequences = SERVED_SEQUENCES if len(sources) == 1 else SHARING
     asked = replicas_asked(replicas, ray, given, len(sources))
     sequences = int(checked("--max-sequences", sequences, RULES["max_sequences"]))
-    if asked is None:
+    if given.split is not None and ray is None:
+        return _serve(config, sources, given, sequences, open_split)
+    if asked is None and ray is None:
         return _serve(config, sources, given, sequences)
     from ...cluster import connected
 
+    if asked is None:
+        with connected(str(ray)) as cluster:
+            return _serve(config, sources, given, sequences, partial(open_split, ray=cluster))
     with connected(asked.address) as cluster:
         return _serve(config, sources, given, sequences, partial(open_replicas, cluster, asked.n))
 
