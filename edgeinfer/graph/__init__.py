@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .families.family import ExpertModules, Family, Gguf, GgufExperts, Ollama
     from .families.gguf_metadata import GgufMetadata, plain_value, with_head
     from .families.pre_tokenizer import DIGITS, GPT2, PreTokenizer
-    from .shapes import Shape, builtin_shapes
+    from .shapes import Shape, builtin_shapes, other_names
 
 __all__ = ["DIGITS", "DRAFT_WORDS", "GPT2", "INSTEAD", "LAYER_RANGE", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE",
            "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate",
@@ -80,11 +80,13 @@ __all__ = ["DIGITS", "DRAFT_WORDS", "GPT2", "INSTEAD", "LAYER_RANGE", "MOST_OF_A
            "approximate", "approximates", "build_draft_head", "build_graph", "builtin_shapes", "check",
            "check_runnable", "cut_before", "draft_head_prefix", "expected_types", "family_of", "fill_rope_tables",
            "find_head", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
-           "inverse_frequencies", "is_quantised", "least_score", "parameters", "plain_value", "pre_tokenizers",
+           "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters", "plain_value",
+           "pre_tokenizers",
            "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",
            "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
            "without_approximations", "words_of"]
 __getattr__ = lazily(__name__, {"families.family": "ExpertModules Family Gguf GgufExperts Ollama",
                                 "families.gguf_metadata": "GgufMetadata plain_value with_head",
-                                "families.pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
+                                "families.pre_tokenizer": "DIGITS GPT2 PreTokenizer",
+                                "shapes": "Shape builtin_shapes other_names"})
 """Names that a run does not need; they are imported on first use."""

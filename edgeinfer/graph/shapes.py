@@ -24,6 +24,11 @@ class Shape:
     """Fields of its config.json."""
 
 
+def other_names() -> dict[str, str]:
+    """Return further names of built-in shapes, and of models that have the same sizes, with the shape of each."""
+    return dict(json.loads(Path(__file__).with_name("shape_names.json").read_text(encoding="utf-8")))
+
+
 @cache
 def builtin_shapes() -> dict[str, Shape]:
     """Return the built-in shapes by name, such as ``llama-2-7b``; the table is edgeinfer/graph/shapes.json."""

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ..base.validation import similar
 from ..bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from ..config import Recipe
-from ..errors import CheckpointError, ModelNotFoundError
+from ..errors import CheckpointError, ModelNotFoundError, UsageError
 from ..graph import ModelConfig, build_graph, builtin_shapes, expected_types, is_quantised, read_config, requested_types
 from ..quant import embedding_type
 from .description import ModelDescription
+from .file_types import types_of_file
 from .names import DEMO, KNOWN_NAMES, LISTING, demo_path, is_hub_id, missing_path, unknown_model
 from .resolve import gguf_path
+from .spoken import FILE_TYPES, Spoken, near_shapes, spoken
 from .storage import GROUP_SIZE, WEIGHTS, Storage
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ def describe(
         path = demo_path()
     if path.is_dir() and is_bundle(path):
         return replace(_from_bundle(name, path, weights, group_size, recipe, profile), path=path)
+    meant = None if path.exists() or name in KNOWN_NAMES or is_hub_id(name) else spoken(name)
+    if meant and meant.shape and (meant.file_type or meant.weights or meant.unknown_type):
+        return _of_type(name, meant, weights, group_size, recipe)
     try:
         if path.is_file() and path.stat().st_size:
             from edgeinfer.converters import is_gguf
@@ -95,6 +100,30 @@ def describe_gguf_file(
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
         return replace(described, file_types=found.file_types, file_says=found.note)
     return _as_stored(name, source, found, recipe)
+
+
+def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | None, recipe: Recipe | None
+             ) -> ModelDescription:
+    """A built-in shape with the type of weights that its name states."""
+    assert meant.shape
+    stated = meant.file_type or meant.weights
+    if stated is None:
+        raise UsageError(f"{name!r} states {meant.unknown_type}, which cannot be described without its file; known are "
+                         f"{', '.join(FILE_TYPES)}, q4, int8, f16 and f32.")
+    if weights is not None and weights != meant.weights:
+        raise UsageError(f"{name!r} states {stated}, and --weights {weights}; leave one of them out.")
+    source, recipe = f"built-in shape, as {meant.shape.source}", recipe or Recipe()
+    if meant.file_type is None:
+        return describe_config(dict(meant.shape.config), name, source, stated, group_size, recipe)
+    model = read_config(dict(meant.shape.config))
+    type_of = types_of_file(meant.file_type, model.num_hidden_layers, model.tie_word_embeddings)
+    graph = build_graph(model, type_of, recipe)
+    kinds = [type_of(weight) for weight in graph.weights if weight.kind in ("matrix", "ffn", "experts")]
+    kind = max(set(kinds), key=kinds.count)
+    ends = [type_of(weight).dtype for weight in graph.weights if weight.kind in ("embedding", "head")]
+    quantisation = Quantisation(kind.dtype, kind.group_size, ends[0], ends[-1])
+    return ModelDescription(name, f"{source}, as a {meant.file_type} file", model, quantisation, graph,
+                            weights_file_bytes(graph), recipe=recipe)
 
 
 def _from_packed(
@@ -167,9 +196,10 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
         if name.lower() not in builtin_shapes():
             raise ModelNotFoundError(f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no "
                                      f"{CONFIG_FILE}).")
-    if shape := builtin_shapes().get(name.lower()):
-        return dict(shape.config), f"built-in shape, as {shape.source}"
-    if name in KNOWN_NAMES or is_hub_id(name):
+    if name.lower() in builtin_shapes() or not (name in KNOWN_NAMES or is_hub_id(name)):
+        if shape := spoken(name).shape:
+            return dict(shape.config), f"built-in shape, as {shape.source}"
+    else:
         repo_id = KNOWN_NAMES.get(name, name)
         return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
     raise ModelNotFoundError(_unknown(name))
@@ -182,5 +212,6 @@ def _unknown(name: str) -> str:
         return missing
     shapes = builtin_shapes()
     near = similar(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
+    near = list(dict.fromkeys([*near, *(near_shapes(name) if near or len(name) > 3 else [])]))[:3]
     return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

@@ -24,13 +24,16 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "deepseek-r1-distill-qwen-1.5b": 1.78, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7,
     "glm-4.7-flash": 29.94, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
     "granite-4-h-tiny": 6.94, "nemotron-3-nano-30b-a3b": 31.58, "falcon-h1-0.5b": 0.521,
+    "glm-4.5-air": 106.85, "deepseek-v3": 671.03,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
           "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
           "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72, "qwen3-next-80b-a3b": 3.87,
-          "qwen3.5-35b-a3b": 3.45, "lfm2-8b-a1b": 1.56, "granite-4-h-tiny": 1.47, "nemotron-3-nano-30b-a3b": 3.58}
-"""The cards of gpt-oss and SmallThinker leave the embedding out; those of the last five round to 3, 3, 1.5, 1 and 3.5.
+          "qwen3.5-35b-a3b": 3.45, "lfm2-8b-a1b": 1.56, "granite-4-h-tiny": 1.47, "nemotron-3-nano-30b-a3b": 3.58,
+          "glm-4.5-air": 12.2 + 1.24, "deepseek-v3": 36.6 + 0.93}
+"""The cards of gpt-oss, SmallThinker, GLM-4.5-Air and DeepSeek-V3 leave the embedding out (that of GLM the head too);
+those of the five before these round to 3, 3, 1.5, 1 and 3.5.
 """
 
 

@@ -1,0 +1,65 @@
+"""Names of models as people write them: those that must find their shape and type, and those that must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import ModelNotFoundError, UsageError
+from edgeinfer.graph import builtin_shapes, other_names
+from edgeinfer.models.describe import describe
+from edgeinfer.models.spoken import FILE_TYPES, spoken
+from tests.helpers.command_line import edgeinfer
+
+PAIRS = [tuple(line.split("\t")) for line in
+         (Path(__file__).parents[1] / "data" / "model_names.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+REFUSED = "-"
+"""Answer of the table to a name that no model has, that several have, or with a type that is not known."""
+
+
+def found(typed: str) -> str:
+    """Return the shape that a name means."""
+    meant = spoken(typed)
+    return meant.shape.name if meant.shape and not meant.unknown_type else REFUSED
+
+
+def test_names_as_people_write_them() -> None:
+    right = [found(typed) == name for typed, name in PAIRS]
+    wrong = [(typed, found(typed)) for typed, name in PAIRS if found(typed) not in (name, REFUSED)]
+    assert wrong == [] and len(PAIRS) >= 200 and sum(right) >= 0.95 * len(PAIRS)
+    assert set(other_names().values()) <= set(builtin_shapes())
+    for name in builtin_shapes():
+        assert found(name) == found(name.upper().replace("-", " ")) == name
+
+
+@pytest.mark.parametrize(("typed", "kind"), [
+    ("llama 3.2 1b instruct Q4_K_M", "q4k"), ("llama-3.2-1b Q8_0", "int8"), ("llama3.2:1b-instruct-q6_K", "q6"),
+    ("llama 3.2 1b 4-bit", "q4"), ("llama 3.2 1b fp16", "f16"), ("llama 3.2 1b", "q4"), ("llama-3.2-1b IQ4_XS", "iq4k"),
+])
+def test_a_type_in_the_name_is_the_type_of_the_weights(typed: str, kind: str) -> None:
+    assert describe(typed).quantisation.weights == kind
+
+
+@pytest.mark.parametrize(("kind", "gigabytes"), zip(FILE_TYPES, (3.83, 3.86, 4.08, 3.64, 4.65, 4.78, 5.53, 7.16),
+                                                    strict=True))
+def test_bytes_are_those_of_published_files(kind: str, gigabytes: float) -> None:
+    """Sizes of llama.cpp's files of Llama-2-7B."""
+    assert describe(f"llama-2-7b {kind}").weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.035)
+
+
+def test_what_is_refused() -> None:
+    for typed, sentence in (("llama 3.1 8b q3_k_m", "states q3_k_m, which cannot be described without its file"),
+                            ("gemma 3 5b", "did you mean 'gemma-3-")):
+        with pytest.raises((ModelNotFoundError, UsageError)) as caught:
+            describe(typed)
+        assert sentence in str(caught.value)
+    done = edgeinfer("plan", "llama-3.2-1b Q8_0", "--weights", "q4")
+    assert done.code == 2 and "states Q8_0, and --weights q4; leave one of them out" in done.err
+
+
+@pytest.mark.parametrize("typed", [typed for typed, name in PAIRS if name == REFUSED and "q3" not in typed])
+def test_refusals_have_three_near_names(typed: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        describe(typed)
+    assert str(caught.value).count("'") == 8
