@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 
     from ..calibration.kept import KeptStatistics, StatisticsWriter
     from ..graph import Weight
+    from ..quant import InputStatistics
     from ..text import Tokenizer
 
+GPTQ, IMPORTANCE = "gptq", "importance"
+"""Methods: by covariances, and by mean squares alone."""
 TOKENS = 16384
 """Most tokens of a text that are run, in windows spread over it."""
 LEAST_TOKENS = 2048
@@ -123,21 +127,25 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
         yield Path(path, "f16")
 
 
-def by_text(source: Path, stream: Stream, progress: OnProgress) -> Callable[[Checkpoint], Calibration]:
+def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ
+            ) -> Callable[[Checkpoint], Calibration]:
     """Return what `convert` calls for the statistics of a text's run: those that are kept, or new ones."""
     def calibration(checkpoint: Checkpoint) -> Calibration:
         from edgeinfer.converters import Calibration
 
         kept = kept_statistics(source, stream, progress)
-        return Calibration("gptq", stream.name, stream.sha256(), len(stream.ids), partial(_of_weight, kept),
-                           tuple(_remarks(kept)))
+        return Calibration(method, stream.name, stream.sha256(), len(stream.ids),
+                           partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
 
     return calibration
 
 
-def _of_weight(kept: KeptStatistics, weight: Weight) -> object:
-    """Return the statistics of a weight's input; a part of a matrix has the input of the whole."""
-    return kept.of(weight.name) or kept.of(weight.name.rpartition(".")[0])
+def _of_weight(kept: KeptStatistics, weight: Weight, whole: bool) -> Sequence[InputStatistics] | None:
+    """Return the statistics of a weight's input, without covariances unless `whole`; a part of a matrix has the input
+    of the whole matrix.
+    """
+    found = kept.of(weight.name) or kept.of(weight.name.rpartition(".")[0])
+    return found if whole or found is None else [replace(one, covariance=None) for one in found]
 
 
 def _remarks(kept: KeptStatistics) -> Iterator[str]:

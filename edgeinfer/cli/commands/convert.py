@@ -18,6 +18,8 @@ from ..progress import ProgressLine
 if TYPE_CHECKING:
     from edgeinfer.converters import ConversionReport
 
+    from ...models.comparison import Compared
+
 TOKENS = 16384
 """Most tokens of a text that calibrates, by default."""
 JSON_FIELDS = {
@@ -33,6 +35,8 @@ JSON_FIELDS = {
         "remarks": "sentences about what was left out or missing",
         "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that calibrated "
         "rounding removed, mean over the tensors; else null",
+        "compared": "with --compare, per method `method`, `bits` of a weight of the layers, `bytes`, `perplexity` and, "
+        "against weights in f16, `kld_mean`, `kld_p99`, `same_top`; else null",
         "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
         "checkpoint, those that it is made of), `exact` (whether every value is that of the source), `output_error` "
         "and `output_error_plain` (squared error of what the matrix gives over the calibration text, calibrated and "
@@ -77,6 +81,11 @@ def convert(
         typer.Option("--imatrix", metavar="FILE", show_default=False,
                      help="Weight rounding errors by an importance matrix of llama.cpp's (GGUF or older form)."),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="TEXT", show_default=False,
+                     help="Measure the bundle on a text, beside plain rounding to the same types."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the quantisation error of every tensor.")] = False,
     json: Json = False,
@@ -90,11 +99,17 @@ def convert(
     interrupted leaves nothing at DST. A tensor's error is the squared error of its stored weights divided by their
     squared norm.
 
+    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that what it gives for its
+    inputs changes least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
+    text in calibration.json. --imatrix weights errors by mean squares alone. --compare prints perplexity and the KL
+    divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in all of them.
+
     \b
     Examples:
       edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
       edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
       edgeinfer convert model-Q8_0.gguf ./model
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama --calibrate --compare held_out.txt
     """
     from edgeinfer.converters import convert as convert_checkpoint
 
@@ -102,37 +117,71 @@ def convert(
 
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
-        report = convert_checkpoint(
-            path, destination, weights=weights, group_size=group_size, embedding=embedding, head=head,
-            ffn_layout=ffn_layout, overwrite=overwrite, announce=say, progress=partial(progress, "convert"),
-            calibration=_calibration(path, calibrate, calibrate_tokens, imatrix, progress),
-        )
+        make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
+                       ffn_layout=ffn_layout, progress=partial(progress, "convert"))
+        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress)
+        method, calibration = ways.popitem()
+        report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
+        rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
+                                                                ways.items()}, progress)
     if json:
-        print_json(report_object(report))
+        print_json({**report_object(report), "compared": [_object(row) for row in rows] if compare else None})
         return
     if tensors:
         _print_tensors(report)
     for remark in filter(None, (*report.remarks, report.anew, report.nearly)):
         say(remark)
+    if rows:
+        _print_compared(rows)
     print(printable(_summary(report)))
 
 
-def _calibration(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine) -> Any:
-    """Return what gives a conversion the statistics of inputs; None if it takes none."""
+def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine
+                  ) -> dict[str, Any]:
+    """Return what gives a conversion the statistics of inputs, by method: the one that was requested last."""
+    ways: dict[str, Any] = {"plain": None}
     if imatrix is not None:
         if text is not None:
             raise UsageError(f"--calibrate and --imatrix {imatrix} both say how weights are rounded; give one of them.")
         from edgeinfer.converters import by_imatrix
 
-        return by_imatrix(imatrix)
+        return {**ways, "importance": by_imatrix(imatrix)}
     if text is None:
-        return None
+        return ways
     from ...models import calibrated
 
     read = calibrated.calibration_text(path, Path(text) if text else calibrated.BUILT_IN, tokens)
     if read.changed:
         say(f"{read.stream.name}: {read.changed}.")
-    return calibrated.by_text(path, read.stream, progress)
+    return {**ways, **{method: calibrated.by_text(path, read.stream, progress, method)
+                       for method in (calibrated.IMPORTANCE, calibrated.GPTQ)}}
+
+
+def _compared(path: Path, text: Path | None, own: tuple[str, Path], others: dict[str, Any], progress: ProgressLine
+              ) -> list[Compared]:
+    """Measure the bundle beside others of the same types, if that is wanted."""
+    if text is None:
+        return []
+    from ...models.comparison import compare
+
+    return compare(path, text, own, list(others.items()), progress)
+
+
+def _object(row: Compared) -> dict[str, Any]:
+    """Return the JSON object of a row of the comparison."""
+    kld = row.divergence
+    return {"method": row.method, "bits": row.bits, "bytes": row.nbytes, "perplexity": row.perplexity,
+            "kld_mean": kld.kld_mean if kld else None, "kld_p99": kld.kld_p99 if kld else None,
+            "same_top": kld.same_top if kld else None}
+
+
+def _print_compared(rows: list[Compared]) -> None:
+    shown = [("method", "bits", "weights", "perplexity", "KLD mean", "KLD 99 %", "same top token")]
+    for row in rows:
+        kld = row.divergence
+        shown.append((row.method, f"{row.bits:.2f}", format_size(row.nbytes), f"{row.perplexity:.4f}",
+                      *((f"{kld.kld_mean:.6f}", f"{kld.kld_p99:.6f}", f"{kld.same_top:.2%}") if kld else ("", "", ""))))
+    print_table(shown, right=[1, 2, 3, 4, 5, 6])
 
 
 def report_object(report: ConversionReport) -> dict[str, Any]:
