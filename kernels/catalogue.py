@@ -46,8 +46,8 @@ from .parameters import (
 _TILES = tuple(row for row in TYPES.values() if "tile16" in row.layouts)
 WEIGHTS = tuple(end for row in _TILES for end in row.suffixes)
 """Ends of the names of kernels that read weights in tile16."""
-FOREIGN = tuple(end for row in _TILES if not row.requested for end in row.suffixes)
-"""Those of types that only files of other formats have: `warmup` leaves them to the first run that needs them."""
+FOREIGN = tuple(end for row in _TILES if not row.usual for end in row.suffixes)
+"""Those of types that few models have: `warmup` leaves them to the first run that needs them."""
 SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
 """Ends of the names of kernels of a head that can be screened."""
 KV = tuple(KV_TYPES)

@@ -14,7 +14,7 @@ from edgeinfer.config import GROUP_SIZES, RuntimeConfig
 from edgeinfer.errors import RequestError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
-from edgeinfer.quant import KV_TYPES, WeightType, requestable
+from edgeinfer.quant import KV_TYPES, TYPES, WeightType, requestable
 
 from .kv_pool import largest
 from .plan import MemoryPlan, Request
@@ -30,7 +30,8 @@ Placer = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget if the weights do not all fit in memory; None if there is none."""
 BLOCK, POOL, STATE = abi.BLOCK_TOKENS, "kv_memory", "state_memory"
 STREAMED, COLD, EXPERTS = "streamed_layers", "cold_neurons", "kept_experts"
-_BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
+_BY_SIZE = sorted((WeightType.of(name) for name in requestable() if TYPES[name].usual),
+                  key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
 """Types of weights that save memory, from the most bytes to the fewest; the lightest also in wider groups."""

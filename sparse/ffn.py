@@ -106,7 +106,7 @@ def parts(bundle: Bundle, ffn: Ffn) -> Parts:
         values = layouts.unpack_neuron(data, *kind, (ffn.neurons, ffn.parts, weight.shape[2]))
         gate, *up, down = (np.ascontiguousarray(values[:, i]) for i in range(ffn.parts))
     else:
-        gate, *up = apart(layouts.unpack_tile16(data, *kind, (weight.shape[0], weight.shape[1])), ffn)
+        gate, *up = apart(layouts.unpack_tile16(data, *kind, (weight.shape[0], weight.shape[1]), stored.levels), ffn)
         down = np.ascontiguousarray(down_matrix(bundle, ffn).T)
     return Parts(gate, up[0] if up else np.zeros((0, gate.shape[1]), np.float32), down)
 
@@ -127,7 +127,7 @@ def down_matrix(bundle: Bundle, ffn: Ffn) -> Floats:
     name = f"layers.{ffn.layer}.down"
     stored = bundle.weight_type(name)
     return layouts.unpack_tile16(stored_bytes(bundle, name), stored.dtype, stored.group_size,
-                                 (ffn.weight.shape[1], ffn.neurons))
+                                 (ffn.weight.shape[1], ffn.neurons), stored.levels)
 
 
 def apart(rows: NDArray, ffn: Ffn) -> tuple[NDArray, ...]:

@@ -104,7 +104,7 @@ class _Head:
         data = self._data[which]
         shape = (TILE_ROWS * len(data), self.cols)
         return layouts.unpack_tile16(np.ascontiguousarray(data).reshape(-1), self.stored.dtype, self.stored.group_size,
-                                     shape)
+                                     shape, self.stored.levels)
 
     def blocks(self) -> Iterator[tuple[slice, Floats]]:
         """All tiles, some at a time."""

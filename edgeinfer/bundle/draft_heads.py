@@ -81,15 +81,16 @@ def read_draft_head(bundle: Bundle, recipe: Recipe | None = None) -> Graph | Non
     return replace(graph, ops=ops, weights=tuple(there.get(weight.name, weight) for weight in graph.weights))
 
 
-def _row(stored: WeightType) -> tuple[str, int, str]:
-    return stored.dtype, stored.group_size, stored.layout
+def _row(stored: WeightType) -> tuple[Any, ...]:
+    return stored.dtype, stored.group_size, stored.layout, *([list(stored.levels)] if stored.levels else [])
 
 
 def _types(rows: Any, where: str) -> dict[str, WeightType]:
-    """Return the types that a file states, each as its name, group size and layout."""
+    """Return the types that a file states, each as its name, group size and layout, perhaps levels."""
     try:
-        types = {name: WeightType(str(dtype), int(group), str(layout)).checked()
-                 for name, (dtype, group, layout) in rows.items()}
+        types = {name: WeightType(str(dtype), int(group), str(layout),
+                                  *(tuple(map(int, own)) for own in levels)).checked()
+                 for name, (dtype, group, layout, *levels) in rows.items()}
     except (AttributeError, TypeError, ValueError, BundleError):
         raise BundleError(f"{where} states no usable types of its weights; make it again.") from None
     return types

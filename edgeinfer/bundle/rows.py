@@ -32,7 +32,8 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
     stored = entry.type
     shared = {"pieces": entry.pieces, "stride": entry.stride} if entry.pieces else {}
     return {
-        "name": entry.name, "layout": stored.layout, **_of_table(stored.storage), "group_size": stored.group_size,
+        "name": entry.name, "layout": stored.layout, **_of_table(stored.storage, stored.table),
+        "group_size": stored.group_size,
         "shape": list(entry.shape), "offset": entry.offset, "nbytes": entry.nbytes, "sha256": entry.sha256, **shared,
     }
 
@@ -98,24 +99,29 @@ def exact_fields(data: dict[str, Any], names: Iterable[str], where: str, optiona
 
 def _stored(data: dict[str, Any], where: str) -> WeightType:
     """Return the type that the fields describe."""
-    name = data["dtype"] if "dtype" in data else _described({key: data[key] for key in _OF_TABLE}, where)
+    name, levels = (data["dtype"], ()) if "dtype" in data else _described({key: data[key] for key in _OF_TABLE}, where)
     try:
-        return WeightType(name, data["group_size"], data["layout"]).checked()
+        return WeightType(name, data["group_size"], data["layout"], levels).checked()
     except BundleError as error:
         raise UnknownError(f"{where}: {str(error).rstrip('.')}") from None
 
 
-def _described(fields: dict[str, Any], where: str) -> str:
-    """Return the name of the row of the table of types that has these values."""
+def _described(fields: dict[str, Any], where: str) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the row of the table of types that has these values, and the levels of a tensor's own."""
     for row in TYPES.values():
-        if fields == _of_table(row):
-            return row.name
+        if not row.fitted and fields == _of_table(row, row.table):
+            return row.name, ()
+    levels = tuple(fields["table"])
+    if all(type(level) is int for level in levels):
+        for row in TYPES.values():
+            if row.fitted and fields == _of_table(row, levels) and len(levels) == 1 << row.bits:
+                return row.name, levels
     said = ", ".join(f"{key} {json.dumps(value)[:60]}" for key, value in fields.items())
     raise UnknownError(f"{where} has a type that is not known here: {said}")
 
 
-def _of_table(row: StorageType) -> dict[str, Any]:
-    return {"bits": row.bits, "grid": list(row.grid), "table": list(row.table), "scale": row.scale,
+def _of_table(row: StorageType, table: tuple[int, ...]) -> dict[str, Any]:
+    return {"bits": row.bits, "grid": list(row.grid), "table": list(table), "scale": row.scale,
             "minimum": row.minimum}
 
 

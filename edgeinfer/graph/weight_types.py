@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import BundleError, UsageError
-from ..quant import WeightType, embedding_type, holds
+from ..quant import SUPER_COLUMNS, TYPES, WeightType, embedding_type, holds, requestable
 from ..rules import CONVERSION, plain
 from .weights import Weight
 
@@ -51,7 +51,21 @@ def requested_types(
     types = {kind: WeightType.of(name, asked["group_size"]) for kind, name in chosen.items()}
     types |= {"ffn": replace(types["matrix"], layout=ffn_layout), "part": ABSENT, "order": ABSENT,
               "experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"], "router": ROUTER}
-    return lambda weight: types[weight.kind]
+    return lambda weight: fitting(types[weight.kind], weight.shape)
+
+
+def fitting(stored: WeightType, shape: tuple[int, ...]) -> WeightType:
+    """Return the type, or what stands in for it where a nested one does not fit the rows of a matrix.
+
+    That is the type with the fewest bits, but no fewer, whose scales are not nested; of several one with the same
+    levels.
+    """
+    row = stored.storage
+    if not row.nested or shape[-1] % SUPER_COLUMNS == 0:
+        return stored
+    others = [WeightType.of(name) for name in requestable() if TYPES[name].groups and not TYPES[name].nested]
+    return min((other for other in others if other.bits_per_weight >= stored.bits_per_weight),
+               key=lambda other: (other.bits_per_weight, other.storage.table != row.table))
 
 
 def expected_types(table: Mapping[str, WeightType]) -> TypeOf:

@@ -8,7 +8,7 @@ factors are the solution of two equations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,10 +41,9 @@ class Grid(NamedTuple):
     """Code of each half step of the range of levels (`nearest`)."""
 
     @classmethod
-    def of(cls, stored: WeightType, levels: Sequence[int] = ()) -> Grid:
-        """Return the levels of a type; `levels` are those of a table that is fitted to the tensor."""
-        table = tuple(levels) or stored.storage.table
-        if table:
+    def of(cls, stored: WeightType, levels: tuple[int, ...] = ()) -> Grid:
+        """Return the levels of a type; `levels` stand for those of a tensor."""
+        if table := levels or stored.table:
             return _table_grid(table)
         low, high = stored.storage.grid
         return cls(low, high)

@@ -88,10 +88,11 @@ def tile16_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
     return np.ascontiguousarray(codes), np.ascontiguousarray(scales[:rows, : -(-cols // group_size)])
 
 
-def unpack_tile16(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int]) -> Floats:
+def unpack_tile16(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int], levels: tuple[int, ...] = ()
+                  ) -> Floats:
     """The weights, float32 of `shape` = (rows, cols), that bytes in layout tile16 stand for."""
     if TYPES[dtype].quantised and not TYPES[dtype].simple:
-        stored = WeightType(dtype, group_size)
+        stored = WeightType(dtype, group_size, levels=levels)
         codes, factors = packed.unpack(_checked(data, stored.nbytes(shape)), stored, shape)
         return packed.values(codes, factors, stored)
     if TYPES[dtype].quantised:

@@ -116,7 +116,7 @@ def unpack(data: Bytes, stored: WeightType, shape: tuple[int, int]) -> tuple[NDA
 def values(codes: NDArray[np.int8], factors: Factors, stored: WeightType) -> Floats:
     """The weights, float32: products and sums rounded as ggml's dequantisation rounds them."""
     row, cols = stored.storage, codes.shape[1]
-    levels = np.array(row.table, np.float32)[codes] if row.table else codes.astype(np.float32)
+    levels = np.array(stored.table, np.float32)[codes] if row.indexed else codes.astype(np.float32)
     weights = levels * _spread(factors.scales, factors.outer, stored.group_size, cols)
     if factors.minima is not None:
         weights += _spread(factors.minima, factors.outer_minima, stored.group_size, cols)

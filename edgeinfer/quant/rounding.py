@@ -11,6 +11,7 @@ before it. Scales of a group are fitted, with the weights R_jj^2, when its turn 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from . import packed
 from .fitting import FP16_MAX, Fit, Floats, Grid, inverse
 from .group_factors import GroupFactors
 from .input_statistics import InputStatistics
+from .levels import fit_levels
 from .quantise import ErrorSums, check_finite, quantise
 from .table import SUPER_COLUMNS
 from .types import WeightType
@@ -66,7 +68,8 @@ def quantise_matrix(
     ----------
     weights : float32 array of shape (rows, cols)
     stored : WeightType
-        A quantised type. A nested one needs whole blocks of 256 columns.
+        A quantised type. A nested one needs whole blocks of 256 columns. Levels that it leaves to the tensor are fitted
+        to these rows unless it has them; `fit_levels` fits those of a matrix that is rounded in blocks of rows.
     name : str
         For the error message.
     statistics : InputStatistics, optional
@@ -99,6 +102,8 @@ def quantise_matrix(
     if statistics is None and stored.storage.simple:
         codes, scales, errors = quantise(weights, stored.dtype, stored.group_size, name, threads)
         return Rounded(codes, packed.Factors(scales), RoundingErrors(**vars(errors)), stored)
+    if stored.storage.fitted and not stored.levels:
+        stored = replace(stored, levels=fit_levels(weights, stored, by))
     grid = Grid.of(stored)
     _check_size(weights, stored, name)
     codes, factors = _round(weights, stored, grid, by, feedback, threads)
@@ -216,7 +221,7 @@ def _check_size(weights: Floats, stored: WeightType, name: str) -> None:
     """Refuse weights whose scales do not fit fp16."""
     row = stored.storage
     largest = float(np.abs(weights).max(initial=0.0))
-    levels = row.table or row.grid
+    levels = stored.table or row.grid
     if largest / max(map(abs, levels)) > FP16_MAX or (row.minimum and largest > FP16_MAX):
         raise CheckpointError(f"The tensor {name} has the value {largest:.3g}, too large for {stored.dtype} with fp16 "
                               "scales; convert with weights f32.")

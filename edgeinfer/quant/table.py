@@ -51,7 +51,11 @@ class StorageType:
     minimum: bool = False
     """Whether each group has a minimum, of the scale's kind, beside its scale."""
     requested: bool = True
-    """Whether floats can be quantised to it; else it holds what other formats have quantised."""
+    """Whether floats can be quantised to it."""
+    usual: bool = True
+    """Whether many models have it: `warmup` compiles its kernels, and plans suggest it."""
+    fitted: bool = False
+    """Whether each tensor has a table of its own, of levels in [-127, 127] that fit its weights."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -67,6 +71,11 @@ class StorageType:
     def quantised(self) -> bool:
         """Whether the kernels multiply int8 activations."""
         return bool(self.groups)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether codes are indices into a table."""
+        return bool(self.table) or self.fitted
 
     @property
     def offset(self) -> int:
@@ -147,10 +156,10 @@ class StorageType:
         return self.outer_at(group) + (LINE_BYTES if self.nested else 0)
 
 
-def _taken(name: str, bits: int, groups: int | tuple[int, ...], scale: str, **more: Any) -> StorageType:
-    """A type of matrices that other formats have quantised."""
+def _further(name: str, bits: int, groups: int | tuple[int, ...], scale: str = "f16", **more: Any) -> StorageType:
+    """A type of matrices that few models have, or those that other formats have quantised."""
     groups = groups if isinstance(groups, tuple) else (groups,)
-    return StorageType(name, bits, _TILES, groups=groups, scale=scale, requested=False, **more)
+    return StorageType(name, bits, _TILES, groups=groups, scale=scale, usual=False, **more)
 
 
 TYPES = {
@@ -161,15 +170,17 @@ TYPES = {
         StorageType("f16", 16, _TILES),
         StorageType("f32", 32, ("tile16", "plain")),
         StorageType("i32", 32, ("plain",), grid=(0, MAX_DIMENSION), requested=False),
-        _taken("q4m", 4, (32, 64, 128), "f16", grid=(0, 15), minimum=True),
-        _taken("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
-        _taken("q5", 5, 32, "f16", grid=(-16, 15)),
-        _taken("q5m", 5, 32, "f16", grid=(0, 31), minimum=True),
-        _taken("q5k", 5, 32, "u8*f16", grid=(0, 31), minimum=True),
-        _taken("q6", 6, 16, "i8*f16", grid=(-32, 31)),
-        _taken("iq4", 4, 32, "f16", table=IQ4_LEVELS),
-        _taken("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
-        _taken("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
+        _further("q4m", 4, (32, 64, 128), "f16", grid=(0, 15), minimum=True),
+        _further("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
+        _further("q5", 5, 32, "f16", grid=(-16, 15)),
+        _further("q5m", 5, 32, "f16", grid=(0, 31), minimum=True),
+        _further("q5k", 5, 32, "u8*f16", grid=(0, 31), minimum=True),
+        _further("q6", 6, 16, "i8*f16", grid=(-32, 31)),
+        _further("iq4", 4, 32, "f16", table=IQ4_LEVELS),
+        _further("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
+        _further("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
+        _further("tableq", 4, 32, fitted=True),
+        _further("tableq3", 3, (32, 64), fitted=True),
     )
 }
 

@@ -9,7 +9,9 @@ from ..base.units import MAX_BYTES, round_up
 from ..errors import BundleError
 from .table import LAYOUTS, LINE_BYTES, MAX_DIMENSION, SUPER_COLUMNS, TILE_ROWS, TYPES, StorageType
 
-GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested for group in row.groups}))
+GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested and row.groups[1:]
+                            for group in row.groups}))
+"""Choices, of types that have several."""
 
 
 def requestable() -> tuple[str, ...]:
@@ -37,6 +39,8 @@ class WeightType:
     """Columns that share one scale; 0 for floats."""
     layout: str = "tile16"
     """tile16, neuron or plain (vectors)."""
+    levels: tuple[int, ...] = ()
+    """Table of a tensor whose type has none of its own (`StorageType.fitted`); empty where it is not known yet."""
 
     @classmethod
     def of(cls, name: str, group_size: int | None = None, layout: str = "tile16") -> WeightType:
@@ -71,7 +75,20 @@ class WeightType:
                               f"{several}{groups[-1]}.")
         if not groups and self.group_size != 0:
             raise BundleError(f"group size {self.group_size} makes no sense for {self.dtype}; it must be 0.")
+        if self.levels and not self._has_levels:
+            raise BundleError(f"the levels {list(self.levels)!r:.60} do not fit {self.dtype}.")
         return self
+
+    @property
+    def _has_levels(self) -> bool:
+        """Whether the levels are as many as there are codes, and int8."""
+        row = self.storage
+        return row.fitted and len(self.levels) == 1 << row.bits and max(map(abs, self.levels)) <= 127
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """Level of each code: of the tensor or of its type; empty where codes are levels."""
+        return self.levels or self.storage.table
 
     @property
     def storage(self) -> StorageType:

@@ -4,7 +4,7 @@ into.
 
 from __future__ import annotations
 
-VERSION = 2
+VERSION = 3
 """Part of the hash of the kernel objects."""
 
 # -- instruction: 32 words of 8 bytes ----------------------------------------------------------------------------------
@@ -22,8 +22,11 @@ INST_OPERANDS = 24
 """12 operands of 8 bytes: region << 48 | byte offset."""
 N_OPERANDS = 12
 INST_PARAMETERS = 120
-"""32 int32 parameters: counts, strides in bytes, float32 bits."""
-N_PARAMETERS = 32
+"""28 int32 parameters: counts, strides in bytes, float32 bits."""
+N_PARAMETERS = 28
+INST_LEVELS = 232
+"""16 int8: levels of the codes of the matrix that the instruction reads, where its type leaves them to the tensor."""
+N_LEVELS = 16
 REGION_SHIFT = 48
 
 # -- flags -------------------------------------------------------------------------------------------------------------

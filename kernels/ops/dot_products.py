@@ -110,23 +110,23 @@ def _group_sums(name, group, m, n, ask):
     add_run, ask_run = dot_run(name, paired > 0), _asking_lines(ask, form.run_lines)
 
     @inline
-    def sums(w, part, apart, x, offsets, far):
+    def sums(w, part, apart, x, offsets, far, inst):
         ints = start(m, n, offsets)
         for run in range(runs):
             at = w + group_bytes * part + run_bytes * run
             ask_run(at, far, apart)
-            ints = add_run(ints, m, at, apart, x + values * run)
+            ints = add_run(ints, m, at, apart, x + values * run, inst)
         return ints
 
     @inline
-    def sums_by_pairs(w, part, apart, x, offsets, far):
+    def sums_by_pairs(w, part, apart, x, offsets, far, inst):
         ints = zero_sums(m, n)
         for first in range(0, runs, paired):
             pairs = zero_sums(m, n)
             for run in range(first, first + opaque(paired)):
                 at = w + group_bytes * part + run_bytes * run
                 ask_run(at, far, apart)
-                pairs = add_run(pairs, m, at, apart, x + values * run)
+                pairs = add_run(pairs, m, at, apart, x + values * run, inst)
             ints = widen_pairs(ints, pairs)
         return add_sums(ints, start(m, n, offsets))
 
@@ -141,16 +141,16 @@ def _fine_sums(name, group, m, n, ask):
     add_run, ask_run = dot_run(name, has_pair_sums()), _asking_lines(ask, form.run_lines)
 
     @inline
-    def add_group(total, w, number, apart, x, far):
+    def add_group(total, w, number, apart, x, far, inst):
         at = w + run_bytes * number
         ask_run(at, far, apart)
-        return add_scaled(m, total, add_run(start(m, n, x), m, at, apart, x), w + factors + 16 * number, apart)
+        return add_scaled(m, total, add_run(start(m, n, x), m, at, apart, x, inst), w + factors + 16 * number, apart)
 
     @inline
-    def sums(w, part, apart, x, offsets, far):
+    def sums(w, part, apart, x, offsets, far, inst):
         total = zero(m, n)
         for k in range(opaque(2)):
-            total = add_group(total, w, 2 * part + k, apart, x + group * n * k, far)
+            total = add_group(total, w, 2 * part + k, apart, x + group * n * k, far, inst)
         return total
 
     return sums
@@ -164,19 +164,19 @@ def _all_parts(add_part, parts, values, n):
     prefetches, twice as many as there are registers; matmuls of one token then take 1.1 times as long from a cache.
     """
     @inline
-    def one_by_one(acc, w, apart, x, scales, offsets, far):
+    def one_by_one(acc, w, apart, x, scales, offsets, far, inst):
         for part in range(parts):
-            acc = add_part(acc, w, part, apart, x, scales, offsets, far)
+            acc = add_part(acc, w, part, apart, x, scales, offsets, far, inst)
             x += values
             scales += 4 * n
             offsets += 4 * n
         return acc
 
     @inline
-    def two_by_two(acc, w, apart, x, scales, offsets, far):
+    def two_by_two(acc, w, apart, x, scales, offsets, far, inst):
         for part in range(0, parts, 2):
-            acc = add_part(acc, w, part, apart, x, scales, offsets, far)
-            acc = add_part(acc, w, part + 1, apart, x + values, scales + 4 * n, offsets + 4 * n, far)
+            acc = add_part(acc, w, part, apart, x, scales, offsets, far, inst)
+            acc = add_part(acc, w, part + 1, apart, x + values, scales + 4 * n, offsets + 4 * n, far, inst)
             x += 2 * values
             scales += 8 * n
             offsets += 8 * n
@@ -199,18 +199,18 @@ def matmul_packed(name, group, m, n, alone=False):
     ask_factors = _asking_lines(ask, (record - factors) // 64)
 
     @inline
-    def add_part(acc, w, part, apart, x, scales, offsets, far):
-        ints = part_sums(w, part, apart, x, offsets, far)
+    def add_part(acc, w, part, apart, x, scales, offsets, far, inst):
+        ints = part_sums(w, part, apart, x, offsets, far, inst)
         return finish(acc, ints, w, part, apart, scales, offsets)
 
     add_parts = _all_parts(add_part, parts, values, n)
 
     @inline
-    def matmul(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following, inst):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
-            acc = add_parts(acc, w, apart, x, scales, offsets, far)
+            acc = add_parts(acc, w, apart, x, scales, offsets, far, inst)
             x += parts * values
             scales += 4 * n * parts
             offsets += 4 * n * parts
@@ -227,7 +227,7 @@ def matmul_int8(group, m, n, alone=False):
     lines, ask, distance = group // 4, _leave if alone else asking(m), distance_of(32 * group + 64)
 
     @inline
-    def add_part(acc, w, part, apart, x, scales, offsets, far):
+    def add_part(acc, w, part, apart, x, scales, offsets, far, inst):
         ints = start_int8(m, n, offsets)
         for pair in range(lines // 2):
             line = w + 64 * (part * lines + 2 * pair)
@@ -239,11 +239,11 @@ def matmul_int8(group, m, n, alone=False):
     add_parts = _all_parts(add_part, 2, group * n, n)
 
     @inline
-    def matmul(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following, inst):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
-            acc = add_parts(acc, w, apart, x, scales, offsets, far)
+            acc = add_parts(acc, w, apart, x, scales, offsets, far, inst)
             x += 2 * group * n
             scales += 8 * n
             offsets += 8 * n

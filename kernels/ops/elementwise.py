@@ -263,14 +263,14 @@ def _store_packed(name, minimum):
     level = level_of(name)
 
     @inline
-    def store(word, scale, least, out, k, width):
+    def store(word, scale, least, out, k, width, inst):
         for j in range(min(4, width - k)):
-            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255)) * scale)
+            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255, inst)) * scale)
 
     @inline
-    def store_with_minimum(word, scale, least, out, k, width):
+    def store_with_minimum(word, scale, least, out, k, width, inst):
         for j in range(min(4, width - k)):
-            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255)) * scale + least)
+            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255, inst)) * scale + least)
 
     return store_with_minimum if minimum else store
 
@@ -285,7 +285,7 @@ def _row_packed(name, group):
     record, lowest, further = form.record_bytes(group), ((1 << low) - 1) * 0x01010101, ((1 << rest) - 1) * 0x01010101
 
     @inline
-    def row(tile, lane, out, width):
+    def row(tile, lane, out, width, inst):
         k = 0
         while k < width:
             for part in range(groups):
@@ -300,7 +300,7 @@ def _row_packed(name, group):
                         word = (load_i32(at + 64 * (step >> halvings)) >> (low * (step & last))) & lowest
                         word += ((high >> (rest * step)) & further) << low
                         if k < width:
-                            store(word, scale, least, out, k, width)
+                            store(word, scale, least, out, k, width, inst)
                         k += 4
             tile += record
 
@@ -309,7 +309,7 @@ def _row_packed(name, group):
 
 def _row_int8(group):
     @inline
-    def row(tile, lane, out, width):
+    def row(tile, lane, out, width, inst):
         k = 0
         while k < width:
             for part in range(2):
@@ -326,7 +326,7 @@ def _row_int8(group):
 
 def _row_f16(group):
     @inline
-    def row(tile, lane, out, width):
+    def row(tile, lane, out, width, inst):
         for k in range(width):
             store_f32(out + 4 * k, f32_from_f16_bits(load_u16(tile + 32 * k + 2 * lane)))
 
@@ -335,7 +335,7 @@ def _row_f16(group):
 
 def _row_f32(group):
     @inline
-    def row(tile, lane, out, width):
+    def row(tile, lane, out, width, inst):
         for k in range(width):
             store_f32(out + 4 * k, load_f32(tile + 64 * k + 4 * lane))
 
@@ -356,7 +356,7 @@ def _register_embed(name, row):
             else:
                 piece = left
             while left > 0:
-                row(table + tile * parameter(inst, ROWS.tile_bytes), lane, target, min(piece, left))
+                row(table + tile * parameter(inst, ROWS.tile_bytes), lane, target, min(piece, left), inst)
                 target, left, lane = target + 4 * piece, left - piece, lane + 1
             t = claim(ctx)
         return 0

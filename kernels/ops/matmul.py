@@ -38,7 +38,7 @@ def _matmul_f16(group, m, n):
     ask, distance = asking(1), distance_of(64)
 
     @inline
-    def matmul(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following, inst):
         acc = zero_tile(n)
         for r in range(records):
             ask(w, distance(records - r, records, following), apart)
@@ -55,7 +55,7 @@ def _matmul_f32(group, m, n):
     ask, distance = asking(1), distance_of(64)
 
     @inline
-    def matmul(w, apart, records, x, stride, scales, offsets, following):
+    def matmul(w, apart, records, x, stride, scales, offsets, following, inst):
         acc = zero_tile(n)
         for r in range(records):
             ask(w, distance(records - r, records, following), apart)
@@ -157,7 +157,7 @@ def _rows(make_matmul, group, n):
             to += div_i64(tile, heads) * parameter(inst, LINEAR.head_gap)
         acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(inst, LINEAR.records), base, stride,
                       base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets),
-                      following * size)
+                      following * size, inst)
         if bits & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, apart)
         if bits & FLAG_RESIDUAL:
@@ -245,7 +245,7 @@ def _gated(make_matmul, group, n):
         for part in range(parts):
             left = 2 * following - part if part + 1 == parts else 1
             acc = matmul(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
-                          scales, offsets, left * size)
+                          scales, offsets, left * size, inst)
             if flags(inst) & FLAG_BIAS:
                 acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
             store_block(1, acc, scratch + 64 * n * m * part, 64)

@@ -144,7 +144,8 @@ def _alone(make_matmul, group, n):
     def compute(inst, w, base, tile, scratch):
         size = parameter(inst, SCREEN.tile_bytes)
         acc = matmul(w + tile * size, (0, 0), parameter(inst, SCREEN.records), base, parameter(inst, SCREEN.x_stride),
-                      base + n * parameter(inst, SCREEN.x_scales), base + n * parameter(inst, SCREEN.x_offsets), 0)
+                      base + n * parameter(inst, SCREEN.x_scales), base + n * parameter(inst, SCREEN.x_offsets), 0,
+                      inst)
         store_block(1, acc, scratch, 64)
 
     return compute

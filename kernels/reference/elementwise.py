@@ -179,17 +179,17 @@ def embed_reference(dtype: str, group: int) -> Callable[[InstructionView], list[
 
     def reference(view: InstructionView) -> list[Expected]:
         p = view.parameters(ROWS)
-        ids = view.tokens(TOKEN_ID)[: view.count(p.rows)]
+        ids, levels = view.tokens(TOKEN_ID)[: view.count(p.rows)], view.stored(dtype, group).levels
         if p.piece:  # a tile is a token's row, lane by lane
             out = view.array(1, np.float32, (len(ids), p.width), (p.out_stride, 4))
             tiles = (view.array(0, np.uint8, (p.tile_bytes,), at=int(i) * p.tile_bytes) for i in ids)
             shape = layouts.TILE_ROWS, p.piece
-            whole = [layouts.unpack_tile16(tile, dtype, group, shape).reshape(-1)[: p.width] for tile in tiles]
+            whole = [layouts.unpack_tile16(tile, dtype, group, shape, levels).reshape(-1)[: p.width] for tile in tiles]
             return [Expected("out", out, np.array(whole).reshape(out.shape))]
         values = np.empty((len(ids), p.width), np.float32)
         for tile in np.unique(ids // layouts.TILE_ROWS):
             data = view.array(0, np.uint8, (p.tile_bytes,), at=int(tile) * p.tile_bytes)
-            rows = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS, p.width))
+            rows = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS, p.width), levels)
             here = ids // layouts.TILE_ROWS == tile
             values[here] = rows[ids[here] % layouts.TILE_ROWS]
         out = view.array(1, np.float32, values.shape, (p.out_stride, 4))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import WeightType, layouts
+from edgeinfer.quant import layouts
 
 from ..abi import FLAG_BIAS, FLAG_RESIDUAL
 from ..parameters import ACTIVATIONS, LINEAR
@@ -118,10 +118,10 @@ def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
 
     Of a `head` those of its own.
     """
-    p, stored = view.parameters(LINEAR), WeightType(dtype, group)
+    p, stored = view.parameters(LINEAR), view.stored(dtype, group)
     cols = p.records * stored.padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=head * tiles * p.tile_bytes)
-    w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols)).astype(np.float64)
+    w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols), stored.levels).astype(np.float64)
     if group:
         x, near = quantised_input(view, p._replace(group=stored.input_group), cols, 5, 6, head * p.head_x)
     else:

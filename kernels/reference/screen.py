@@ -53,7 +53,8 @@ def _logits(view: InstructionView, p: Any, dtype: str, group: int, tiles: range)
     linear = LINEAR._replace(fused=0, rows=p.rows, x_stride=p.x_stride, group=group, token_tiles=p.token_tiles)
     x, _ = quantised_input(view, linear, cols, 0, 0)
     data = view.array(0, np.uint8, (len(tiles) * p.tile_bytes,), at=tiles.start * p.tile_bytes)
-    w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * len(tiles), cols)).astype(np.float64)
+    w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * len(tiles), cols),
+                              view.stored(dtype, group).levels).astype(np.float64)
     return linear_values(x, w)
 
 

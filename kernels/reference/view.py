@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.quant import WeightType
+
 from .. import abi
 
 Family = TypeVar("Family", bound=tuple[int, ...])
@@ -71,6 +73,14 @@ class InstructionView:
             words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.instruction + abi.INST_PARAMETERS)[:]
             self._named[kind] = kind(*(words[i] for i in family))  # type: ignore[arg-type]
         return self._named[kind]
+
+    def stored(self, dtype: str, group: int) -> WeightType:
+        """Type of the instruction's matrix, with its levels if these are of the tensor."""
+        stored = WeightType(dtype, group)
+        if not stored.quantised or not stored.storage.fitted:
+            return stored
+        levels = (ctypes.c_int8 * (1 << stored.storage.bits)).from_address(self.instruction + abi.INST_LEVELS)
+        return WeightType(dtype, group, levels=tuple(levels))
 
     def count(self, index: int) -> int:
         """Dynamic count (COUNT_*)."""

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from edgeinfer.quant import StorageType
 
+from ..abi import INST_LEVELS, N_LEVELS
 from . import neon
 from .int8_dot import (
     PairTile,
@@ -27,8 +28,26 @@ from .int8_dot import (
     start_int8,
 )
 from .packed_formats import FORMS, chain_of, is_fine
-from .pair_sums import has_pair_sums, pair_block
-from .simd import F32, I8, I16, I32, VB, VF, VI, F32x16, Tile, call, constant, half, join, literal, pointer, row_tile
+from .pair_sums import has_pair_sums, is_vnni, pair_block
+from .simd import (
+    F32,
+    I8,
+    I16,
+    I32,
+    VB,
+    VF,
+    VI,
+    F32x16,
+    Tile,
+    call,
+    constant,
+    half,
+    join,
+    literal,
+    pointer,
+    row_tile,
+    splat,
+)
 from .small_groups import unsigned_codes
 from .targets import emit_fma, emit_widen_f16, has
 
@@ -48,12 +67,25 @@ def _piece(b, line, bits: int, step: int, low: int):
     return b.and_(b.bitcast(moved, VB), constant(VB, ((1 << bits) - 1) << low))
 
 
-def _levels(b, codes, table: tuple[int, ...]):
+def _table(b, form: StorageType, inst):
+    """The 16 levels of codes, perhaps fewer, in a register: those of the type, or of the instruction's matrix.
+
+    Where weights are multiplied as unsigned bytes, their sign bits are flipped here and not in each line.
+    """
+    kind = ir.VectorType(I8, N_LEVELS)
+    if not form.fitted:
+        flip = -128 if is_vnni() else 0
+        return ir.Constant(kind, [level ^ flip for level in form.table])
+    load = b.load(pointer(b, inst, INST_LEVELS), typ=kind, align=8)
+    load.set_metadata("invariant.load", b.module.add_metadata([]))  # an instruction never changes
+    return b.xor(load, constant(kind, -128)) if is_vnni() else load
+
+
+def _levels(b, codes, table):
     """The level of each code, 0 .. 15."""
-    quarter = [ir.Constant(I8, level) for level in table]
 
     def constants(n):
-        return ir.Constant(ir.VectorType(I8, n), quarter * (n // 16))
+        return b.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, n), [lane % 16 for lane in range(n)]))
 
     if has("avx512bw"):
         return call(b, "llvm.x86.avx512.pshuf.b.512", VB, constants(64), codes)
@@ -64,21 +96,22 @@ def _levels(b, codes, table: tuple[int, ...]):
         parts = [call(b, "llvm.aarch64.neon.tbl1.v16i8", neon.BYTES, constants(16), half(b, codes, start, 16))
                  for start in (0, 16, 32, 48)]
         return join(b, join(b, *parts[:2]), join(b, *parts[2:]))
-    out = constant(VB, table[0])
-    for code, level in enumerate(table[1:], 1):
-        out = b.select(b.icmp_unsigned("==", codes, constant(VB, code)), constant(VB, level), out)
+    levels = [splat(b, b.extract_element(table, ir.Constant(I32, code)), VB) for code in range(N_LEVELS)]
+    out = levels[0]
+    for code, level in enumerate(levels[1:], 1):
+        out = b.select(b.icmp_unsigned("==", codes, constant(VB, code)), level, out)
     return out
 
 
-def _steps(b, form: StorageType, line, further, at: int):
+def _steps(b, form: StorageType, line, further, at: int, table):
     """The bytes to be multiplied of steps 2 `at` and 2 `at` + 1 of a run; `line` has their lowest bits."""
     low, steps = form.planes[0], (2 * at, 2 * at + 1)
     codes = nibbles(b, line) if low == 4 else tuple(_piece(b, line, low, step % (8 // low), 0) for step in steps)
-    if form.table:
-        return tuple(_levels(b, code, form.table) for code in codes)
     if further is not None:
         pieces = (_piece(b, further, form.planes[1], step, low) for step in steps)
         codes = tuple(b.or_(code, piece) for code, piece in zip(codes, pieces, strict=True))
+    if table is not None:
+        return tuple(_levels(b, code, table) for code in codes)
     if is_fine(form) and not unsigned_codes():
         codes = tuple(b.sub(code, constant(VB, form.offset)) for code in codes)
     return codes
@@ -92,23 +125,24 @@ def paired_runs(name: str, group: int) -> int:
 
 @cache
 def dot_run(name: str, paired: bool = False):
-    """Intrinsic ``(block, m, address, apart, x)``: add the products of a run of each of m row tiles (`row_tile`).
+    """Intrinsic ``(block, m, address, apart, x, inst)``: add the products of a run of each of m row tiles (`row_tile`).
 
     The activations of its steps follow each other from x on, as in `int8_dot.dot_block`. m is a constant. `paired`: the
     block has sums of 16 bits, as `zero_sums` starts and `widen_pairs` ends them.
     """
     form = FORMS[name]
-    signed = bool(form.table)
+    signed = form.indexed and not is_vnni()
     dot, small = (dot_s8_line, neon.by_smull) if signed else (dot_u8_line, neon.by_smlal)
 
     @intrinsic(prefer_literal=True)
-    def add_run(context, block, m, address, apart, x):
+    def add_run(context, block, m, address, apart, x, inst):
         count = literal(m)
         if count is None or not isinstance(block, Tile | PairTile):
             return None
 
         def lower(context, b, sig, args):
-            block_value, _, first, distances, activations = args
+            block_value, _, first, distances, activations, instruction = args
+            table = _table(b, form, instruction) if form.indexed else None
             tiles = [row_tile(b, first, distances, i) for i in range(count)]
 
             def line(i, number):
@@ -116,7 +150,7 @@ def dot_run(name: str, paired: bool = False):
 
             more = [line(i, form.first_lines) if len(form.planes) > 1 else None for i in range(count)]
             for at in range(form.run_steps // 2):
-                both = [_steps(b, form, line(i, at * form.planes[0] // 4), more[i], at) for i in range(count)]
+                both = [_steps(b, form, line(i, at * form.planes[0] // 4), more[i], at, table) for i in range(count)]
                 address = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
                     else activations
                 if paired:
@@ -125,7 +159,7 @@ def dot_run(name: str, paired: bool = False):
                     block_value = dot_block(b, block, block_value, both, address, dot, small)
             return block_value
 
-        return block(block, m, address, apart, x), lower
+        return block(block, m, address, apart, x, inst), lower
 
     return add_run
 
@@ -134,7 +168,7 @@ def dot_run(name: str, paired: bool = False):
 def start_of(name: str):
     """Intrinsic ``(m, n, offsets)``: what the sums of a group start at, because codes are above their levels."""
     form = FORMS[name]
-    if form.table:
+    if form.indexed:
         return start_int8
     return start_codes(form.offset.bit_length() - 4 if form.offset else None)
 
@@ -202,17 +236,20 @@ def minimum_add(context, acc, minima, x_scales, offsets):
 
 @cache
 def level_of(name: str):
-    """Intrinsic ``(code)``: the level of one code, as int64."""
+    """Intrinsic ``(code, inst)``: the level of one code, as int64."""
     form = FORMS[name]
 
     @intrinsic
-    def level(context, code):
+    def level(context, code, inst):
         def lower(context, b, sig, args):
-            if not form.table:
+            if not form.indexed:
                 return b.sub(args[0], ir.Constant(ir.IntType(64), form.offset))
+            if form.fitted:
+                at = b.add(b.add(args[1], args[0]), ir.Constant(ir.IntType(64), INST_LEVELS))
+                return b.sext(b.load(pointer(b, at), typ=I8, align=1), ir.IntType(64))
             table = ir.Constant(ir.VectorType(I32, 16), list(form.table))
             return b.sext(b.extract_element(table, b.trunc(args[0], I32)), ir.IntType(64))
 
-        return types.int64(types.int64), lower
+        return types.int64(code, inst), lower
 
     return level

@@ -17,5 +17,5 @@ def is_fine(form: StorageType) -> bool:
 
 def chain_of(form: StorageType) -> int:
     """Products of two codes each with activations (-128 .. 127) that a sum of 16 bits holds."""
-    largest = max(map(abs, form.table)) if form.table else (1 << form.bits) - 1
+    largest = max(map(abs, form.table or (127,))) if form.indexed else (1 << form.bits) - 1
     return 32767 // (2 * 128 * largest)

@@ -87,7 +87,7 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
         for entry in bundle.header.tensors:
             raw, stored = tensor_bytes(bundle, entry.name), entry.type
             values = (raw.view("<f4")[: entry.shape[0]] if stored.layout == "plain" else
-                      layouts.unpack_tile16(raw, stored.dtype, stored.group_size, entry.shape))
+                      layouts.unpack_tile16(raw, stored.dtype, stored.group_size, entry.shape, stored.levels))
             whole = re.sub(r"qkv\.[0-9]", "qkv", entry.name)  # parts of a matrix, in their order
             out[whole] = np.concatenate([out[whole], values]) if whole in out else values
     return out

@@ -16,12 +16,15 @@ import pytest
 
 from edgeinfer.kernels import Kernels, abi, available, reference_of
 from edgeinfer.kernels.reference import Expected, InstructionView, compare, write_q8
+from edgeinfer.quant import TYPES
 from tests import kernel_selection
 from tests.helpers.linked import linked
 
 ISAS = kernel_selection.levels()
 """Instruction sets under test, the best first: see tests/kernel_selection.py."""
 SLACK_BYTES = 256
+LEVELS = (-127, -90, -57, -31, -12, 8, 41, 127, 3, 20, -5, 64, 99, -110, 0, -127)
+"""Of every instruction: what kernels take as the table of a tensor's own."""
 
 
 def isas(name: str) -> list[str]:
@@ -35,6 +38,12 @@ def weight_types(cases: Sequence[tuple[Any, ...]], *loops: str) -> list[Any]:
     kept = [all(kernel_selection.in_tier(f"{loop}_{end}") for loop in loops) for end in ends]
     return [case if keep else pytest.param(*case, marks=pytest.mark.slow)
             for case, keep in zip(cases, kept, strict=True)]
+
+
+def table_of(dtype: str) -> tuple[int, ...]:
+    """Return the levels that a type's codes have in a bench; empty of a uniform grid."""
+    row = TYPES[dtype]
+    return LEVELS[: 1 << row.bits] if row.fitted else row.table
 
 
 @functools.cache
@@ -167,6 +176,7 @@ class Bench:
         instruction[abi.INST_FLAGS : abi.INST_FLAGS + 4].view(np.int32)[:] = flags
         instruction[abi.INST_OPERANDS : abi.INST_OPERANDS + 8 * len(operands)].view(np.int64)[:] = operands
         instruction[abi.INST_PARAMETERS : abi.INST_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
+        instruction[abi.INST_LEVELS : abi.INST_LEVELS + abi.N_LEVELS].view(np.int8)[:] = LEVELS
         return instruction
 
     def _ctx(self) -> np.ndarray:

@@ -11,13 +11,13 @@ from edgeinfer.kernels import abi, catalogue
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, PAIRED, fill
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_values, quantise_rows
 from edgeinfer.quant import KV_TYPES, TYPES, WeightType, layouts, packed
-from tests.helpers.kernel_bench import ISAS, Bench, isas, q8_memory, token_tiles, weight_types
+from tests.helpers.kernel_bench import ISAS, Bench, isas, q8_memory, table_of, token_tiles, weight_types
 from tests.helpers.tolerances import ERF, EXP
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
-TAKEN = [(name, group) for name, row in TYPES.items() if not row.requested for group in row.groups]
-"""Types that other formats have quantised."""
+TAKEN = [(name, group) for name, row in TYPES.items() if not row.usual for group in row.groups]
+"""Types that few models have."""
 QUANTISED = [(name, group) for name, row in TYPES.items() for group in row.groups]
 WEIGHTS = [*QUANTISED, ("f16", 0), ("f32", 0)]
 ROWS = {6: 33, 7: 5, 31: 16, 33: 17, 64: 70, 127: 31, 172: 40, 1023: 50}
@@ -39,7 +39,7 @@ def random_factors(rng: np.random.Generator, dtype: str, group: int, rows: int, 
     def halves(n: int, size: float) -> np.ndarray:
         return (rng.standard_normal((rows, n)) / size).astype(np.float16)
 
-    largest = max(map(abs, row.table or row.grid))
+    largest = max(map(abs, table_of(dtype) or row.grid))
     if not row.nested:
         return packed.Factors(halves(groups, largest), halves(groups, 2) if row.minimum else None)
     low, high, kind = (-128, 128, np.int8) if row.scale == "i8*f16" else (0, 64, np.uint8)
@@ -247,18 +247,18 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
     rng = np.random.default_rng(2)
     row, rows, cols = TYPES[dtype], 48, whole(dtype, 4 * group)
     groups = -(-cols // group)
-    low, high = (0, 15) if row.table else row.grid
+    low, high = (0, (1 << row.bits) - 1) if row.indexed else row.grid
     for tokens in TOKENS:
         w = rng.integers(low, high + 1, (rows, cols))
         x = rng.integers(-127, 128, (tokens, cols))
         if extreme:
             w[0::2], w[1::2] = low, high
             x[::2], x[1::2] = 127, -127
-        if row.requested:
+        if row.simple:
             weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, groups), np.float16))
         else:
             weights = packed.pack(w.astype(np.int8), WeightType(dtype, group), plain_factors(dtype, group, rows, cols))
-        levels = (np.array(row.table)[w] if row.table else w) + row.minimum
+        levels = (np.array(table_of(dtype))[w] if row.indexed else w) + row.minimum
         own = WeightType(dtype, group).input_group
         ones = np.ones((tokens, cols // own), np.float32)
         matmul = MatMul(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, own))

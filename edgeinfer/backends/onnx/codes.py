@@ -52,7 +52,7 @@ def tile_blocks(tiles: Bytes, stored: WeightType, columns: int) -> Blocks:
         return Blocks(tile_codes(tiles, stored, columns), tile_scales(tiles, stored, columns))
     row, bits, group = stored.storage, code_bits(stored), stored.group_size
     codes, factors = packed.unpack(tiles.reshape(-1), stored, (len(tiles) * TILE_ROWS, columns))
-    levels = np.array(row.table, np.int16)[codes] if row.table else codes.astype(np.int16)
+    levels = np.array(stored.table, np.int16)[codes] if row.indexed else codes.astype(np.int16)
     middle = (row.grid[1] + 1) // 2 if row.minimum else 0
     blocks = -(-columns // group)
     whole = np.full((len(levels), blocks * group), 1 << bits - 1, np.uint8)
@@ -76,7 +76,7 @@ def _whole_factor(inner: NDArray[Any], outer: NDArray[np.float16] | None, group:
 def tile_values(tiles: Bytes, stored: WeightType, columns: int) -> NDArray[np.float32]:
     """The weights of whole tiles of any type: float32 (16 tiles, columns)."""
     shape = (len(tiles) * TILE_ROWS, columns)
-    return layouts.unpack_tile16(tiles.reshape(-1), stored.dtype, stored.group_size, shape)
+    return layouts.unpack_tile16(tiles.reshape(-1), stored.dtype, stored.group_size, shape, stored.levels)
 
 
 def tile_codes(tiles: Bytes, stored: WeightType, columns: int) -> Bytes:

@@ -39,6 +39,8 @@ class Instruction:
     """Index among the instructions of its operation; the first one carries the operation's cost."""
     event: int | None = None
     """Completion event that it waits for."""
+    levels: tuple[int, ...] = ()
+    """Levels of the codes of its matrix, where these are of the tensor."""
 
     @property
     def condition(self) -> str:
@@ -145,4 +147,5 @@ def encode(instruction: Instruction, address: int) -> NDArray[np.int64]:
         if not -(1 << 31) <= value < 1 << 31:
             raise KernelError(f"Parameter {i} of the instruction {instruction.kernel} is {value}; it must fit 32 bits.")
     halves[abi.INST_PARAMETERS // 4 :][: len(instruction.parameters)] = instruction.parameters
+    raw[abi.INST_LEVELS :].view(np.int8)[: len(instruction.levels)] = instruction.levels
     return words

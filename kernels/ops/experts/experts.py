@@ -190,7 +190,7 @@ def _added(make_matmul, group, n):
         base, (pair, pairs) = at.x + t * stride, between(tiles, gap)
         acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(inst, LINEAR.records), base, stride,
                       base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets),
-                      following * size)
+                      following * size, inst)
         if flags(inst) & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, (64 * pair, 64 * pairs))
         store_block(1, acc, at.scratch, 64)

@@ -104,7 +104,8 @@ def _weights(view: InstructionView, expert: int, tiles: int, dtype: str, group: 
     rows, columns = layouts.TILE_ROWS * tiles, p.records * WeightType(dtype, group).padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=at)
     bias = view.array(3, np.float32, (rows,), at=4 * rows * expert) if view.flags & FLAG_BIAS else np.zeros(rows)
-    return layouts.unpack_tile16(data, dtype, group, (rows, columns)).astype(np.float64), bias.astype(np.float64)
+    w = layouts.unpack_tile16(data, dtype, group, (rows, columns), view.stored(dtype, group).levels)
+    return w.astype(np.float64), bias.astype(np.float64)
 
 
 def _operands(view: InstructionView, dtype: str, group: int) -> tuple[Routes, Doubles]:

@@ -84,7 +84,7 @@ def test_neuron(dtype: str, group: int, hidden: int) -> None:
     np.testing.assert_array_equal(unpack_neuron(packed, dtype, group, shape), codes * spread)
 
 
-@pytest.mark.parametrize("name", [name for name, row in TYPES.items() if row.scale and not row.requested])
+@pytest.mark.parametrize("name", [name for name, row in TYPES.items() if row.scale and not row.usual])
 @pytest.mark.parametrize("shape", [(7, 31), (33, 96), (16, 256), (17, 512), (48, 160)])
 def test_tile16_of_types_that_files_have(name: str, shape: tuple[int, int]) -> None:
     """Byte for byte, the way back, and the weights: level x scale + minimum."""

@@ -171,7 +171,8 @@ class Lowering:
         nbytes = 0 if step else sum(read.batch for read in op.reads(self.types))
         where = tuple((o.region, o.offset) for o in operands)
         return Instruction(kernel, label or op.label, where, tuple(parameters), flags, predicates, nbytes,
-                      tuple(o.nbytes for o in operands), op, step, self.part(op) if event is None else event)
+                      tuple(o.nbytes for o in operands), op, step, self.part(op) if event is None else event,
+                      next((levels for weight in op.weights if (levels := self.types[weight.name].levels)), ()))
 
 
 def rows(tensor: Tensor) -> int:
