@@ -155,8 +155,8 @@ class NodeStage(Stage):
 
         self.where, self._ray, self._sent = f"node {node.name}", ray, 0
         self._closed = False
-        self._actor = ray.remote(StageHost).options(
-            num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={SIGNALS: 2},
+        self._actor = ray.remote(concurrency_groups={SIGNALS: 2})(StageHost).options(
+            num_cpus=0, max_restarts=0, max_concurrency=1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         self._watched = self._actor.watch.options(concurrency_group=SIGNALS).remote()
 

@@ -94,6 +94,9 @@ class Requests(Prompts):
         """The runner, where our own kernels run the model; raises `RequestError` if a device of others does."""
         from ..runtime import Session
 
+        if self.runner.stages:
+            raise RequestError("The model is split between processes, which give no embeddings and no access to its "
+                               "layers; open it without split.")
         if not isinstance(self.runner, Session):
             raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
         return self.runner
