@@ -58,7 +58,7 @@ def with_headings(kind: type) -> type:
     def parse_args(self: Any, context: Any, arguments: list[str]) -> Any:
         optional = {flag for one in self.params if (one.metavar or "").startswith("[") for flag in one.opts}
         values = [f"{given}=" if given in optional and following[:1] in ("", "-") else given
-                  for given, following in zip(arguments, [*arguments[1:], ""], strict=True)]
+                  for given, following in zip(arguments, [*arguments, ""][1:], strict=True)]
         return kind.parse_args(self, context, values)  # type: ignore[attr-defined]
 
     return type("Command", (kind,), {"format_options": _help_panels, "parse_args": parse_args})
