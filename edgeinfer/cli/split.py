@@ -21,9 +21,8 @@ def open_split(source: str, left: int | None, *, ray: Ray | None = None, given: 
     llm = open_served(source, left, given=given, **settings) if ray is None else \
         _on_nodes(ray, source, left, given=given, **settings)
     for stage in llm.runner.stages:
-        info = stage.info  # type: ignore[attr-defined]
-        say(f"Layers {info.first}-{info.last} are in {stage.where}: "  # type: ignore[attr-defined]
-            f"{format_size(info.total_bytes)} planned.")
+        info = stage.info
+        say(f"Layers {info.first}-{info.last} are in {stage.where}: {format_size(info.total_bytes)} planned.")
     say("One sequence gains memory, not speed: its tokens go through one stage after the other.")
     return llm
 

@@ -87,7 +87,7 @@ class Requests(Prompts):
     @property
     def lost(self) -> bool:
         """Whether a process that has a part of the model has ended, so that only opening it again helps."""
-        return not self.elsewhere and self.runner.lost
+        return not self.elsewhere and any(stage.lost for stage in self.runner.stages)
 
     @property
     def session(self) -> Session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.config import CPU
 from edgeinfer.errors import RequestError
@@ -48,7 +48,7 @@ class Runner(Caching, abc.ABC):
     """Memory budget of the whole process, 0 if none was found."""
     instead: object | None = None
     """If weights are read from storage, the first smaller request that would fit without (as text by `str`)."""
-    stages: Items[object] = ()
+    stages: Items[Any] = ()
     """Parts of the model, in order, if several processes have one each."""
     prefill_strategy: PrefillStrategy | None = None
     """Processing of prompts, if a technique replaces the usual one."""
@@ -57,11 +57,6 @@ class Runner(Caching, abc.ABC):
     def reader(self) -> WeightReader | None:
         """Reader of weights in storage while tokens are generated; None if all weights are in memory."""
         return None
-
-    @property
-    def lost(self) -> bool:
-        """Whether a process that it needs has ended, so that only opening the model again helps."""
-        return False
 
     @property
     def waited_ns(self) -> int:

@@ -61,7 +61,7 @@ MODEL = {
     "head": one_of("exact", "screened"), "attention": one_of("exact"), "max_kld": decimal(lambda x: x >= 0),
     "draft": name_of, "device": one_of("cpu"), "weights": TYPES, "group_size": one_of(32, 64, 128),
     "draft_tokens": whole(1, 64), "lazy_layers": lambda value: False, "prefix_file": name_of,
-    "max_queue": whole(1), "fill_budget": flag,
+    "max_queue": whole(1), "fill_budget": flag, "split": lambda value: isinstance(value, str) and name_of(value),
 }
 REQUEST = {**GENERATION, "config": lambda value: False, "reuse": flag, "prompt_cache": name_of, "progress": callable,
            "generated": lambda value: isinstance(value, list) and not value}

@@ -81,7 +81,7 @@ def is_host(process: psutil.Process) -> bool:
 
 
 def layers(running: Running) -> list[tuple[int, int]]:
-    return [(stage.info.first, stage.info.last) for stage in running.llm().runner.stages]  # type: ignore[attr-defined]
+    return [(stage.info.first, stage.info.last) for stage in running.llm().runner.stages]
 
 
 def test_the_texts_of_one_process(cluster: Any, ray: Ray, model: str) -> None:
@@ -90,7 +90,7 @@ def test_the_texts_of_one_process(cluster: Any, ray: Ray, model: str) -> None:
         right = all_of(running)
     with serving({"chat": model}, opener(ray, "auto", said)) as running:
         assert len(layers(running)) == 3 and len(hosts()) == 2
-        assert len(set(stage.where for stage in running.llm().runner.stages)) >= 2  # type: ignore[attr-defined]
+        assert len(set(stage.where for stage in running.llm().runner.stages)) >= 2
         assert all_of(running) == right
         os.kill(hosts()[0], signal.SIGKILL)
         began = time.monotonic()

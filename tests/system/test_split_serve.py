@@ -134,12 +134,12 @@ def test_run_has_the_tokens_and_log_probabilities_of_one_process() -> None:
 @pytest.mark.slow
 def test_the_stages_share_the_budget_as_they_need_it() -> None:
     with LLM("demo", ctx=512, threads=1, split="0-3,4", max_sequences=4, fill_budget=True, budget="400MB") as llm:
-        planned = [stage.info.total_bytes for stage in llm.runner.stages]  # type: ignore[attr-defined]
+        planned = [stage.info.total_bytes for stage in llm.runner.stages]
         assert sum(planned) <= 400_000_000 and llm.runner.n_blocks == 4 * 33
-        assert all(stage.info.kv_blocks == 4 * 33 for stage in llm.runner.stages)  # type: ignore[attr-defined]
+        assert all(stage.info.kv_blocks == 4 * 33 for stage in llm.runner.stages)
     least = sum(planned) - 1_000_000
     with LLM("demo", ctx=512, threads=1, split="0-3,4", max_sequences=4, fill_budget=True, budget=least) as llm:
-        tight = [stage.info.total_bytes for stage in llm.runner.stages]  # type: ignore[attr-defined]
+        tight = [stage.info.total_bytes for stage in llm.runner.stages]
         assert sum(tight) <= least and 32 <= llm.runner.n_blocks < 4 * 33
 
 
