@@ -1,0 +1,210 @@
+"""Inputs of matrices over a text, and conversions that round by them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.calibration import inputs
+from edgeinfer.calibration.hooks import open_plain
+from edgeinfer.calibration.inputs import MatrixInput, capture_inputs, matrix_inputs
+from edgeinfer.calibration.statistics import Covariance, capture
+from edgeinfer.converters import CALIBRATION_FILE, convert, write_random_bundle
+from edgeinfer.errors import DestinationError, RequestError, UsageError
+from edgeinfer.graph import ExpertsConfig
+from edgeinfer.models import calibrated
+from edgeinfer.models.calibrated import BUILT_IN, GPTQ, IMPORTANCE, by_text, calibration_text
+from edgeinfer.models.comparison import compare
+from edgeinfer.quant import InputStatistics
+from edgeinfer.runner import PROMPT
+from tests.helpers.checkpoints import SENTENCES, make_checkpoint
+from tests.helpers.sessions import TINY, tokens
+
+MOE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(5, 2, 40))
+IDS = tokens(100)
+TEXT = "\n".join(SENTENCES * 60)
+Found = dict[str, list[InputStatistics]]
+
+
+def captured(path: Path, *, threads: int = 2, chunk: int = 40, limit: int = inputs.MEMORY_BYTES,
+             ids: list[int] = IDS) -> tuple[Found, list[MatrixInput]]:
+    opened, found = open_plain(path, 64, threads, kv="f32", outputs=chunk, chunk=chunk), Found()
+    try:
+        capture_inputs(opened, ids, lambda one, all_of: found.update(dict.fromkeys(one.weights, list(all_of))),
+                       limit=limit)
+        return found, matrix_inputs(opened.graph)
+    finally:
+        opened.close()
+
+
+def bits(found: Found) -> dict[str, bytes]:
+    return {name: b"".join(one.mean_square.tobytes() + np.asarray(one.covariance).tobytes() for one in pieces)
+            for name, pieces in found.items()}
+
+
+@pytest.mark.parametrize("model", [TINY, MOE], ids=["dense", "experts"])
+def test_inputs_are_the_same_bits_for_any_groups_and_threads(tmp_path: Path, model) -> None:  # type: ignore[no-untyped-def]
+    write_random_bundle(model, tmp_path / "m", weights="f32")
+    found, listed = captured(tmp_path / "m")
+    assert {name for one in listed for name in one.weights} == found.keys()
+    assert {"layers.0.qkv", "layers.1.o"} <= found.keys() and not any("router" in name for name in found)
+    assert found.keys() & {"head", "embed"}
+    assert bits(captured(tmp_path / "m", threads=1, limit=0)[0]) == bits(found)
+
+
+def test_inputs_are_those_of_the_hooks(tmp_path: Path) -> None:
+    write_random_bundle(TINY, tmp_path / "m", weights="f32")
+    found, listed = captured(tmp_path / "m", limit=0)
+    opened = open_plain(tmp_path / "m", 64, kv="f32", chunk=40)
+    wanted = {one.weights[0]: (one.op, Covariance(one.op.x)) for one in listed if one.op.layer is not None}
+    capture(opened, IDS, {op: [one] for op, one in wanted.values()}, role=PROMPT)
+    opened.close()
+    for name, (_, one) in wanted.items():
+        assert found[name][0].tokens == len(IDS)
+        np.testing.assert_allclose(found[name][0].covariance, one.mean, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_see_the_tokens_that_chose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "PRIOR", 1e30)  # none: their own tokens alone
+    write_random_bundle(MOE, tmp_path / "m", weights="f32")
+    rows, add = [], inputs._add
+
+    def note(view, one, sums) -> None:  # type: ignore[no-untyped-def]
+        if one.weights == ("layers.1.experts_gate_up",):
+            rows.append(view.floats(one.op.source).copy())
+        add(view, one, sums)
+
+    monkeypatch.setattr(inputs, "_add", note)
+    found, _ = captured(tmp_path / "m")
+    x, experts = np.concatenate(rows).astype(np.float64), found["layers.1.experts_gate_up"]
+    assert len(x) == len(IDS)
+    assert [len(found[f"layers.1.experts_{which}"]) for which in ("gate_up", "down")] == [5, 5]
+    assert sum(one.tokens for one in experts) == 2 * len(IDS) and len({one.tokens for one in experts}) > 1
+    total = sum(one.tokens * one.covariance for one in experts if one.covariance is not None)
+    np.testing.assert_allclose(total, 2 * x.T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_activations_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf", tensors={"model.layers.1.input_layernorm.weight":
+                                                       np.full(48, 3e38, np.float32)})
+    convert(source, tmp_path / "m", weights="f32")
+    with pytest.raises(RequestError, match=r"An input of layers.1.qkv is NaN or infinite in the text"):
+        captured(tmp_path / "m", ids=[5, 6, 7, 8])
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return make_checkpoint(tmp_path / "hf")
+
+
+def rounded(source: Path, name: str, method: str = GPTQ, **options):  # type: ignore[no-untyped-def]
+    text = calibration_text(source, source.parent / "text.txt", 2048)
+    return convert(source, source.parent / name, calibration=by_text(source, text.stream, lambda *_: None, method),
+                   **options)
+
+
+def weights_of(path: Path) -> bytes:
+    return (path / "weights.bin").read_bytes()
+
+
+def test_a_calibrated_bundle_says_so_and_its_outputs_are_nearer(source: Path) -> None:
+    plain = convert(source, source.parent / "plain")
+    report = rounded(source, "gptq")
+    assert not (source.parent / "plain" / CALIBRATION_FILE).exists() and not plain.calibrated
+    record = json.loads((source.parent / "gptq" / CALIBRATION_FILE).read_text())
+    assert record["method"] == "gptq" and record["text"] == "text.txt" and record["tokens"] == 2048
+    assert {"layers.0.qkv", "layers.1.down", "head"} <= record["tensors"].keys()
+    assert record["output_error"] < 0.7 * record["output_error_plain"] and report.output_gain > 0.3
+    weighted = rounded(source, "importance", IMPORTANCE)
+    assert 0 < weighted.output_gain
+    assert len({weights_of(source.parent / name) for name in ("plain", "gptq", "importance")}) == 3
+    for name in ("plain", "gptq"):
+        with Bundle.open(source.parent / name) as bundle:
+            bundle.verify()
+            assert bundle.header.weights_bytes == len(weights_of(source.parent / "plain"))
+
+
+def test_the_second_time_nothing_is_run(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded(source, "first")
+    left = sorted(path.name for path in (source.parent / "cache" / "calibration").iterdir())
+    assert len(left) == 1 and not left[0].startswith(".")  # no weights in f16
+    monkeypatch.setattr(calibrated, "in_floats", None)
+    rounded(source, "second")
+    assert weights_of(source.parent / "first") == weights_of(source.parent / "second")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DestinationError("The disk is full.")])
+def test_what_is_interrupted_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, error) -> None:  # type: ignore[no-untyped-def]
+    def interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(inputs, "_add", interrupted)
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        rounded(source, "gptq")
+    assert not (source.parent / "gptq").exists()
+    assert not [path for path in (source.parent / "cache" / "calibration").iterdir() if path.is_dir()]
+
+
+def test_weights_that_stay_as_they_are_are_not_calibrated(source: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing to round: all \d+ matrices of .* are stored as they are \(f16\); "
+                                         "give --weights q4"):
+        rounded(source, "f16", weights="f16")
+    with pytest.raises(UsageError, match="--ffn-layout neuron stores neurons one by one"):
+        rounded(source, "neuron", ffn_layout="neuron", weights="int8")
+    convert(source, source.parent / "bundle")
+    with pytest.raises(UsageError, match="is a bundle, whose weights are rounded already"):
+        calibration_text(source.parent / "bundle", BUILT_IN)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", r"has 0 tokens, too few to calibrate with; give 2048 at least"),
+    ("A single line.\n", r"has \d+ tokens, too few"),
+    ("no text\0" * 3000, "is not a text: it has bytes that are 0"),
+])
+def test_texts_that_say_too_little_are_refused(source: Path, text: str, said: str) -> None:
+    (source.parent / "text.txt").write_text(text)
+    with pytest.raises(RequestError, match=said):
+        rounded(source, "gptq")
+
+
+def test_a_text_in_unknown_characters_is_refused(source: Path) -> None:
+    settings = json.loads((source / "tokenizer.json").read_text())
+    settings["pre_tokenizer"], settings["decoder"] = {"type": "Whitespace"}, {"type": "Fuse"}
+    settings["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 4}, "unk_token": "<unk>"}
+    (source / "tokenizer.json").write_text(json.dumps(settings))
+    (source.parent / "text.txt").write_text("xylophone the " * 3000)
+    with pytest.raises(RequestError, match=r"does not know \d+% of the characters of text.txt"):
+        rounded(source, "gptq")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_no_text(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").unlink()
+    with pytest.raises(UsageError, match=r"has no tokenizer, so no text can be run; give an importance matrix"):
+        rounded(source, "gptq")
+
+
+def test_the_comparison_has_the_reference_and_all_methods(source: Path) -> None:
+    rounded(source, "gptq")
+    text = calibration_text(source, source.parent / "text.txt", 2048)
+    ways = {"plain": None, IMPORTANCE: by_text(source, text.stream, lambda *_: None, IMPORTANCE)}
+    others = [(name, lambda path, way=way: convert(source, path, calibration=way)) for name, way in ways.items()]  # type: ignore[misc]
+    rows = compare(source, source.parent / "text.txt", (GPTQ, source.parent / "gptq"), others, lambda *_: None)
+    assert [row.method for row in rows] == ["f16", "plain", "importance", "gptq"]
+    assert rows[0].divergence is None and all(row.divergence and row.divergence.kld_mean > 0 for row in rows[1:])
+    assert rows[1].bits == rows[3].bits and rows[1].nbytes == rows[3].nbytes and rows[0].bits > rows[1].bits
+    first, last = rows[1].divergence, rows[3].divergence
+    assert first and last and last.kld_mean < first.kld_mean
+
+
+def test_the_built_in_text_is_long_enough_and_utf_8(source: Path) -> None:
+    assert 40_000 < BUILT_IN.stat().st_size < 300_000
+    found = calibration_text(source, BUILT_IN)
+    assert len(found.stream.ids) == calibrated.TOKENS and not found.changed
