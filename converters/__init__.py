@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .conversion import convert, open_checkpoint
     from .gguf.describe import FileDescription, check_tokenizer, describe_gguf, gguf_purpose, gguf_structure
     from .gguf.file import gguf_origin, gguf_parts, is_gguf, read_headers
-    from .gguf.imatrix import by_imatrix, read_imatrix
     from .gguf.header import GgufHeader, PassedOver
+    from .gguf.imatrix import by_imatrix, read_imatrix
     from .gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub.download import fetch, fetch_config
     from .hub.gguf_files import cached_gguf, fetch_gguf, gguf_type
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .synthetic.random_bundle import SHAPES, write_random_bundle
     from .synthetic.random_neurons import Sparsity
 
-__all__ = ["CALIBRATION_FILE", "SHAPES", "Calibration", "Checkpoint", "ConversionReport", "FileDescription", "Found", "GgufHeader", "GgufTokenizer",
-           "PassedOver", "Sparsity", "TensorReport", "by_imatrix", "cached_gguf", "check_tokenizer", "convert", "convert_apart",
-           "describe_gguf", "describe_packed", "fetch", "fetch_config", "fetch_gguf", "find_models", "gguf_origin",
-           "gguf_parts", "gguf_purpose", "gguf_structure", "gguf_type", "is_gguf", "lm_studio_folders", "models_below",
-           "ollama_file", "ollama_models", "open_checkpoint",
+__all__ = ["CALIBRATION_FILE", "SHAPES", "Calibration", "Checkpoint", "ConversionReport", "FileDescription", "Found",
+           "GgufHeader", "GgufTokenizer", "PassedOver", "Sparsity", "TensorReport", "by_imatrix", "cached_gguf",
+           "check_tokenizer", "convert", "convert_apart", "describe_gguf", "describe_packed", "fetch", "fetch_config",
+           "fetch_gguf", "find_models", "gguf_origin", "gguf_parts", "gguf_purpose", "gguf_structure", "gguf_type",
+           "is_gguf", "lm_studio_folders", "models_below", "ollama_file", "ollama_models", "open_checkpoint",
            "read_gguf_tokenizer", "read_headers", "read_imatrix", "read_json", "write_random_bundle"]
 __getattr__ = lazily(__name__, {
     "gguf.imatrix": "by_imatrix read_imatrix", "calibration": "CALIBRATION_FILE Calibration",

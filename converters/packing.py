@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Weight
-from edgeinfer.quant import WeightType, layouts, quantise
+from edgeinfer.quant import WeightType, layouts, quantise, rounding
 
 from .assembly import assembled
 from .calibration import Statistics, rounded
@@ -60,10 +60,11 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
 
     def report() -> TensorReport:
         errors = sum(sums, quantise.ErrorSums())
-        output = [(part.output_error, part.output_error_plain) for part in sums if statistics and hasattr(part, "output_error")]
+        own = [part for part in sums if statistics and isinstance(part, rounding.RoundingErrors)]
         return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
                             checkpoint.file_types(weight), not errors.squared_error, moved is not None,
-                            *map(sum, zip(*output)), calibrated=bool(output), remarks=tuple(dict.fromkeys(remarks)))
+                            sum(part.output_error for part in own), sum(part.output_error_plain for part in own),
+                            bool(own), tuple(dict.fromkeys(remarks)))
 
     return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
 

@@ -96,7 +96,8 @@ def _of_gguf(path: Path) -> tuple[dict[str, Entry], str]:
                                       "again.")
             sums = file.read(name, [0], matrices * tensor.shape[-1]).reshape(matrices, -1)
             counts = file.read(stem + COUNTS, [0], matrices).reshape(-1)
-            entries[stem] = Entry(sums / np.maximum(counts, 1)[:, None], counts)
+            means = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
+            entries[stem] = Entry(means, counts)
     finally:
         file.close()
     texts = header.fields.get("imatrix.datasets")
@@ -126,7 +127,7 @@ def _of_bytes(data: bytes, path: Path) -> tuple[dict[str, Entry], str]:
         length = number()
         name = take(length if 0 < length <= MOST_NAME else -1).decode("utf-8", "replace")
         calls, n = number(), number()
-        values = np.frombuffer(take(4 * n), "<f4")
+        values = np.frombuffer(take(4 * n), np.float32)
         if calls > 0 and n:
             entries[name] = Entry((values / np.float32(calls)).reshape(1, -1), np.array([calls], np.float32))
     text = ""

@@ -53,8 +53,9 @@ __all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_NAME", "FORM
            "BundleWriter", "Cold", "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics",
            "TensorEntry", "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets",
            "header_from_json", "header_to_json", "is_bundle", "named", "neuron_layers", "open_arrays", "own_weights",
-           "pack_arrays", "pack_cold", "pack_draft_head", "part_extents", "predictor_settings", "read_cold", "read_draft_head", "read_predictor",
-           "read_screen", "read_statistics", "screen_settings", "watch", "weights_file_bytes", "weights_identity"]
+           "pack_arrays", "pack_cold", "pack_draft_head", "part_extents", "predictor_settings", "read_cold",
+           "read_draft_head", "read_predictor", "read_screen", "read_statistics", "screen_settings", "watch",
+           "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter", "arrays": "open_arrays pack_arrays",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",

@@ -8,6 +8,7 @@ fixed blocks, so that they are the same for any number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -296,7 +297,7 @@ def _add(view: View, one: MatrixInput, sums: list[Sums]) -> None:
         assert isinstance(op, ExpertsGated | ExpertsDown)
         experts = view.words(op.listed, ROUTE_WORDS * len(rows))[routes.ROUTE_EXPERT // 4 :: ROUTE_WORDS]
         bounds = np.searchsorted(experts, np.arange(one.pieces + 1))
-        parts = [rows[a:b, : one.width] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [rows[a:b, : one.width] for a, b in pairwise(bounds)]
     for own, part in zip(sums, parts, strict=False):
         own.add(part)
         sums[-1].add(part)

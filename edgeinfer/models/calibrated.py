@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ..base.cache_dir import cache_root, make_directories
 from ..base.dataclass import dataclass
-from ..base.process import say
 from ..base.progress import OnProgress
 from ..bundle import is_bundle
 from ..errors import BundleError, DestinationError, RequestError, UsageError
@@ -92,8 +91,8 @@ def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> S
         raise RequestError(f"The text {name} has {len(stream.ids)} tokens, too few to calibrate with; give "
                            f"{LEAST_TOKENS} at least, and better {TOKENS}.")
     sample = text[:READ_BYTES >> 6]
-    lost = Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))
-    lost = {char: n for char, n in lost.items() if not char.isspace()}
+    missing = Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))
+    lost = {char: n for char, n in missing.items() if not char.isspace()}
     share = sum(lost.values()) / max(len(sample), 1)
     if share > MOST_LOST:
         raise RequestError(f"The model's tokenizer does not know {share:.0%} of the characters of {name}, such as "
@@ -175,9 +174,9 @@ def kept_statistics(source: Path, stream: Stream, progress: OnProgress) -> KeptS
 
 
 def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:
+    from ..bundle import Bundle
     from ..calibration.hooks import open_plain
     from ..calibration.inputs import capture_inputs, stored_bytes
-    from ..bundle import Bundle
 
     with Bundle.open(bundle) as opened:
         vocab, longest = opened.config.vocab_size, opened.config.max_position_embeddings

@@ -35,7 +35,7 @@ def captured(path: Path, *, threads: int = 2, chunk: int = 40, limit: int = inpu
              ids: list[int] = IDS) -> tuple[Found, list[MatrixInput]]:
     opened, found = open_plain(path, 64, threads, kv="f32", outputs=chunk, chunk=chunk), Found()
     try:
-        capture_inputs(opened, ids, lambda one, all_of: found.update(dict.fromkeys(one.weights, list(all_of))),
+        capture_inputs(opened, ids, lambda one, all_of: found.update({name: list(all_of) for name in one.weights}),
                        limit=limit)
         return found, matrix_inputs(opened.graph)
     finally:
@@ -123,7 +123,7 @@ def test_a_calibrated_bundle_says_so_and_its_outputs_are_nearer(source: Path) ->
     assert {"layers.0.qkv", "layers.1.down", "head"} <= record["tensors"].keys()
     assert record["output_error"] < 0.7 * record["output_error_plain"] and report.output_gain > 0.3
     weighted = rounded(source, "importance", IMPORTANCE)
-    assert 0 < weighted.output_gain
+    assert weighted.output_gain > 0
     assert len({weights_of(source.parent / name) for name in ("plain", "gptq", "importance")}) == 3
     for name in ("plain", "gptq"):
         with Bundle.open(source.parent / name) as bundle:
@@ -177,7 +177,8 @@ def test_texts_that_say_too_little_are_refused(source: Path, text: str, said: st
 def test_a_text_in_unknown_characters_is_refused(source: Path) -> None:
     settings = json.loads((source / "tokenizer.json").read_text())
     settings["pre_tokenizer"], settings["decoder"] = {"type": "Whitespace"}, {"type": "Fuse"}
-    settings["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 4}, "unk_token": "<unk>"}
+    settings["model"] = {"type": "WordLevel", "unk_token": "<unk>",
+                         "vocab": {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 4}}
     (source / "tokenizer.json").write_text(json.dumps(settings))
     (source.parent / "text.txt").write_text("xylophone the " * 3000)
     with pytest.raises(RequestError, match=r"does not know \d+% of the characters of text.txt"):

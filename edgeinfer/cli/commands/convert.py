@@ -33,8 +33,8 @@ JSON_FIELDS = {
         "error_worst_tensor": "its tensor; null if nothing was rounded",
         "gain": "share of the squared error of scales by the largest weight that searching removed",
         "remarks": "sentences about what was left out or missing",
-        "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that calibrated "
-        "rounding removed, mean over the tensors; else null",
+        "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that this "
+        "removed, mean over the tensors; else null",
         "compared": "with --compare, per method `method`, `bits` of a weight of the layers, `bytes`, `perplexity` and, "
         "against weights in f16, `kld_mean`, `kld_p99`, `same_top`; else null",
         "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
@@ -191,7 +191,8 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "destination": str(report.destination), "source_bytes": report.source_bytes,
         "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
-        "gain": report.gain, "output_gain": report.output_gain if report.calibrated else None, "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
+        "gain": report.gain, "output_gain": report.output_gain if report.calibrated else None,
+        "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
         "tensors": [
             {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
              "file_types": t.file_types, "exact": t.exact,
@@ -203,7 +204,7 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
 
 
 def _print_tensors(report: ConversionReport) -> None:
-    rows = [("tensor", "type", "size", "error", "gain", "output")]
+    rows: list[tuple[str, ...]] = [("tensor", "type", "size", "error", "gain", "output")]
     for t in report.tensors:
         output = f"{t.output_error / t.output_error_plain - 1:+.1%}" if t.calibrated and t.output_error_plain else ""
         rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}", output))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.calibration.inputs import BLOCK, PRIOR, Sums, blended
+from edgeinfer.calibration.inputs import BLOCK, PRIOR, MatrixInput, Sums, blended
 from edgeinfer.calibration.kept import KeptStatistics, StatisticsWriter
-from edgeinfer.calibration.inputs import MatrixInput
 from edgeinfer.errors import BundleError
 from edgeinfer.quant import InputStatistics
 

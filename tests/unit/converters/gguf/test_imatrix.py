@@ -83,7 +83,7 @@ def test_an_expert_that_no_token_chose_gets_the_mean_of_the_others(tmp_path: Pat
 
 
 @pytest.mark.parametrize("data, said", [
-    (b"", "cut short at its 0 bytes"), (b"\x01\x00", "cut short"), (b"plain text of no matrix", "not a count of entries"),
+    (b"", "cut short at its 0 bytes"), (b"\x01\x00", "cut short"), (b"plain text of no matrix", "not a count of"),
     (older({"a": SQUARES})[:30], "cut short at its 30 bytes"), (older({"a": SQUARES * np.nan}), "no mean squares"),
     (older({"a": -SQUARES}), "no mean squares"), (older({"a": SQUARES}, calls=0), "has no sums of squares"),
 ])
@@ -105,7 +105,8 @@ def test_a_model_in_gguf_is_none(tmp_path: Path) -> None:
 
 
 def test_counts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    path = write_new(tmp_path / "new.gguf", {"blk.0.ffn_up.weight": (np.stack([SQUARES, SQUARES]), np.array([1, 2, 3]))})
+    sums = np.stack([SQUARES, SQUARES])
+    path = write_new(tmp_path / "new.gguf", {"blk.0.ffn_up.weight": (sums, np.array([1, 2, 3]))})
     with pytest.raises(CheckpointError, match="2 rows of sums and 3 counts"):
         read_imatrix(path)
 
@@ -117,7 +118,7 @@ def test_one_that_is_missing_is_said(tmp_path: Path) -> None:
 
 def test_that_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "names.dat").write_bytes(older({"v.blk.0.attn_q.weight": SQUARES}))
-    with pytest.raises(UsageError, match="another model: none of its 1 entries, such as v.blk.0.attn_q"):
+    with pytest.raises(UsageError, match=r"another model: none of its 1 entries, such as v\.blk\.0\.attn_q"):
         of(tmp_path / "names.dat")
     (tmp_path / "shape.dat").write_bytes(older({"blk.0.attn_q.weight": SQUARES}))
     with pytest.raises(UsageError, match=r"another model: its entry blk.0.attn_q.weight is of 1 x 8 inputs"):
