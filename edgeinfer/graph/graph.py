@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import groupby
 
 from ..base.dataclass import dataclass
@@ -28,7 +29,7 @@ class Graph:
     layers: tuple[int, int] | None = None
     """First and last layer of a range (layer_range.py); None if the model is whole."""
 
-    @property
+    @cached_property
     def weight_count(self) -> int:
         """Parameters of the model, without padding; tied matrices count once, and tables of columns do not."""
         return sum(parameters(weight) for weight in self.weights if self.types[weight.name] != ORDER)

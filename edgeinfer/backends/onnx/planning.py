@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgeinfer.base.units import format_size, round_up
+from edgeinfer.base.units import format_size
 from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Graph
@@ -31,17 +31,15 @@ from edgeinfer.registry import each, technique
 
 from .activations import read_again, row_values, score_values
 from .best import BEST
-from .data import data_bytes
 from .devices import Provider
 from .flavour import Flavour, kv_layers
 from .lower_graph import lower_graph
-from .lowering import Node
 from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
+from .sizes import Sizes, written_out
 from .slabs import FLOATS, Layout, block_bytes
 from .slots import LAYOUT as SLOT_LAYOUT
 from .step import step_outputs, step_sizes
-from .weights import Stored
 
 ARENA_SHARE = 2.25
 """Of what lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured at most)."""
@@ -49,10 +47,6 @@ CONTEXT_BYTES = 1_260_000_000
 """Of a GPU's memory: CUDA's context, code and workspaces of the libraries (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
 """Of the graph of a decode step (measured): by number of slots, or of sequences and width of the table of pages."""
-FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
-"""Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
-READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
-"""Tokens for which its other matmuls read a matrix of this many bits as it is, if its sides are such multiples."""
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
@@ -138,10 +132,7 @@ class DevicePlanner:
     def __init__(self, graph: Graph, provider: Provider, kv_layout: str | None):
         self.graph, self.provider, self.paged = graph, provider, kv_layout == PAGES
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
-        self._stored: dict[Flavour, list[Stored]] = {}
-        self._products: dict[str, list[Node]] = {}
-        self._more: dict[str, int] = {}
-        """Bytes that matrices take more than in the bundle, by type of KV."""
+        self._lowered: dict[Flavour, Sizes] = {}
 
     def flavour(self, request: Request) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context.
@@ -158,14 +149,11 @@ class DevicePlanner:
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
-    def lower(self, request: Request) -> list[Stored]:
-        """Return the tensors of the model as a request has it, lowered once; raises as `lower_graph`."""
-        if (flavour := self.flavour(request)) not in self._stored:
-            lowered = lower_graph(self.graph, flavour)
-            self._stored[flavour] = list(lowered.stored.values())
-            self._more[request.kv] = sum(now - before for found in lowered.remarks.values() for before, now in found)
-            self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
-        return self._stored[flavour]
+    def lower(self, request: Request) -> Sizes:
+        """Return the sizes of the model as a request has it, lowered once; raises as `lower_graph`."""
+        if (flavour := self.flavour(request)) not in self._lowered:
+            self._lowered[flavour] = Sizes.of(lower_graph(self.graph, flavour))
+        return self._lowered[flavour]
 
     @property
     def spare(self) -> int:
@@ -215,18 +203,17 @@ class DevicePlanner:
 
     def _weights(self, request: Request, here: str) -> Iterator[Region]:
         """Weights as they are in the model, and as the provider holds them besides."""
-        c, kv, stored, cuda = self.graph.config, request.kv, self.lower(request), here == DEVICE
-        codes, more = sum(one.nbytes for one in stored if one.kind == "u8"), self._more[kv]
-        yield Region("weights", data_bytes(stored), f"as they are in the model, {kv} where they are not quantised"
-                     + (f", with {format_size(more)} for codes that no operator has" if more > 0 else ""),
+        c, kv, own, cuda = self.graph.config, request.kv, self.lower(request), here == DEVICE
+        yield Region("weights", own.data, f"as they are in the model, {kv} where they are not quantised"
+                     + (f", with {format_size(own.more)} for codes that no operator has" if own.more > 0 else ""),
                      DEVICE if cuda else "mapped")
         if not cuda:  # CUDA's provider frees what it has repacked
-            scales = 2 * sum(one.nbytes for one in stored if one.kind == "f16" and one.name.endswith(".scales"))
-            yield Region("prepacked", codes + scales, "onnxruntime's own copy of the quantised matrices"
-                         + (", with scales in f32" if scales else ""), here)
+            yield Region("prepacked", own.codes + 2 * own.scales, "onnxruntime's own copy of the quantised matrices"
+                         + (", with scales in f32" if own.scales else ""), here)
         if self.provider.partial:  # measured with OpenVINO: 610 MB of 689 with the shape of SmolLM2 135M in f32
             table = c.vocab_size * c.hidden_size * FLOATS[kv]().itemsize
-            yield Region("compiled", codes + table, f"the provider's copy of matrices, and the embedding in {kv}", here)
+            yield Region("compiled", own.codes + table, f"the provider's copy of matrices, and the embedding in {kv}",
+                         here)
 
     def _kv(self, request: Request, blocks: int, here: str) -> Region:
         """Slots or pages."""
@@ -246,7 +233,7 @@ class DevicePlanner:
                      DEVICE)
         widest = max(block_bytes({i: heads}, positions, request.kv) for i, heads in layers.items())
         slab = kv.nbytes // block_bytes(layers, positions, request.kv) * widest // 2
-        yield Region("staging", 2 * max(one.nbytes for one in self.lower(request)) + slab,
+        yield Region("staging", 2 * self.lower(request).largest + slab,
                      "the largest tensor, read and repacked, and K of a layer, on their way")
 
     def _arena(self, request: Request, cuda: bool) -> int:
@@ -260,12 +247,12 @@ class DevicePlanner:
     def _written_out(self, request: Request, provider: Provider) -> int:
         """Bytes of the largest matrix that matmuls write out as f16 before they multiply by it: on the CPU provider in
         all f16 models."""
+        matmuls = self.lower(request).matmuls
         if provider.device != CUDA:
-            sizes = [int(node.attributes["N"] * node.attributes["K"]) * 2 for node in self._products[request.kv]]
-            return max(sizes, default=0) if request.kv == "f16" else 0
-        return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
-                                else request.tokens, provider.fast_matmuls)
-                    for node in self._products[request.kv]), default=0)
+            return max((2 * rows * columns for rows, columns, *_ in matmuls), default=0) if request.kv == "f16" else 0
+        vocabulary = self.graph.config.vocab_size
+        return max((written_out(one, request.outputs if one.rows == vocabulary else request.tokens,
+                                provider.fast_matmuls) for one in matmuls), default=0)
 
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
@@ -279,13 +266,3 @@ class DevicePlanner:
         return (f"The run needs {said[0]} of {'this process' if here else 'the GPU'}'s memory, and the "
                 f"budget is {said[1]}; layers are not streamed on device {self.provider.device}. {advice}; "
                 "otherwise run with --device cpu.")
-
-
-def written_out(matmul: Node, tokens: int, fast_matmuls: bool) -> int:
-    """Return the bytes of a matmul's matrix as f16 if CUDA writes it out for this many tokens, else 0; see
-    docs/explanation/onnx.md.
-    """
-    rows, columns, bits, group = (int(matmul.attributes[name]) for name in ("N", "K", "bits", "block_size"))
-    fast = fast_matmuls and group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
-    read = tokens <= READ_TOKENS[bits] and rows % READ_MULTIPLE == columns % READ_MULTIPLE == 0
-    return 0 if fast or read else rows * round_up(columns, group) * 2
