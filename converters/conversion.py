@@ -22,7 +22,7 @@ from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
-from .packing import WeightReader, stored_bytes
+from .packing import WeightReader, stored_bytes, with_levels
 from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
 
@@ -138,14 +138,16 @@ def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, he
     """Write the weights, and those of a head that drafts further tokens, a part of its own."""
     strides, entries, tensors = graph.strides, [], []
     for weight in graph.weights:
-        data, report = stored_bytes(reading, weight, graph.types[weight.name],
-                                    *([calibration.of] if calibration else []))
-        entries.append(writer.add(weight.name, graph.types[weight.name], weight.shape, data, weight.pieces,
+        stored = with_levels(reading, weight, graph.types[weight.name])
+        data, report = stored_bytes(reading, weight, stored, *([calibration.of] if calibration else []))
+        entries.append(writer.add(weight.name, stored, weight.shape, data, weight.pieces,
                                   strides.get(weight.name, 0)))
         tensors.append(report())
     if head is None:
         return tensors
-    each = {weight.name: stored_bytes(reading, weight, head.types[weight.name]) for weight in head.weights}
+    types = {weight.name: with_levels(reading, weight, head.types[weight.name]) for weight in head.weights}
+    head = replace(head, types={**head.types, **types})
+    each = {weight.name: stored_bytes(reading, weight, types[weight.name]) for weight in head.weights}
     content = pack_draft_head(head, {name: data for name, (data, _) in each.items()}, weights_identity(entries))
     writer.add_file(DRAFT_HEAD_FILE, content, "draft_head")
     return [*tensors, *(report() for _, report in each.values())]

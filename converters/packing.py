@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Weight
-from edgeinfer.quant import WeightType, layouts, quantise, rounding
+from edgeinfer.quant import WeightType, layouts, levels, quantise, rounding
 
-from .assembly import assembled
+from .assembly import assembled, block_of, block_ranges
 from .calibration import Statistics, rounded
 from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
 from .report import TensorReport
@@ -67,6 +68,17 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
                             bool(own), tuple(dict.fromkeys(remarks)))
 
     return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
+
+
+def with_levels(reading: WeightReader, weight: Weight, stored: WeightType) -> WeightType:
+    """Return the type of a weight, with levels that fit some of its rows if these are of the tensor."""
+    if not stored.storage.fitted:
+        return stored
+    cols = prod(weight.shape[1:])
+    ranges = list(block_ranges(weight, cols, 1))
+    step = -(-weight.shape[0] * cols // levels.SAMPLE_WEIGHTS)
+    some = [block_of(weight, *rows, width=cols, dtype=np.float32, read=reading.rows) for rows in ranges[::step]]
+    return replace(stored, levels=levels.fit_levels(np.concatenate(some), stored))
 
 
 def _packed(

@@ -44,13 +44,13 @@ from edgeinfer.graph import (
     requested_types,
     supported_architectures,
 )
-from edgeinfer.quant import WeightType, layouts
+from edgeinfer.quant import WeightType, layouts, levels
 
 from ..checkpoint.directory import quantisation_of
 from ..checkpoint.sources import BLOCK_WEIGHTS
 from ..conversion import graph_bytes
 from .random_experts import Routing
-from .random_neurons import APART, Neurons, Sparsity, random_codes
+from .random_neurons import APART, Neurons, Sparsity, random_codes, random_packed
 
 SHAPES: dict[str, ModelConfig] = {
     name: replace(read_config(shape.config), bos_token_id=1, eos_token_ids=(2,))
@@ -119,6 +119,8 @@ def write_random_bundle(
         writer.reserve(total)
         for weight in graph.weights:
             stored = graph.types[weight.name]
+            if stored.storage.fitted:
+                stored = replace(stored, levels=levels.first(stored))
             data = random_bytes(rng, weight, stored, neurons, routers)
             entries.append(writer.add(weight.name, stored, weight.shape, data, weight.pieces,
                                       strides.get(weight.name, 0)))
@@ -177,7 +179,9 @@ def random_bytes(
     step = 16 * max(1, BLOCK_WEIGHTS // (16 * cols))
     for start in range(0, n_rows, step):
         shape = (min(step, n_rows - start), cols)
-        if stored.quantised:
+        if stored.quantised and not stored.storage.simple:
+            yield random_packed(rng, shape, stored)
+        elif stored.quantised:
             codes, scales = random_codes(rng, shape, stored)
             if (neurons.sparse or routers) and weight.kind == "embedding":
                 scales *= np.float16(APART * np.sqrt(cols))

@@ -28,7 +28,7 @@ from edgeinfer.base.dataclass import dataclass
 from edgeinfer.bundle import PREDICTOR_TYPE, Predictor, Statistics
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import ModelConfig, Weight, family_of
-from edgeinfer.quant import WeightType, layouts
+from edgeinfer.quant import SUPER_COLUMNS, WeightType, layouts, packed
 
 from ..checkpoint.sources import BLOCK_WEIGHTS
 
@@ -207,6 +207,24 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, int], stored: Weigh
     codes = (raw & 15).view(np.int8) + lowest if bits == 4 else np.maximum(raw.view(np.int8), lowest)
     size = rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size))) / (DEVIATION[bits] * np.sqrt(cols))
     return codes, (size * rng.choice((-1, 1), size.shape)).astype(np.float16)
+
+
+def random_packed(rng: np.random.Generator, shape: tuple[int, int], stored: WeightType) -> NDArray[np.uint8]:
+    """Bytes of a matrix as `random_codes`, of a type that has more than codes and fp16 scales."""
+    (rows, cols), row = shape, stored.storage
+    codes = rng.integers(0, 1 << row.bits, shape, np.uint8).view(np.int8) - np.int8(row.offset)
+    levels = np.array(stored.table or range(row.grid[0], row.grid[1] + 1), np.float64)
+    middle = levels.mean() if row.minimum else 0.0
+    size = 1 / (np.sqrt(np.square(levels - middle).mean()) * np.sqrt(cols))
+    scales = size * rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size)))
+    if not row.nested:
+        minima = (-middle * scales).astype(np.float16) if row.minimum else None
+        return packed.pack(codes, stored, packed.Factors(scales.astype(np.float16), minima))
+    inner = np.rint(scales / size * 60).astype(np.uint8 if row.scale == "u8*f16" else np.int8)
+    outer = np.full((rows, cols // SUPER_COLUMNS), size / 60, np.float16)
+    if not row.minimum:
+        return packed.pack(codes, stored, packed.Factors(inner, None, outer))
+    return packed.pack(codes, stored, packed.Factors(inner, inner, outer, (-middle * outer).astype(np.float16)))
 
 
 def rounded_codes(weights: Floats, stored: WeightType) -> Codes:

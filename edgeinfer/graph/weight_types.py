@@ -61,7 +61,7 @@ def fitting(stored: WeightType, shape: tuple[int, ...]) -> WeightType:
     levels.
     """
     row = stored.storage
-    if not row.nested or shape[-1] % SUPER_COLUMNS == 0:
+    if not row.nested or not shape or shape[-1] % SUPER_COLUMNS == 0:
         return stored
     others = [WeightType.of(name) for name in requestable() if TYPES[name].groups and not TYPES[name].nested]
     return min((other for other in others if other.bits_per_weight >= stored.bits_per_weight),

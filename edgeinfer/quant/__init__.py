@@ -18,12 +18,13 @@ from .table import (
 from .types import GROUP_SIZES, WeightType, embedding_type, holds, requestable
 
 if TYPE_CHECKING:
-    from . import kv, layouts, packed, quantise, rounding
+    from . import kv, layouts, levels, packed, quantise, rounding
     from .input_statistics import InputStatistics
 
 __all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "INPUT_COLUMNS", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "SUPER_COLUMNS",
            "TILE_ROWS", "TYPES", "InputStatistics", "KvType", "StorageType", "WeightType", "embedding_type", "holds",
-           "kv", "layouts", "packed", "quantise", "requestable", "rounding"]
-__getattr__ = lazily(__name__, {**{name: name for name in ("kv", "layouts", "packed", "quantise", "rounding")},
+           "kv", "layouts", "levels", "packed", "quantise", "requestable", "rounding"]
+__getattr__ = lazily(__name__, {**{name: name for name in ("kv", "layouts", "levels", "packed", "quantise",
+                                                          "rounding")},
                                 "input_statistics": "InputStatistics"})
 """Modules that need NumPy; they are imported on first use."""

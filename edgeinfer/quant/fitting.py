@@ -8,7 +8,6 @@ factors are the solution of two equations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,7 +37,9 @@ class Grid(NamedTuple):
     table: Floats | None = None
     """Level of each code; None: codes are levels."""
     codes: NDArray[np.int8] | None = None
-    """Code of each half step of the range of levels (`nearest`)."""
+    """Code of each half step of the range of levels."""
+    steps: Floats | None = None
+    """Level of each half step."""
 
     @classmethod
     def of(cls, stored: WeightType, levels: tuple[int, ...] = ()) -> Grid:
@@ -50,25 +51,27 @@ class Grid(NamedTuple):
 
     def nearest(self, x: Floats) -> Floats:
         """Return the nearest level of each number, as float32; `x` is overwritten."""
-        if self.table is None:
+        if self.steps is None:
             np.rint(x, out=x)
             return np.clip(x, self.low, self.high, out=x)
-        return self.table[self._index(x)]
+        return np.take(self.steps, _half_steps(x), mode="clip")
 
     def codes_of(self, x: Floats) -> NDArray[np.int8]:
         """Return the codes of the nearest levels; `x` is overwritten."""
-        return self._index(x) if self.table is not None else self.nearest(x).astype(np.int8)
+        if self.codes is None:
+            return self.nearest(x).astype(np.int8)
+        return np.take(self.codes, _half_steps(x), mode="clip")
 
     def values(self, codes: NDArray[np.int8]) -> Floats:
         """Return the levels of codes."""
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
-    def _index(self, x: Floats) -> NDArray[np.int8]:
-        assert self.codes is not None
-        x += np.float32(128)
-        x *= np.float32(2)
-        np.clip(x, 0, _STEPS - 1, out=x)
-        return self.codes[x.astype(np.int16)]
+
+def _half_steps(x: Floats) -> NDArray[np.intp]:
+    """Numbers of half steps from -128 on; `x` is overwritten."""
+    x *= np.float32(2)
+    x += np.float32(_STEPS // 2)
+    return x.astype(np.intp)
 
 
 @lru_cache(64)
@@ -76,7 +79,8 @@ def _table_grid(table: tuple[int, ...]) -> Grid:
     """Middles of levels are multiples of a half: the nearest level is the same within each half step."""
     centres = (np.arange(_STEPS) + 0.5) / 2 - 128
     codes = np.abs(centres[:, None] - np.array(table)).argmin(axis=1).astype(np.int8)
-    return Grid(min(table), max(table), np.array(table, np.float32), codes)
+    levels = np.array(table, np.float32)
+    return Grid(min(table), max(table), levels, codes, levels[codes])
 
 
 class Fit(NamedTuple):
@@ -98,7 +102,7 @@ def to_fp16(values: Floats) -> Floats:
     return np.clip(values, -FP16_MAX, FP16_MAX).astype(np.float16).astype(np.float32)
 
 
-def fit(w: Floats, by: Floats, grid: Grid, minimum: bool, signed: bool = True) -> Fit:
+def fit(w: Floats, by: Floats, grid: Grid, minimum: bool, signed: bool = True, search: bool = True) -> Fit:
     """Fit the factors of groups.
 
     Parameters
@@ -111,8 +115,22 @@ def fit(w: Floats, by: Floats, grid: Grid, minimum: bool, signed: bool = True) -
         Whether groups have a minimum, which then is at most 0 if `signed` is false.
     signed : bool
         Whether scales and minima can have either sign.
+    search : bool
+        Whether to look for the best factors; else they are those that put the levels over the whole range of a group.
     """
+    if not search:
+        return _of_range(w, grid, minimum, signed)
     return _fit_both(w, by, grid, signed) if minimum else Fit(_fit_scale(w, by, grid))
+
+
+def _of_range(w: Floats, grid: Grid, minimum: bool, signed: bool) -> Fit:
+    """Factors by a group's largest weight, or its least and its largest one."""
+    if not minimum:
+        return Fit(w[np.abs(w).argmax(axis=0), np.arange(w.shape[1])] / np.float32(max(grid.low, grid.high, key=abs)))
+    least, most = w.min(axis=0), w.max(axis=0)
+    if not signed:
+        least = np.minimum(least, 0)
+    return Fit((most - least) / np.float32(grid.high), least)
 
 
 def _fit_scale(w: Floats, by: Floats, grid: Grid) -> Floats:
@@ -142,7 +160,7 @@ def _fit_scale(w: Floats, by: Floats, grid: Grid) -> Floats:
 @lru_cache(64)
 def _fan_of(low: int, high: int, fine: bool) -> tuple[float, ...]:
     ends = sorted({low, high}, key=abs, reverse=True)
-    shares = np.linspace(1.1, 0.55, 18 if fine else 10).tolist() if max(-low, high) < 64 or fine else SHARES[:6]
+    shares = np.linspace(1.1, 0.55, 12 if fine else 10).tolist() if max(-low, high) < 64 or fine else SHARES[:6]
     return tuple(end * share for share in shares for end in ends if end)
 
 
@@ -197,6 +215,3 @@ def _solve(w: Floats, by: Floats, q: Floats, sums: tuple[Floats, Floats], whole:
     error = whole - 2 * (scale * wq + minimum * of_w) + scale * scale * qq + minimum * minimum * total \
         + 2 * scale * minimum * of_q
     return scale.astype(np.float32), minimum.astype(np.float32), error
-
-
-Fitter = Callable[[Floats, Floats], Fit]

@@ -24,10 +24,12 @@ class GroupFactors:
     stored : WeightType
     grid : Grid
     rows, cols : int
+    search : bool
+        As in `fitting.fit`.
     """
 
-    def __init__(self, stored: WeightType, grid: Grid, rows: int, cols: int):
-        self.stored, self.grid, self.rows, self.cols = stored, grid, rows, cols
+    def __init__(self, stored: WeightType, grid: Grid, rows: int, cols: int, search: bool = True):
+        self.stored, self.grid, self.rows, self._search = stored, grid, rows, search
         row, groups = stored.storage, -(-cols // stored.group_size)
         inner = {"f16": np.float16, "u8*f16": np.uint8, "i8*f16": np.int8}[row.scale]
         self._inner = [np.zeros((groups, rows), inner) for _ in range(row.factors)]
@@ -73,7 +75,7 @@ class GroupFactors:
 
     def _fit(self, w: Floats, by: Floats) -> Fit:
         row = self.stored.storage
-        return fitting.fit(w, by, self.grid, row.minimum, signed=row.scale != "u8*f16")
+        return fitting.fit(w, by, self.grid, row.minimum, signed=row.scale != "u8*f16", search=self._search)
 
     def of(self, number: int) -> Fit:
         """Return the factors of a group."""
@@ -87,4 +89,3 @@ class GroupFactors:
         """Return the factors by rows."""
         parts = [np.ascontiguousarray(part.T) for part in (*self._inner, *self._outer)]
         return Factors(parts[0], *parts[1:]) if self.stored.storage.minimum else Factors(parts[0], None, *parts[1:])
-

@@ -7,8 +7,6 @@ integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +18,8 @@ from .types import WeightType
 SAMPLE_WEIGHTS = 1 << 20
 """Weights that the levels are fitted to."""
 ROUNDS = 10
+RELAXATION = 2.0
+"""Steps that levels go towards the centres of their weights: with 1 they end where each is rounded to where it was."""
 LARGEST = 127
 
 
@@ -41,24 +41,25 @@ def fit_levels(weights: Floats, stored: WeightType, by: Floats | None = None) ->
     """
     step = max(1, weights.size // SAMPLE_WEIGHTS)
     groups, counts = _grouped(weights[::step], stored.group_size, by)
-    levels = np.interp(np.linspace(0, 15, 1 << stored.storage.bits), np.arange(16), IQ4_LEVELS)
+    best, least = first(stored), np.inf
+    levels = np.array(best, np.float64)
     for _ in range(ROUNDS):
-        grid = Grid.of(stored, _integers(levels))
+        now = _integers(levels)
+        grid = Grid.of(stored, now)
         scale = fitting.fit(groups, counts, grid, False).scale
         codes = grid.codes_of(groups * inverse(scale))
-        levels = _centres(groups, counts, scale, codes, np.array(grid.table, np.float64))
-        levels *= LARGEST / max(float(np.abs(levels).max()), 1e-30)
-    return _integers(levels)
+        error = float(np.einsum("gn,gn->", counts, np.square(groups - grid.values(codes) * scale)))
+        if error < least:
+            best, least = now, error
+        current = np.array(now, np.float64)
+        levels = current + RELAXATION * (_centres(groups, counts, scale, codes, current) - current)
+        levels = np.sort(levels) * (LARGEST / max(float(np.abs(levels).max()), 1e-30))
+    return best
 
 
-def sampled(blocks: Iterable[Floats], rows: int, cols: int) -> Floats:
-    """Rows that are spread over a matrix which comes in blocks of rows: what `fit_levels` needs of it."""
-    step = max(1, rows * cols // SAMPLE_WEIGHTS)
-    kept, first = [], 0
-    for block in blocks:
-        kept.append(block[first::step].copy())
-        first = (first - len(block)) % step
-    return np.concatenate(kept)
+def first(stored: WeightType) -> tuple[int, ...]:
+    """Return the levels that fitting begins with: near the quantiles of a bell curve."""
+    return _integers(np.interp(np.linspace(0, 15, 1 << stored.storage.bits), np.arange(16), IQ4_LEVELS))
 
 
 def _grouped(weights: Floats, group: int, by: Floats | None) -> tuple[Floats, Floats]:

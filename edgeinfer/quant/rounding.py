@@ -32,6 +32,10 @@ from .types import WeightType
 
 BLOCK_ROWS = 512
 """Rows that one thread rounds at a time."""
+PLAIN_ROWS = 8
+"""Of a large matrix one row of so many is rounded plainly, to say what has been gained."""
+WIDE = 4096
+"""Columns beyond which C is factored in float32, for its size."""
 DAMPING = 0.01
 """Share of the mean of C's diagonal that is added to it."""
 
@@ -43,7 +47,8 @@ class RoundingErrors(ErrorSums):
     output_error: float = 0.0
     """tr(dW C dW^T), or the sum of dW^2 times the mean square of the input where C is not known."""
     output_error_plain: float = 0.0
-    """The same, had each weight been rounded to the nearest level without looking at inputs."""
+    """The same, had scales been fitted and each weight been rounded without looking at inputs; of a large matrix
+    estimated from some rows."""
 
 
 class Rounded(NamedTuple):
@@ -107,20 +112,28 @@ def quantise_matrix(
     grid = Grid.of(stored)
     _check_size(weights, stored, name)
     codes, factors = _round(weights, stored, grid, by, feedback, threads)
-    plain = _round(weights, stored, grid, None, None, threads)
-    errors = _errors(weights, stored, (codes, factors), plain, statistics)
+    errors = _errors(weights, codes, factors, stored, statistics)
+    every = slice(None, None, PLAIN_ROWS if len(weights) > PLAIN_ROWS * 16 else 1)
+    some = weights[every]
+    plain = _errors(some, *_round(some, stored, grid, None, None, threads, search=statistics is not None), stored,
+                    statistics)
+    share = float(np.einsum("rc,rc->", some, some))
+    times = errors.squared_norm / share if share else 0.0
+    errors = replace(errors, squared_error_max_based=times * plain.squared_error,
+                     output_error_plain=times * plain.output_error)
     return Rounded(codes, factors, errors, stored, remark)
 
 
 def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, feedback: _Feedback | None,
-           threads: int | None) -> tuple[NDArray[np.int8], packed.Factors]:
+           threads: int | None, search: bool = True) -> tuple[NDArray[np.int8], packed.Factors]:
     """Codes and factors of all rows, in blocks that threads share."""
     codes = np.empty(weights.shape, np.int8)
     counts = np.ones(weights.shape[1], np.float32) if by is None else by
 
     def block(start: int) -> packed.Factors:
         rows = slice(start, start + BLOCK_ROWS)
-        return _round_rows(weights[rows], stored, grid, counts, feedback, codes[rows])
+        factors = GroupFactors(stored, grid, len(codes[rows]), weights.shape[1], search)
+        return _round_rows(weights[rows], factors, counts, feedback, codes[rows])
 
     starts = range(0, len(weights), BLOCK_ROWS)
     n_threads = min(threads or usable_cores(), len(starts))
@@ -130,17 +143,17 @@ def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, f
         return codes, packed.Factors.joined(list(pool.map(block, starts)))
 
 
-def _round_rows(weights: Floats, stored: WeightType, grid: Grid, by: Floats, feedback: _Feedback | None,
+def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: _Feedback | None,
                 codes: NDArray[np.int8]) -> packed.Factors:
     """Round some rows, into `codes`; gives their factors."""
-    (rows, cols), group = weights.shape, stored.group_size
+    (rows, cols), stored, grid = weights.shape, factors.stored, factors.grid
+    group = stored.group_size
     span = SUPER_COLUMNS if stored.storage.nested else max(group, 128)
     width = -(-cols // group) * group
     w = np.zeros((width, rows), np.float32)
     w[:cols] = weights.T
     counts = np.zeros((width, 1), np.float32)
     counts[:cols, 0] = by
-    factors = GroupFactors(stored, grid, rows, cols)
     left, chosen = np.zeros_like(w), np.zeros((width, rows), np.int8)
     for start in range(0, width, span):
         stop = min(start + span, width)
@@ -193,18 +206,20 @@ class _Feedback(NamedTuple):
 
 def _feedback(covariance: Floats) -> _Feedback | None:
     """Return R of C = R R^T, upper triangular; None if C is not positive definite in spite of the damping."""
-    flipped = np.array(covariance[::-1, ::-1], np.float64)
-    mean = float(np.trace(flipped)) / len(flipped)
+    wide = len(covariance) > WIDE
+    flipped = np.array(covariance[::-1, ::-1], np.float32 if wide else np.float64)
+    mean = float(np.trace(flipped, dtype=np.float64)) / len(flipped)
     if not np.isfinite(mean) or mean <= 0:
         return None
     flipped[np.diag_indices_from(flipped)] += DAMPING * mean
     try:
-        upper = np.linalg.cholesky(flipped)[::-1, ::-1]
+        flipped = np.linalg.cholesky(flipped)
     except np.linalg.LinAlgError:
         return None
-    diagonal = np.diagonal(upper)
-    matrix = np.ascontiguousarray(upper / diagonal, np.float32)
-    by = diagonal**2
+    diagonal = np.diagonal(flipped)[::-1].copy()
+    by = np.square(diagonal, dtype=np.float64)
+    flipped /= diagonal[::-1]
+    matrix = np.ascontiguousarray(flipped[::-1, ::-1], np.float32)
     if not np.isfinite(matrix).all():
         return None
     return _Feedback(matrix, (by / by.mean()).astype(np.float32))
@@ -227,17 +242,17 @@ def _check_size(weights: Floats, stored: WeightType, name: str) -> None:
                               "scales; convert with weights f32.")
 
 
-def _errors(weights: Floats, stored: WeightType, found: tuple[NDArray[np.int8], packed.Factors],
-            plain: tuple[NDArray[np.int8], packed.Factors], statistics: InputStatistics | None) -> RoundingErrors:
-    sums = np.zeros(4)
+def _errors(weights: Floats, codes: NDArray[np.int8], factors: packed.Factors, stored: WeightType,
+            statistics: InputStatistics | None) -> RoundingErrors:
+    """Errors without those of plain rounding."""
+    squares = output = norm = 0.0
     for start in range(0, len(weights), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
-        for i, (codes, factors) in enumerate((found, plain)):
-            difference = weights[rows] - packed.values(codes[rows], factors.of_rows(rows), stored)
-            sums[i] += np.einsum("rc,rc->", difference, difference)
-            sums[2 + i] += _output_error(difference, statistics)
-    norm = float(np.einsum("rc,rc->", weights, weights))
-    return RoundingErrors(float(sums[0]), float(sums[1]), norm, float(sums[2]), float(sums[3]))
+        difference = weights[rows] - packed.values(codes[rows], factors.of_rows(rows), stored)
+        squares += float(np.einsum("rc,rc->", difference, difference))
+        output += _output_error(difference, statistics)
+        norm += float(np.einsum("rc,rc->", weights[rows], weights[rows]))
+    return RoundingErrors(squares, squares, norm, output)
 
 
 def _output_error(difference: Floats, statistics: InputStatistics | None) -> float:

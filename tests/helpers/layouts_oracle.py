@@ -60,7 +60,8 @@ def tile16_packed(
     """Codes as they are stored (rows, cols), factors (rows, groups), outer ones (rows, 256-column blocks) or none."""
     rows, cols = stored.shape
     per_record = 256 // group if outer else 2
-    steps = 2 if bits == 4 else 8 // (bits - 4)
+    low = 4 if bits >= 4 else 2
+    steps, each = 2 if bits == 4 else 8 // (bits - low), 8 // low
     out = bytearray()
 
     def number(values: np.ndarray, r: int, i: int) -> bytes:
@@ -73,12 +74,12 @@ def tile16_packed(
                 r, c = tile + lane, start + 4 * step + j
                 return int(stored[r, c]) if r < rows and c < cols else 0
 
-            for line in range(steps // 2):
+            for line in range(steps // each):
                 for lane, j in itertools.product(range(16), range(4)):
-                    out.append(code(lane, 2 * line, j) % 16 | code(lane, 2 * line + 1, j) % 16 << 4)
-            if bits > 4:
+                    out.append(sum(code(lane, each * line + s, j) % (1 << low) << low * s for s in range(each)))
+            if bits > low:
                 for lane, j in itertools.product(range(16), range(4)):
-                    out.append(sum((code(lane, step, j) >> 4) << (bits - 4) * step for step in range(steps)))
+                    out.append(sum((code(lane, step, j) >> low) << (bits - low) * step for step in range(steps)))
         for values in factors:
             for i, lane in itertools.product(range(first, first + per_record), range(16)):
                 out += number(values, tile + lane, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,8 +89,9 @@ def test_neuron(dtype: str, group: int, hidden: int) -> None:
 @pytest.mark.parametrize("shape", [(7, 31), (33, 96), (16, 256), (17, 512), (48, 160)])
 def test_tile16_of_types_that_files_have(name: str, shape: tuple[int, int]) -> None:
     """Byte for byte, the way back, and the weights: level x scale + minimum."""
-    stored, row, rng = WeightType.of(name), TYPES[name], np.random.default_rng(shape[1])
-    rows, cols = shape
+    row, rng = TYPES[name], np.random.default_rng(shape[1])
+    own = tuple(range(-63, (1 << row.bits) - 63)) if row.fitted else ()
+    stored, (rows, cols) = replace(WeightType.of(name), levels=own), shape
     if row.nested and cols % 256:
         with pytest.raises(BundleError, match=rf"does not fit type {name}, whose rows are whole blocks of 256 columns"):
             stored.nbytes(shape)
@@ -116,9 +118,9 @@ def test_tile16_of_types_that_files_have(name: str, shape: tuple[int, int]) -> N
     if row.nested:
         spread = [part * np.repeat(whole.astype(np.float64), 256, axis=1)
                   for part, whole in zip(spread, outer, strict=True)]
-    levels = np.array(row.table)[held] if row.table else held.astype(np.float64) - row.offset
+    levels = np.array(stored.table)[held] if row.indexed else held.astype(np.float64) - row.offset
     weights = levels * spread[0] + (spread[1] if row.minimum else 0)
-    np.testing.assert_allclose(unpack_tile16(data, name, stored.group_size, shape), weights, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(unpack_tile16(data, name, stored.group_size, shape, own), weights, rtol=1e-5, atol=1e-4)
 
 
 def test_more_than_65536_columns() -> None:
