@@ -17,14 +17,14 @@ from edgeinfer.config import Recipe
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Graph, build_graph, read_config, requested_types, seeing_models, supported_architectures
 from edgeinfer.quant import TYPES, WeightType
-from tests import make_golden
+from tests.golden_parts import LLAMA
 from tests.helpers import golden_cases
 from tests.models.test_smallthinker import CONFIG as SMALLTHINKER
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "onnx-models.md"
 FLAVOURS = {"slots": Flavour(top_k=64), "pages": Flavour(attention="paged", top_k=64),
             "genai": Flavour(target="genai")}
-RELUFIED = {**make_golden.LLAMA, "auto_map": {"AutoModelForCausalLM": "m.M"}}
+RELUFIED = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "m.M"}}
 OTHERS: dict[str, dict[str, Any]] = {
     "bamboo": {**RELUFIED, "model_type": "bamboo", "hidden_act": "relu"},
     "sparsellama": {**RELUFIED, "model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.05},

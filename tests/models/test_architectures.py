@@ -17,6 +17,7 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.graph import Graph, ModelConfig, build_graph, read_config, requested_types, supported_architectures
 from tests import make_golden
+from tests.golden_parts import BASE, LLAMA, LLAMA3, MISTRAL, QWEN2, QWEN3, YARN
 from tests.helpers import golden_cases
 from tests.helpers.reference import forward
 from tests.helpers.sessions import scored, session
@@ -27,7 +28,6 @@ ROUNDING = 500 * 2.0**-24
 processor's BLAS adds. An ingredient that is missing shows 4e-3."""
 REAL_MODELS = ("stories260K-hf", "babyllama-tok361-hf", "babyllama-tok105-as361-hf",
                "fables-5m-relu", "fables-5m-silu", "fables-draft")  # fmt: skip
-LLAMA, MISTRAL, QWEN2, QWEN3 = make_golden.LLAMA, make_golden.MISTRAL, make_golden.QWEN2, make_golden.QWEN3
 
 LIVE = {
     **{f"llama-act-{act}": {**LLAMA, "hidden_act": act, "num_hidden_layers": 1} for act in (
@@ -41,17 +41,17 @@ LIVE = {
     **{f"{config['model_type']}-{rope['rope_type']}-{rope['factor']}": {
         **config, "rope_parameters": {**rope, "rope_theta": theta}}
        for config, theta in ((LLAMA, 10000.0), (MISTRAL, 100.0), (QWEN2, 1e6), (QWEN3, 300.0))
-       for rope in ({"rope_type": "linear", "factor": 2.5}, make_golden.LLAMA3, make_golden.YARN)},
+       for rope in ({"rope_type": "linear", "factor": 2.5}, LLAMA3, YARN)},
     "falcon-h1-multipliers": {
         **make_golden.CASES["falcon-h1-norm"], "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9], "ssm_in_multiplier": 1.25,
         "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.5, 0.4], "key_multiplier": 0.45,
         "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1},
-    "granite-class-defaults": {"model_type": "granite", **make_golden.BASE, "hidden_size": 128,
+    "granite-class-defaults": {"model_type": "granite", **BASE, "hidden_size": 128,
                                "num_attention_heads": 4, "num_key_value_heads": 4},
     "llama-kv-heads-null": {**LLAMA, "num_key_value_heads": None, "intermediate_size": 37},
     "qwen3-bias": {**QWEN3, "attention_bias": True},
     "qwen2-windows-all": {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-    "llama-yarn-given-factor": {**LLAMA, "rope_scaling": {**make_golden.YARN, "attention_factor": 0.7, "beta_slow": 2}},
+    "llama-yarn-given-factor": {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 0.7, "beta_slow": 2}},
 }  # fmt: skip
 
 

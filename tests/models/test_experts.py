@@ -17,11 +17,11 @@ from edgeinfer.converters import convert
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedModelError
 from edgeinfer.graph import ExpertsConfig, ModelConfig, build_graph, read_config, requested_types
 from edgeinfer.models.describe import describe
+from tests.golden_parts import DEEPSEEK, GLM, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from tests.helpers import golden_cases
 from tests.helpers.bundles import alter_header, weights_of
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.sessions import TINY, scored, session, tokens, write_model
-from tests.make_golden import DEEPSEEK, GLM, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
 MOE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(9, 3, 40))
 SHARED = replace(TINY, model_type="qwen2_moe", num_hidden_layers=3, attention_bias=True,

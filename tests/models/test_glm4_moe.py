@@ -14,11 +14,11 @@ from edgeinfer.converters import convert
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.graph import read_config
 from edgeinfer.models.describe import describe
+from tests.golden_parts import GLM4_MOE
 from tests.helpers import golden_cases
 from tests.helpers.bundles import weights_of
 from tests.helpers.draft_heads import with_head
 from tests.helpers.sessions import scored, session
-from tests.make_golden import GLM4_MOE
 from tests.models.test_experts import by_expert
 from tests.models.test_gguf_families import metadata, write
 from tests.models.test_models_golden import TOLERANCE, difference

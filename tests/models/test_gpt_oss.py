@@ -17,12 +17,12 @@ from edgeinfer.models.describe import describe
 from edgeinfer.registry import recipe_with
 from edgeinfer.runner.pruning import Schedule
 from edgeinfer.runtime.prompt_pruning import importance
+from tests.golden_parts import GPT_OSS
 from tests.helpers import golden_cases
 from tests.helpers.bundles import weights_of
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.packers import mxfp4, raw_parts, write_config, write_raw
 from tests.helpers.sessions import TINY, scored, session, tokens, write_model
-from tests.make_golden import GPT_OSS
 
 CONFIG = {**GPT_OSS, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
           "num_attention_heads": 6, "num_key_value_heads": 2, "experts_per_token": 2, "initial_context_length": 16,

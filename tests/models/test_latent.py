@@ -18,11 +18,11 @@ from edgeinfer.models.describe import describe
 from edgeinfer.registry import recipe_with
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runner.pruning import Schedule
+from tests.golden_parts import DEEPSEEK, GLM
 from tests.helpers import golden_cases
 from tests.helpers.draft_heads import with_head
 from tests.helpers.pruned import run
 from tests.helpers.sessions import TINY, scored, session, tokens, write_model
-from tests.make_golden import DEEPSEEK, GLM
 from tests.models.test_experts import by_expert, trace
 from tests.models.test_gguf_families import write
 from tests.models.test_models_golden import TOLERANCE, difference

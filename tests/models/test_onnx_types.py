@@ -14,7 +14,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.graph import build_graph, read_config, requested_types
 from edgeinfer.quant import TYPES, WeightType, layouts
-from tests import make_golden
+from tests.golden_parts import MIXTRAL
 from tests.helpers import gguf_files, golden_cases
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.gguf_files import OF_256, random_blocks, sizes_for, write_gguf
@@ -79,7 +79,7 @@ def test_types_that_are_mixed(kinds: dict[str, str], tmp_path: Path) -> None:
 def test_types_of_experts(kinds: tuple[str, str], tmp_path: Path) -> None:
     """Codes of all experts side by side; all are chosen, so that rounding chooses no others."""
     n, width, size = 3, 256, 512 if "K" in kinds[0] else 96
-    config = {**make_golden.MIXTRAL, "hidden_size": width, "intermediate_size": size, "num_attention_heads": 8,
+    config = {**MIXTRAL, "hidden_size": width, "intermediate_size": size, "num_attention_heads": 8,
               "num_local_experts": n, "num_experts_per_tok": n}
     graph = build_graph(read_config(config), requested_types("f32"))
     tensors = {source.name: golden_cases.weights(source.name, source.stored) for weight in graph.weights

@@ -13,6 +13,7 @@ from edgeinfer.converters.checkpoint.safetensors_file import SafetensorsFile
 from edgeinfer.converters.quantized.config import take_scheme
 from edgeinfer.converters.quantized.gather import gathered
 from tests import make_golden
+from tests.golden_parts import LLAMA
 from tests.helpers import golden_cases
 from tests.helpers.packers import compressed_config
 from tests.helpers.sessions import scored, session
@@ -67,7 +68,7 @@ def test_a_model_that_mlx_lm_converts(tmp_path: Path, recipe: str) -> None:
     mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
     mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     case = make_golden.with_transformers("mlx", {
-        **make_golden.LLAMA, "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        **LLAMA, "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 192, "num_hidden_layers": 8, "rope_theta": 10000.0, "rope_scaling": None})
     golden_cases.write_checkpoint(case, tmp_path / "hf")
     how = {"quant_predicate": recipe} if recipe.startswith("mixed") else {"q_mode": recipe}
