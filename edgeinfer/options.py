@@ -173,8 +173,8 @@ OPTIONS: tuple[Option, ...] = (
 
     _option("ctx", "TOKENS", "Context size: maximum number of prompt and generated tokens together.", short="-c",
             kind=int, unset="the model's, at most 4096", group=MEMORY,
-            commands=tuple(one for one in COMMANDS if one != _BENCH),  # whose tests say what they need
-            common=COMMANDS),
+            commands=(*(one for one in COMMANDS if one != _BENCH), RECOMMEND),  # whose tests say what they need
+            common=(*COMMANDS, RECOMMEND)),
     _option("kv", "|".join(KV_TYPES), "Storage type of the KV cache.", group=MEMORY,
             common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("budget", "SIZE", "Maximum memory of the process, such as 4GiB, 500MB or a number of bytes.",
@@ -212,7 +212,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("no_stats", "", "Do not print the statistics.", rule=FLAG, default=False, group=OUTPUT,
             commands=_REQUEST, common=_REQUEST, shared=False),
     _option("json", "", "Print a single JSON object on standard output.", rule=FLAG, default=False, group=OUTPUT,
-            common=COMMANDS),
+            commands=(*COMMANDS, RECOMMEND), common=(*COMMANDS, RECOMMEND)),
 )
 """Options of the six commands, in the order of the help."""
 

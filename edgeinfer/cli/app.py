@@ -35,6 +35,7 @@ COMMANDS = {
     "info": "Describe a bundle or a GGUF file.",
     "plan": "Print a model's memory and speed, and whether it fits.",
     "estimate": "Predict the speed of a model on this or another machine.",
+    "recommend": "Recommend models for a device, or devices for a speed.",
     "devices": "List the known devices, show one, or measure this machine.",
     "bench": "Measure the speed of a model.",
     "eval": "Measure perplexity on a text, and divergence from a reference.",

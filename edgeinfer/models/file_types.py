@@ -7,6 +7,9 @@ from ..quant import WeightType
 
 _PLAIN = {"Q4_0": ("q4", 32), "Q8_0": ("int8", 32)}
 _NESTED = {"Q4_K": ("q4k", 32), "Q5_K": ("q5k", 32), "Q6_K": ("q6", 16), "IQ4_XS": ("iq4k", 32)}
+BLOCK = 256
+_NARROW = {"q4k": ("q5", 32), "q5k": ("q5m", 32), "q6": ("int8", 32), "iq4k": ("iq4", 32)}
+"""Types of rows that are no whole blocks of 256 columns, by the type that they replace."""
 ENDS = ("embedding", "head", "inputs")
 _LARGER = WeightType.of("q6", 16)
 """Type of the head, and in files that end in M of half of the matrices that leave the FFN."""
@@ -15,7 +18,8 @@ _LARGER = WeightType.of("q6", 16)
 def types_of_file(file_type: str, layers: int, tied: bool) -> TypeOf:
     """Return the types of the weights of such a file, as edgeinfer stores them.
 
-    llama.cpp stores V, too, in the larger type in some layers; it is a few thousandths of the bytes and left out.
+    llama.cpp stores V, too, in the larger type in some layers; it is a few thousandths of the bytes and left out. Rows
+    that are no whole blocks of 256 columns have another type, as there.
 
     Parameters
     ----------
@@ -25,6 +29,17 @@ def types_of_file(file_type: str, layers: int, tied: bool) -> TypeOf:
     tied : bool
         Whether the embedding is the head.
     """
+    whole = _of_whole_blocks(file_type, layers, tied)
+
+    def type_of(weight: Weight) -> WeightType:
+        found = whole(weight)
+        narrow = found.dtype in _NARROW and weight.shape and weight.shape[-1] % BLOCK  # of an FFN as such: none
+        return WeightType.of(*_NARROW[found.dtype]) if narrow else found
+
+    return type_of
+
+
+def _of_whole_blocks(file_type: str, layers: int, tied: bool) -> TypeOf:
     if file_type in _PLAIN:
         name, group = _PLAIN[file_type]
         plain = requested_types(name, group)

@@ -56,6 +56,9 @@ def plan(
         bool, typer.Option("--serve", help="Plan for serving: give the KV pool what the budget leaves, and print "
                                            "how many sequences fit.")
     ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare all types of weights of a built-in shape: memory, speed, loss.")
+    ] = False,
     max_sequences: Annotated[
         int | None, typer.Option("--max-sequences", metavar="N", show_default=False,
                                  help="With --serve: maximum number of sequences that run at once, 1 to 64.  "
@@ -90,6 +93,7 @@ def plan(
       edgeinfer plan llama-3.1-8b --machine rpi5 --ctx 8192
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
+      edgeinfer plan qwen3-8b --machine "m4 16gb" --compare
       edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
       edgeinfer plan llama-3.1-70b --nodes rpi5,rpi5,rpi5 --link 2.5GbE
     """
@@ -121,6 +125,8 @@ def plan(
                          "this machine; use one or the other.")
     stored = given.stored(model)
     profile = machine_of(given)
+    if compare:
+        return _compared(model, profile, given)
     found = _executor(given.device, profile, model, stored, config, given.kv_on(given.device or given.machine or CPU))
     if found and found.planner:
         from ..reports.plan_device import planned_on
@@ -129,6 +135,30 @@ def plan(
     check_own_layout(config)
     refused = found.refused if found else ""
     return _printed(_planned(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
+
+
+def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -> int:
+    """Print a built-in shape with all types of weights and return the exit code."""
+    from edgeinfer.devices import load_profile
+
+    from ...models import sizes
+    from ...models.spoken import near_shapes, spoken
+    from ..reports.comparison import compared, print_comparison
+
+    meant = spoken(model).shape
+    if meant is None or meant.name not in sizes.names():
+        near = ", ".join(map(repr, near_shapes(model)))
+        raise UsageError(f"--compare is of built-in shapes, and {model!r} is none; near ones are {near}.")
+    if given.by_flag("weights"):
+        raise UsageError(f"--compare shows all types, and --weights {given.weights} selects one; leave one out.")
+    device = profile or load_profile("local")
+    longest = sizes.sized(meant.name, "q4").longest
+    out = compared(model, meant.name, device, given.ctx or min(longest, sizes.CTX), given.budget)
+    if given.json:
+        print_json(out)
+    else:
+        print_comparison(out)
+    return 0 if any(row["fits"] for row in out["types"]) else BudgetError.exit_code
 
 
 def _served(given: options.Given, most: int | None) -> int:

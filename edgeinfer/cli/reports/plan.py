@@ -18,6 +18,9 @@ JSON_FIELDS = {
         "source": "where its description comes from",
         "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
         "itself; null with --device cuda where no GPU was found",
+        "types": "with --compare, instead of the regions: per type `weights`, `made` (by converting; "
+        "else downloaded as GGUF), `file_bytes`, `total_bytes`, `fits`, `decode_tok_per_s` with half the context "
+        "filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` (least and largest that was measured; null if none was)",
         "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
         "refused where it does not fit",
         "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",

@@ -1,0 +1,110 @@
+"""`edgeinfer recommend`: the models for a device, or the devices for a model and a speed."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from ...errors import UsageError
+from ...models import sizes
+from ...models.spoken import near_shapes, spoken
+from ...models.uses import USES
+from ..machines import devices_of, machine_of
+from ..options import NOTHING, Given, takes
+from ..output import print_json
+from ..reports.recommendation import MOST_ROWS, models_for, print_devices, print_models, smallest
+
+DEFAULT_CTX, DEFAULT_SPEED = 4096, 5.0
+MOST_CTX = 1 << 24
+JSON_FIELDS = {
+    "recommend": {
+        "device": "name of the profile, with `device_title`; null with --all-devices",
+        "ctx": "context in tokens; with `min_speed`, tokens per second, and `for`, the use",
+        "models": "largest first: `model` (a built-in shape), `called`, `weights` (type), `parameters`, `total_bytes`, "
+        "`decode_tok_per_s` with half the context filled, `low` and `high` of its band, `prompt` and `ttft_ms`, "
+        "`kld` (least and largest that was measured of the type; null if none was), `program`, `unit`, `memory_bytes`",
+        "model": "with --all-devices: the built-in shape; null for the largest of the use",
+        "devices": "with --all-devices, the least memory first: the fields of a model, and `title`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+@takes("recommend")
+def recommend(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", show_default=False, help="With --all-devices: the built-in shape to run."),
+    ] = None,
+    min_speed: Annotated[
+        float, typer.Option("--min-speed", metavar="T", help="Least tokens per second.")
+    ] = DEFAULT_SPEED,
+    use: Annotated[str, typer.Option("--for", metavar="|".join(USES), help="Use of the model.")] = USES[0],
+    all_devices: Annotated[
+        bool, typer.Option("--all-devices", help="List the devices that are fast enough, the least memory first.")
+    ] = False,
+    given: Given = NOTHING,
+) -> None:
+    """Recommend models for a device, or devices for a speed.
+
+    The models are built-in shapes that fit the device with all weights in memory, the largest first, each with the most
+    exact type of weights that is fast enough. With --all-devices and MODEL the devices that run it fast enough are
+    listed, the least memory first; without MODEL each device has the largest model for the use.
+
+    \b
+    Examples:
+      edgeinfer recommend --machine "rpi5 8gb"
+      edgeinfer recommend --machine "M4 Pro 48GB" --for code --ctx 16384 --min-speed 20
+      edgeinfer recommend llama-3.1-8b --all-devices --min-speed 20
+    """
+    ctx = DEFAULT_CTX if given.ctx is None else given.ctx
+    _check(ctx, min_speed, use, model, all_devices, given)
+    asked: dict[str, Any] = {"ctx": ctx, "min_speed": min_speed, "for": use}
+    if all_devices:
+        out = {"device": None, **asked, "model": model and _shape(model)}
+        devices = devices_of(given)
+        if out["model"]:
+            out["devices"] = smallest(devices, out["model"], ctx, min_speed)
+        else:
+            found = [(device, next(models_for(device, ctx, min_speed, use), None)) for device in devices]
+            rows = [{**row, "title": device.title} for device, row in found if row]
+            out["devices"] = sorted(rows, key=lambda row: (row["memory_bytes"], -row["parameters"]))
+    else:
+        from edgeinfer.devices import load_profile
+
+        device = machine_of(given) or load_profile("local")
+        rows = list(models_for(device, ctx, min_speed, use))
+        out = {"device": device.name, "device_title": device.titled, **asked,
+               "models": rows if given.json else rows[:MOST_ROWS]}
+    if given.json:
+        print_json(out)
+    elif all_devices:
+        print_devices(out)
+    else:
+        print_models(out)
+
+
+def _check(ctx: int, min_speed: float, use: str, model: str | None, all_devices: bool, given: Given) -> None:
+    if use not in USES:
+        raise UsageError(f"--for is {use!r}; choose one of {', '.join(USES)}.")
+    if not (math.isfinite(min_speed) and min_speed > 0):
+        raise UsageError(f"--min-speed is {min_speed:g}; it must be a finite number above 0.")
+    if not 1 <= ctx <= MOST_CTX:
+        raise UsageError(f"--ctx is {ctx}; it must be from 1 to {MOST_CTX} tokens.")
+    if all_devices and given.machine and given.by_flag("machine"):
+        raise UsageError("--machine names one device; omit --all-devices.")
+    if model and not all_devices:
+        raise UsageError(f"recommend finds models for a device; 'edgeinfer plan {model}' plans one, and --all-devices "
+                         "finds devices for it.")
+
+
+def _shape(model: str) -> str:
+    meant = spoken(model).shape
+    if meant is None or meant.name not in sizes.names():
+        near = ", ".join(map(repr, near_shapes(model)))
+        raise UsageError(f"{model!r} is no built-in shape; near ones are {near}.")
+    return meant.name
+
+

@@ -1,0 +1,123 @@
+"""Reports of `edgeinfer recommend`: models for a device, and devices for a speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...base.units import format_size
+from ...models import sizes
+from ...models.uses import RAG_CTX, called
+from ...quality.known import LOSSES, loss_words
+from ..output import folded, print_table, speed
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+
+    from ...models.sizes import Sized
+
+PROMPT = 2000
+"""Tokens of the prompt whose first word is timed."""
+MOST_ROWS = 12
+CARD_BYTES = 600 << 20
+"""Of a card, what the runtime takes beside the plan of a processor's run, an assumption."""
+
+
+def one(device: DeviceProfile, model: Sized, ctx: int) -> dict[str, Any] | None:
+    """Return the speed of a model on a device with all weights in memory; None if it does not fit."""
+    from edgeinfer.devices import estimate, served
+
+    card = served(device)
+    needed = model.run_bytes(ctx) + (CARD_BYTES if device.own_memory else 0)
+    if needed > device.usable_bytes:
+        return None
+    found = estimate(card or device, model.traffic, ctx // 2, min(PROMPT, ctx))
+    loss = LOSSES.get(model.kind)
+    return {
+        "model": model.name, "weights": model.kind, "parameters": model.parameters, "ctx": ctx,
+        "total_bytes": round(needed), "decode_tok_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high,
+        "prompt": found.prompt, "ttft_ms": found.ttft_ms, "kld": None if loss is None else list(loss),
+        "program": found.program, "unit": found.unit, "device": device.name, "memory_bytes": device.memory_bytes,
+    }
+
+
+def best(device: DeviceProfile, name: str, ctx: int, min_speed: float) -> dict[str, Any] | None:
+    """Return the most exact type of a model that fits a device and is fast enough there; None if none is.
+
+    f16 is left out: int8 loses nothing that was measured, at half the bytes.
+    """
+    for kind in sizes.TYPES:
+        if kind != "f16":
+            found = one(device, sizes.sized(name, kind), ctx)
+            if found and found["decode_tok_per_s"] >= min_speed:
+                return found
+    return None
+
+
+def models_for(device: DeviceProfile, ctx: int, min_speed: float, use: str) -> Iterator[dict[str, Any]]:
+    """Yield the models that fit a device and are fast enough there, the largest first."""
+    rows = ((name, called(name, use)) for name in sizes.names())
+    known = [(name, title, sizes.sized(name, "q4")) for name, title in rows if title]
+    for name, title, model in sorted(known, key=lambda row: -row[2].parameters):
+        if model.longest >= max(ctx, RAG_CTX if use == "rag" else 0) and (found := best(device, name, ctx, min_speed)):
+            yield {**found, "called": title}
+
+
+def smallest(devices: Iterable[DeviceProfile], name: str, ctx: int, min_speed: float) -> list[dict[str, Any]]:
+    """Return the devices that run a model fast enough, each with its smallest memory, by the memory."""
+    rows = []
+    for device in devices:
+        for gib in sorted(device.memory_gib) or [device.memory_bytes >> 30]:
+            version = replace(device, memory_bytes=gib << 30) if device.memory_gib else device
+            if found := best(version, name, ctx, min_speed):
+                rows.append({**found, "title": device.title})
+                break
+    return sorted(rows, key=lambda row: (row["memory_bytes"], -row["decode_tok_per_s"]))
+
+
+def print_models(out: dict[str, Any]) -> None:
+    """Print the models for one device, the answer first."""
+    rows = out["models"]
+    asked = f"{out['ctx']} tokens of context, {out['min_speed']:g} tokens/s or more"
+    if not rows:
+        print("\n".join(folded(f"Nothing for {out['for']} fits {out['device_title']} with {asked}; a smaller --ctx or "
+                               "--min-speed admits more.")))
+        return
+    first = rows[0]
+    print("\n".join(folded(
+        f"{first['called']} as {first['weights']}: {speed(first['decode_tok_per_s'])} tokens/s in "
+        f"{format_size(first['total_bytes'])}, the largest for {out['for']} on {out['device_title']} "
+        f"({first['program']} on the {first['unit'].upper()}).")) + "\n")
+    table = [("model", "type", "memory", "tokens/s", "80 % band", "TTFT", "KLD")]
+    for row in rows:
+        wait = "" if row["ttft_ms"] is None else f"{row['ttft_ms'] / 1000:.1f} s"
+        table.append((row["called"][:24], row["weights"], format_size(row["total_bytes"]),
+                      speed(row["decode_tok_per_s"]), f"{speed(row['low'])}-{speed(row['high'])}", wait,
+                      loss_words(row["weights"])))
+    print_table(table, right=[2, 3, 5])
+    print("\n" + "\n".join(folded(
+        f"With {asked}, half of it filled; TTFT is of a prompt of {min(PROMPT, out['ctx'])}. KLD was "
+        "measured on models of 5 million parameters; larger ones lose less; blank is not measured.")))
+
+
+def print_devices(out: dict[str, Any]) -> None:
+    """Print the devices that are fast enough, those with the least memory first."""
+    rows, what = out["devices"], out["model"] or f"a model for {out['for']}"
+    asked = f"{out['ctx']} tokens of context at {out['min_speed']:g} tokens/s or more"
+    if not rows:
+        print("\n".join(folded(f"No known device runs {what} with {asked}; a smaller --ctx or --min-speed admits "
+                               "more.")))
+        return
+    first = rows[0]
+    print("\n".join(folded(
+        f"The least memory is {first['memory_bytes'] >> 30} GB: {first['title']} runs {first['model']} as "
+        f"{first['weights']} at {speed(first['decode_tok_per_s'])} tokens/s.")) + "\n")
+    table = [("device", "GB", "model", "type", "tokens/s", "80 % band")]
+    for row in rows[: 2 * MOST_ROWS]:
+        table.append((row["device"], str(row["memory_bytes"] >> 30), row["model"], row["weights"],
+                      speed(row["decode_tok_per_s"]), f"{speed(row['low'])}-{speed(row['high'])}"))
+    print_table(table, right=[1, 4])
+    more = f"; {len(rows) - 2 * MOST_ROWS} more with --json" if len(rows) > 2 * MOST_ROWS else ""
+    print("\n" + "\n".join(folded(f"Of {len(rows)} devices that run {what} with {asked}{more}. Prices are not known; "
+                                  "memory stands for them.")))

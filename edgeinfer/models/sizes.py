@@ -1,0 +1,84 @@
+"""Bytes and operations of the built-in shapes by type of their weights, so that many are compared in an instant.
+
+The table is shape_sizes.json; ``python -m tests.make_sizes`` makes it from the descriptions of the shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import Traffic
+
+    from .description import ModelDescription
+
+TYPES = ("f16", "int8", "Q6_K", "Q5_K_M", "Q4_K_M", "q4", "Q4_0", "IQ4_XS")
+"""Types that edgeinfer makes, and those of files that are downloaded, the most exact first."""
+OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits")
+"""Fields of the traffic that depend on the type."""
+KV, CTX = "int8", 4096
+"""Type of the KV cache in the table, and the context whose plan it is from."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A built-in shape with one type of weights."""
+
+    name: str
+    kind: str
+    """One of `TYPES`."""
+    parameters: int
+    longest: int
+    """Context that it was trained for."""
+    file_bytes: int
+    """Of all weights."""
+    other_bytes: int
+    """Of a run with a context of `CTX`, beside weights and the KV cache."""
+    traffic: Traffic
+
+    def run_bytes(self, ctx: int, sequences: int = 1) -> float:
+        """Return the memory of a run, all weights in memory, to a few megabytes."""
+        kept = self.traffic.kv_bytes * ctx + self.traffic.window_kv_bytes * min(ctx, self.traffic.window + 512)
+        return self.file_bytes + self.other_bytes + sequences * (kept + self.traffic.state_bytes / 2)
+
+
+def row_of(model: ModelDescription, total_bytes: int) -> dict[str, Any]:
+    """Return what the table has of a model: `total_bytes` are those of its plan."""
+    traffic = model.traffic(KV)
+    common = {one.name: getattr(traffic, one.name) for one in fields(traffic)
+              if one.name not in (*OF_TYPE, "ffn_bytes", "topn") and getattr(traffic, one.name) != one.default}
+    sized = Sized("", "", model.parameters, 0, model.weight_bytes, 0, traffic)
+    return {"parameters": model.parameters, "longest": model.config.max_position_embeddings,
+            "other_bytes": round(total_bytes - sized.run_bytes(CTX)), "traffic": common}
+
+
+def of_type(model: ModelDescription) -> list[float]:
+    """Return what the table has of a type: bytes of the file, and the fields of `OF_TYPE`."""
+    traffic = model.traffic(KV)
+    return [model.weight_bytes, *(getattr(traffic, name) for name in OF_TYPE)]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return dict(json.loads(Path(__file__).with_name("shape_sizes.json").read_text(encoding="utf-8")))
+
+
+def names() -> list[str]:
+    """Return the shapes of the table."""
+    return list(_table())
+
+
+def sized(name: str, kind: str) -> Sized:
+    """Return a built-in shape with one type of weights."""
+    from edgeinfer.devices import Traffic
+
+    row = _table()[name]
+    nbytes, *values = row["types"][kind]
+    traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=True)))
+    return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic)

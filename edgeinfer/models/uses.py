@@ -1,0 +1,32 @@
+"""Built-in shapes by what people want of a model, without those that a later generation of the same sizes replaces."""
+
+from __future__ import annotations
+
+USES = ("chat", "code", "rag")
+_REPLACED = ("llama-2-", "llama-3-8b", "mistral-7b", "qwen2.5-", "gemma-2-", "phi-3-", "mixtral-", "tinyllama",
+             "deepseek-r1-distill-", "deepseek-v2-lite", "olmoe", "smallthinker-", "llama-3.1-405b", "falcon-h1-0.5b")
+"""Beginnings of the names of generations that are not recommended for chats."""
+_CODE = {
+    "qwen2.5-0.5b": "Qwen2.5-Coder 0.5B", "qwen2.5-1.5b": "Qwen2.5-Coder 1.5B", "qwen2.5-3b": "Qwen2.5-Coder 3B",
+    "qwen2.5-7b": "Qwen2.5-Coder 7B", "qwen2.5-14b": "Qwen2.5-Coder 14B", "qwen2.5-32b": "Qwen2.5-Coder 32B",
+    "qwen3-30b-a3b": "Qwen3-Coder 30B-A3B", "qwen3-next-80b-a3b": "Qwen3-Coder-Next", "mistral-small-24b": "Devstral",
+    "deepseek-v2-lite": "DeepSeek-Coder-V2-Lite", "gpt-oss-20b": "gpt-oss 20B", "gpt-oss-120b": "gpt-oss 120B",
+    "glm-4.5-air": "GLM-4.5-Air", "glm-4.7-flash": "GLM-4.7-Flash", "deepseek-v3": "DeepSeek-V3",
+}
+"""Shapes of models for code, by the name of the model."""
+RAG_CTX = 16384
+"""Least context that a model for documents was trained for."""
+
+
+def called(name: str, use: str) -> str | None:
+    """Return what a built-in shape is called for a use; None if it is not for that.
+
+    Parameters
+    ----------
+    name : str
+        A built-in shape.
+    use : {"chat", "code", "rag"}
+    """
+    if use == "code":
+        return _CODE.get(name)
+    return None if name.startswith(_REPLACED) else name
