@@ -277,3 +277,35 @@ def test_it_is_quick_and_compiles_nothing() -> None:
            "print([m for m in ('numba', 'llvmlite') if m in sys.modules], file=sys.stderr)"
     assert relative_cost([sys.executable, "-c", code, *map(str, LLAMA), "--json"], check) < 2.8  # it takes 1.8 times
     assert subprocess.run([*PYTHON, *LLAMA], capture_output=True, cwd=ROOT, env=environment(), check=True).stdout
+
+
+def test_the_time_of_an_answer() -> None:
+    asked = ("estimate", "qwen3-8b", "--machine", "m4 16gb", "-p", 2000, "-n", 500)
+    out, shown = edgeinfer(*asked, "--json").json, edgeinfer(*asked).out.splitlines()
+    answer = out["answer"]
+    assert answer["total_ms"] == pytest.approx(answer["ttft_ms"] + 499 * answer["tpot_ms"])
+    at_2250 = edgeinfer("estimate", "qwen3-8b", "--machine", "m4 16gb", "-c", 2250, "--json").json
+    assert answer["tpot_ms"] == pytest.approx(1000 / at_2250["decode_tok_per_s"])
+    assert answer["ttft_ms"] == pytest.approx(out["ttft_ms"]) and shown[2].startswith("answer     first word after ")
+    assert edgeinfer("estimate", "qwen3-8b", "--machine", "m4", "--json").json["answer"] is None
+
+
+@pytest.mark.parametrize(("more", "sentence"), [
+    (["--goodput", "ttft:500"], "--goodput ttft:500 is of several users; add --users N."),
+    (["--users", "4", "--goodput", "speed:5"], "--goodput 'speed:5' cannot be read"),
+    (["-n", "0"], "--answer is 0; it must be 1 or more tokens"),
+    (["-n", "9", "--all-devices"], "-n applies to a single"),
+])
+def test_wrong_questions_are_refused(more: list[str], sentence: str) -> None:
+    machine = [] if "--all-devices" in more else ["--machine", "m4"]
+    done = edgeinfer("estimate", "qwen3-8b", *machine, *more)
+    assert done.code == 2 and sentence in done.err
+
+
+def test_several_users() -> None:
+    asked = ("estimate", "llama-3.1-8b", "--machine", "l4", "--users", 8, "--goodput", "ttft:2000,tpot:100")
+    shown, users = edgeinfer(*asked).out.splitlines(), edgeinfer(*asked, "--json").json["users"]
+    assert shown[2].startswith("8 users    ") and "tokens/s each" in shown[2]
+    assert users["goodput"]["met"] and 8 <= users["goodput"]["users"] <= users["most_users"]
+    planned = edgeinfer("plan", "llama-3.1-8b", "--machine", "l4", "--ctx", 640, "--samples", 8, "--json").json
+    assert users["memory_bytes"] == pytest.approx(planned["device_bytes"], rel=0.1)

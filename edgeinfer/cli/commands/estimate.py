@@ -17,7 +17,7 @@ from ..options import NOTHING, Given, takes
 from ..output import print_json
 from ..reports import decision, neurons, windows
 from ..reports.estimate import chart, print_all_devices, print_estimate
-from ..reports.estimate_object import all_devices_object, estimate_object
+from ..reports.estimate_object import Questions, all_devices_object, estimate_object
 from ..reports.on_gpu import Cards
 from ..reports.users import FIELD as USERS_FIELD
 from ..reports.users import check_users
@@ -69,6 +69,8 @@ JSON_FIELDS = {
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
         "neurons": neurons.FIELD,
+        "answer": "with -n: `tokens`, `ttft_ms`, `tpot_ms` in the middle of the answer, `total_ms` = TTFT + "
+        "TPOT (n - 1); else null",
         "users": USERS_FIELD,
         **registry.fields("estimate"),
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
@@ -104,7 +106,16 @@ def estimate(
         int | None,
         typer.Option(metavar="N", show_default=False, help="Also predict what N users get who ask at the same time."),
     ] = None,
-    answer: Annotated[int, typer.Option(metavar="TOKENS", help="With --users: length of an answer.")] = 128,
+    answer: Annotated[
+        int | None,
+        typer.Option("-n", "--answer", metavar="TOKENS", show_default=False, help="Length of an answer: the time of "
+                     "its first word, of a token and in total.  [default: 128 with --users]"),
+    ] = None,
+    goodput: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC:MS,...", show_default=False,
+                     help="With --users: how many meet these bounds, such as ttft:500,tpot:100."),
+    ] = None,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")
@@ -122,14 +133,14 @@ def estimate(
       edgeinfer estimate llama-2-7b --machine rpi5
       edgeinfer estimate ./my-bundle --ctx 32768 --plot speed.svg
       edgeinfer estimate llama-2-7b --machine h200 --samples 32
+      edgeinfer estimate qwen3-8b --machine "m4 16gb" -p 2000 -n 500
+      edgeinfer estimate llama-3.1-8b --machine l4 --users 8 --goodput ttft:2000,tpot:100
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
     if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
         given.machine = None
     check_request(given, prompt, all_devices, plot)
-    check_users(users, answer)
-    if users is not None and all_devices:
-        raise UsageError("--users applies to a single machine; omit --all-devices.")
+    questions = _questions(users, answer, goodput, all_devices)
     if not 1 <= accepted <= MOST_ACCEPTED:
         raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
@@ -150,7 +161,7 @@ def estimate(
     length = prompt or min(DEFAULT_PROMPT, ctx)
     asked = replace(asked, recipe=described.recipe, techniques=registry.settled(asked.techniques, described.layers))
     if one is not None:
-        out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, (users, answer))
+        out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, questions)
         _report({**out, "decision": decided}, plot, given.json)
         return
     out = all_devices_object(described, devices_of(given), ctx, length, given.kv, drafting, asked, given.n,
@@ -159,6 +170,21 @@ def estimate(
         print_json(out)
     else:
         print_all_devices(out)
+
+
+def _questions(users: int | None, answer: int | None, goodput: str | None, all_devices: bool) -> Questions:
+    """Return the questions about a single device."""
+    check_users(users, 1 if answer is None else answer)
+    for flag, value in (("--users", users), ("-n", answer), ("--goodput", goodput)):
+        if value is not None and all_devices:
+            raise UsageError(f"{flag} applies to a single machine; omit --all-devices.")
+    if goodput is None:
+        return Questions(users, answer)
+    if users is None:
+        raise UsageError(f"--goodput {goodput} is of several users; add --users N.")
+    from ...bench import parse_goodput
+
+    return Questions(users, answer, parse_goodput(goodput))
 
 
 def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:

@@ -11,7 +11,7 @@ from ...quant import TYPES, WeightType
 from ...registry import said
 from ..output import by, folded, print_table, speed, whose
 from .neurons import neurons_line
-from .users import users_row
+from .users import users_rows
 
 if TYPE_CHECKING:
     from .plot import Chart
@@ -35,6 +35,11 @@ def print_estimate(out: dict[str, Any]) -> None:
 def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pure = out["pure"]
     together = f" of {out['sequences']} sequences" if out["sequences"] > 1 else ""
+    if (answer := out["answer"]) and answer["ttft_ms"] is not None:
+        yield ("answer", f"first word after {answer['ttft_ms'] / 1000:.2f} s, then {answer['tpot_ms']:.0f} ms a token; "
+                         f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
+    if out["users"]:
+        yield from users_rows(out["users"])
     yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s{together} at {out['ctx']} tokens of context "
                      f"({_band(out['low'], out['high'])}), {whose(out)}")
     for item in out["others"]:
@@ -44,8 +49,6 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
-    if out["users"]:
-        yield users_row(out["users"])
     yield from said("estimate", out)
     if out["ceiling_tok_per_s"] is not None:
         sampled = out["effective_gbs"] or out["bandwidth_gbs"]

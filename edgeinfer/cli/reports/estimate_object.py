@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...base.dataclass import dataclass
 from ...quant import WeightType
 from ...registry import in_use, prompt_share, reports
 from ...technique import Reported
 from ..output import REFUSED, not_ours, whose_object
 from .neurons import neurons_object
-from .users import users_object
+from .users import Memory, users_object
 from .windows import windows_object
 
 if TYPE_CHECKING:
@@ -22,16 +24,29 @@ if TYPE_CHECKING:
 
 Drafting = tuple[float, float | None]
 """Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
+DEFAULT_ANSWER = 128
+"""Tokens of an answer, for users."""
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 """Shares of zero rows whose time is compared with the dense network's."""
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Further questions about a device."""
+
+    users: int | None = None
+    """Those who ask at the same time."""
+    answer: int | None = None
+    """Tokens of an answer whose time is asked for."""
+    bounds: tuple[tuple[str, float], ...] = ()
+    """Of the goodput."""
+
+
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
-    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, users: tuple[int | None, int] = (None, 1),
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON object of one device, with the curve over the context; `users` are how many, and the tokens of
-    an answer."""
+    """Return the JSON object of one device, with the curve over the context."""
     from edgeinfer.devices import estimate
 
     run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
@@ -46,9 +61,27 @@ def estimate_object(
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
-        "users": users_object(lambda depth, together: estimate(
-            profile, run.traffic, depth, prompt, *drafting, computed, together), users[0], prompt, users[1]),
+        **_asked(run, questions or Questions(), ctx, sequences, prompt, lambda depth, together: estimate(
+            profile, run.traffic, depth, prompt, *drafting, computed, together)),
     }
+
+
+def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: int,
+           estimate: Callable[[int, int], Estimate]) -> dict[str, Any]:
+    """Return the answers to further questions: the time of a whole answer, and what several users get."""
+    tokens, traffic = questions.answer or DEFAULT_ANSWER, run.traffic
+    each = traffic.sequence_bytes_at(prompt + tokens)
+    alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
+    memory = Memory(alone, each, run.profile.usable_bytes)
+    return {"answer": _answer(estimate, prompt, tokens) if questions.answer else None,
+            "users": users_object(estimate, questions.users, prompt, tokens, memory, questions.bounds)}
+
+
+def _answer(estimate: Callable[[int, int], Estimate], prompt: int, tokens: int) -> dict[str, Any]:
+    """Return the time of a prompt and an answer; a token's is that in the middle of the answer."""
+    first, tpot = estimate(0, 1).ttft_ms, 1000 / estimate(prompt + tokens // 2, 1).decode_tok_per_s
+    return {"tokens": tokens, "ttft_ms": first, "tpot_ms": tpot,
+            "total_ms": None if first is None else first + tpot * (tokens - 1)}
 
 
 def all_devices_object(
