@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from edgeinfer.memory_planner import process_budget, serving_share
+
+from ..base.units import format_size
 from ..errors import EdgeInferError
 from .connection import first_sentence, initialised
 from .job import Facts, Failed, Identity, Item, Job, Refused, WorkerLost
+from .pushing import pushed, seen
 from .split import NodeSplit
 from .stages import Stored
 from .worker import Engine
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
 """Time that a lost worker has to come back, and between two looks at it."""
+START_SECONDS = 30.0
+"""Time in which Ray has to find memory for a worker: that of a server which has just ended is soon free."""
 CONCURRENT = 4096
 """Calls that an actor takes at once: the engine has the queue."""
 
@@ -33,6 +41,8 @@ class Node(NamedTuple):
     id: str
     name: str
     cpus: int
+    memory: int
+    """Bytes that Ray gives to its processes."""
 
 
 class Ray:
@@ -44,8 +54,8 @@ class Ray:
         Those that are alive and have processors.
     """
 
-    def __init__(self, ray: Any):
-        self._ray = ray
+    def __init__(self, ray: Any, say: Callable[[str], object] = lambda sentence: None):
+        self._ray, self._say = ray, say
         self.nodes = nodes_of(ray)
         if not self.nodes:
             raise EdgeInferError("No node of the Ray cluster has a processor; start one with 'ray start --num-cpus N'.")
@@ -54,7 +64,7 @@ class Ray:
         """Return workers that have opened a model: one on each node, or `n` on the nodes in turns.
 
         Workers of one node have equal shares of its processors and of its memory, which is the budget of `options` or
-        what the node can give.
+        what the node can give. Ray reserves these bytes. A bundle that a node does not see is sent there.
 
         Raises
         ------
@@ -98,25 +108,52 @@ class Ray:
 
     async def _opened(self, n: int | None, kind: str, asked: tuple[str, str, dict[str, Any]]
                       ) -> tuple[list[ActorWorker], list[Identity]]:
+        name, source, options = asked
         places = [self.nodes[i % len(self.nodes)] for i in range(n or len(self.nodes))]
-        workers = [ActorWorker(self._ray, f"{kind} {i + 1} on {node.name}", node) for i, node in enumerate(places)]
-        rooms = await asyncio.gather(*(one.room() for one in workers))
-        for worker, node, room in zip(workers, places, rooms, strict=True):
-            worker.asked = *asked[:2], _share(asked[2], node, places.count(node), room)
-        return workers, await asyncio.gather(*(one.opened() for one in workers))
+        nodes = list(dict.fromkeys(places))
+        rooms = dict(zip(nodes, await asyncio.gather(*(self.ask(one, process_budget) for one in nodes)), strict=True))
+        sent = {node: await self._source_on(node, source, options) for node in nodes}
+        workers = []
+        for i, node in enumerate(places):
+            share = _share({**options, **sent[node][1]}, node, places.count(node), rooms[node])
+            workers.append(ActorWorker(self._ray, f"{kind} {i + 1} on {node.name}", node,
+                                       (name, sent[node][0], share)))
+        try:
+            await asyncio.gather(*(one.started(places.count(node)) for one, node in zip(workers, places, strict=True)))
+            return workers, await asyncio.gather(*(one.opened() for one in workers))
+        except BaseException:
+            self.end(workers)
+            raise
+
+    async def _source_on(self, node: Node, source: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the model as a node finds it, and options that differ there."""
+        if not os.path.exists(source) or await self.ask(node, seen, source):
+            return source, {}
+        from ..models import Storage, resolve
+
+        stored = {one: options.get(one) for one in ("weights", "group_size")}
+        bundle = resolve(source, storage=Storage(**stored))
+        try:
+            path = await pushed(partial(self.ask, node), bundle,
+                                lambda size: self._say(f"{node.name} does not see {source}; {size} go there."))
+        except EdgeInferError as error:
+            raise EdgeInferError(f"{source} cannot be sent to {node.name}: {error}") from None
+        return path, dict.fromkeys(stored)
 
 
 def nodes_of(ray: Any) -> list[Node]:
     """Return the nodes that are alive and have processors."""
-    return [Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"]["CPU"]))
+    return [Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"]["CPU"]),
+                 int(one["Resources"].get("memory", 0)))
             for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
 
 
 @contextlib.contextmanager
-def connected(address: str, cpus: int | None = None) -> Iterator[Ray]:
+def connected(address: str, cpus: int | None = None, say: Callable[[str], object] = lambda sentence: None
+              ) -> Iterator[Ray]:
     """Connect to a cluster, or start one of this machine alone that ends with the context; see `initialised`."""
     with initialised(address, cpus) as ray:
-        yield Ray(ray)
+        yield Ray(ray, say)
 
 
 class ActorWorker:
@@ -125,25 +162,29 @@ class ActorWorker:
     facts: Facts
     _identity: Identity
 
-    def __init__(self, ray: Any, name: str, node: Node):
+    def __init__(self, ray: Any, name: str, node: Node, asked: tuple[str, str, dict[str, Any]]):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.name, self._ray = name, ray
-        self.asked: tuple[str, str, dict[str, Any]]
+        self.name, self._ray, self._node, self.asked = name, ray, node, asked
         self._lost = ray.exceptions.RayActorError
         self._failed = ray.exceptions.RayError
         self._actor = ray.remote(Engine).options(
-            num_cpus=0, max_restarts=-1, max_concurrency=CONCURRENT,
+            num_cpus=0, memory=asked[2]["budget"], max_restarts=-1, max_concurrency=CONCURRENT,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
 
     def kill(self) -> None:
         """End its process."""
         self._ray.kill(self._actor)
 
-    async def room(self) -> int:
-        """Return the bytes that the node can give, before any worker there has opened a model."""
+    async def started(self, alike: int) -> None:
+        """Return once Ray has reserved its memory, of which `alike` workers of its node have as much each."""
         try:
-            return int(await self._actor.room.remote())
+            await asyncio.wait_for(self._actor.__ray_ready__.remote(), START_SECONDS)
+        except asyncio.TimeoutError:
+            asks = format_size(alike * int(self.asked[2]["budget"]))
+            raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "
+                                 f"to the processes there, of which {asks} for all {alike} are not free; lower "
+                                 "--budget, or end what has it.") from None
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
 
@@ -222,10 +263,8 @@ class ActorWorker:
 
 def _share(options: dict[str, Any], node: Node, workers: int, room: int) -> dict[str, Any]:
     """Return the options of one of several workers of a node: its processors and memory in equal shares."""
-    if workers == 1:
-        return {**options, "threads": options["threads"] or node.cpus}
-    return {**options, "threads": options["threads"] or max(1, node.cpus // workers),
-            "budget": (options["budget"] or room) // workers}
+    budget = options["budget"] or serving_share(min(room, node.memory or room))
+    return {**options, "threads": options["threads"] or max(1, node.cpus // workers), "budget": budget // workers}
 
 
 def _refuse_unlike(found: list[tuple[ActorWorker, Identity]]) -> None:

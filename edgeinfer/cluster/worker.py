@@ -30,12 +30,6 @@ class Engine:
         self._read = set[int]()
         """Jobs whose next item somebody waits for."""
 
-    async def room(self) -> int:
-        """Return the bytes that this machine can give."""
-        from ..memory_planner import process_budget
-
-        return process_budget()
-
     async def open(self, name: str, source: str, options: dict[str, Any]) -> Identity | Refused:
         """Open the model once; return what it is, or why it cannot be opened."""
         async with self._opening:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -18,12 +19,17 @@ import psutil
 import pytest
 
 pytest.importorskip("msgspec")
-from edgeinfer.cluster import Pool, Ray, connected
+from edgeinfer.base.cache_dir import cache_root
+from edgeinfer.bundle import Bundle
+from edgeinfer.cluster import Pool, Ray, connected, on_ray
 from edgeinfer.cluster.job import Identity
 from edgeinfer.cluster.on_ray import _refuse_unlike
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.models import demo_path
 from edgeinfer.server import Answered, Row, Rows, answer_all
 from tests.helpers.command_line import edgeinfer, process
+from tests.helpers.serving import until
+from tests.system.test_cluster_serve import is_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
               pytest.mark.skipif(find_spec("ray") is None, reason="extra 'cluster' is not installed"),
@@ -66,7 +72,7 @@ def choices(path: Path) -> dict[str, Any]:
 
 def engines() -> list[int]:
     """Return the processes of the workers of this process's cluster."""
-    return [one.pid for one in psutil.Process().children(recursive=True) if "ray::Engine" in " ".join(one.cmdline())]
+    return [one.pid for one in psutil.Process().children(recursive=True) if is_engine(one)]
 
 
 def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any],
@@ -113,6 +119,32 @@ def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
         assert sum(found) <= (budget or psutil.virtual_memory().available * 1.2)
     with pytest.raises(EdgeInferError, match=r"worker \d on 127.0.0.1 cannot open the model: .*needs .*the budget"):
         asyncio.run(plans(20 << 20))
+
+
+def test_more_than_ray_gives_is_refused(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "START_SECONDS", 4.0)
+    most = ray.nodes[0].memory
+    with pytest.raises(EdgeInferError, match=r"worker \d on .* cannot start: Ray gives .* of which .* for all 3 are "
+                                             "not free; lower --budget"):
+        asyncio.run(ray.open(3, "demo", "demo", {**OPTIONS, "budget": most + (1 << 30)}))
+    assert until(lambda: not engines())
+
+
+def test_a_bundle_that_a_node_does_not_see_goes_there_once(ray: Ray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                          ) -> None:
+    shutil.copytree(demo_path(), source := tmp_path / "mine")
+    monkeypatch.setattr(on_ray, "seen", lambda path: False)
+    said = list[str]()
+    monkeypatch.setattr(ray, "_say", said.append)
+    with Bundle.open(source) as bundle:
+        there = cache_root() / "bundles" / f"sent-{bundle.identity}"
+    shutil.rmtree(there, ignore_errors=True)
+    try:
+        workers = [asyncio.run(ray.open(2, "demo", str(source), {**OPTIONS, "budget": 400 << 20})) for _ in range(2)]
+        assert {one.asked[1] for each in workers for one in each} == {str(there)}
+        assert [one.partition(" ")[2] for one in said] == [f"does not see {source}; 3.8 MB go there."]
+    finally:
+        shutil.rmtree(there)
 
 
 def test_a_model_that_a_node_cannot_open(ray: Ray) -> None:

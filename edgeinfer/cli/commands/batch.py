@@ -207,7 +207,7 @@ def _answer_on_ray(work: _Work, address: str, n: int | None, asked: tuple[str, s
 
     from ...cluster import Pool, connected
 
-    with connected(address) as ray:
+    with connected(address, say=say) as ray:
         async def run() -> None:
             opened = await ray.open(n, *asked)
             pool = Pool(opened, at_once, say)

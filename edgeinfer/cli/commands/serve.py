@@ -136,7 +136,7 @@ def serve(
     if asked is None:
         with connected(str(ray)) as cluster:
             return _serve(config, sources, given, sequences, partial(open_split, ray=cluster))
-    with connected(asked.address) as cluster:
+    with connected(asked.address, say=say) as cluster:
         return _serve(config, sources, given, sequences, partial(open_replicas, cluster, asked.n))
 
 
