@@ -272,6 +272,15 @@ class MemoryPlan:
         windowed = sum(self.kv_layers[layer].stride for layer in self.windowed.layers) // abi.BLOCK_TOKENS
         return whole - windowed * max(0, self.request.ctx - self.windowed.positions), whole
 
+    def sequence_bytes(self, n_tokens: int) -> int:
+        """Return the bytes of K, V and recurrent state of a sequence of so many tokens, the most where layers have
+        windows."""
+        blocks, windowed = -(-n_tokens // abi.BLOCK_TOKENS), self.windowed
+        recent = min(blocks, windowed.sequence_blocks) if windowed else blocks
+        kept = sum(layer.stride * (recent if windowed and number in windowed.layers else blocks)
+                   for number, layer in self.kv_layers.items())
+        return kept + (self.state.slot_bytes if self.state else 0)
+
     def region(self, name: str) -> Region:
         """The region of that name."""
         return next(r for r in self.regions if r.name == name)

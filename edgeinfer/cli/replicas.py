@@ -24,11 +24,22 @@ class Asked(NamedTuple):
 
     address: str
     n: int | None
+    prefill: int = 0
+    """How many of them compute prompts for the others."""
 
 
-def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: int) -> Asked | None:
-    """Return what --replicas and --ray ask for; None without them. Raises `UsageError` for what does not go with them.
+def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, given: Given,
+                   models: int) -> Asked | None:
+    """Return what --replicas, --ray, --prefill and --decode ask for; None without them.
+
+    Raises `UsageError` for what does not go with them.
     """
+    if prefill is not None or decode is not None:
+        if replicas is not None or prefill is None or decode is None or min(prefill, decode) < 1 \
+                or prefill + decode > MOST_REPLICAS:
+            raise UsageError("--prefill and --decode go together and without --replicas, each from 1 on and both up to "
+                             f"{MOST_REPLICAS}.")
+        replicas = str(prefill + decode)
     if given.split is not None and (replicas is None or given.by_flag("split")):
         _check_split(replicas, given, models)
         return None
@@ -44,7 +55,7 @@ def replicas_asked(replicas: str | None, ray: str | None, given: Given, models: 
             (f"--device {given.device}", given.device not in (None, CPU), "replicas run edgeinfer's own kernels")):
         if wrong:
             raise UsageError(f"--replicas and --ray do not go with {flag}; {remedy}.")
-    return Asked(ray or LOCAL, n)
+    return Asked(ray or LOCAL, n, prefill or 0)
 
 
 def _check_split(replicas: str | None, given: Given, models: int) -> None:
@@ -56,17 +67,19 @@ def _check_split(replicas: str | None, given: Given, models: int) -> None:
             raise UsageError(f"--split does not go with {flag}; use one or the other.")
 
 
-def open_replicas(ray: Ray, n: int | None, source: str, left: int | None, *, given: Given, **settings: Any
+def open_replicas(ray: Ray, asked: Asked, source: str, left: int | None, *, given: Given, **settings: Any
                   ) -> RemoteModel:
     """Open the replicas of a model; `left` is the memory of all replicas of a node together."""
     from ..cluster import RemoteModel
 
     where = os.path.abspath(source) if os.path.exists(source) else source
     options = opening(source, left, given=given, **settings)
-    found = asyncio.run(ray.replicas(n, short_name(source), where, options))
-    for one in found:
+    found = asyncio.run(ray.replicas(asked.n, short_name(source), where, options, asked.prefill))
+    for i, one in enumerate(found):
         speeds, plan = one.facts.speeds, one.facts.plan
-        say(f"{one.name}: {one.facts.isa}, {plan.total_bytes / 1e6:.0f} MB planned, "
-            f"{1 / speeds.prompt:.0f} prompt tok/s, {1 / speeds.decode:.0f} tok/s.")
+        link = f", {1e-6 / speeds.link:.0f} MB/s from {found[0].name}" if speeds.link else ""
+        say(f"{one.name}{' (prefill)' if i < asked.prefill else ''}: {one.facts.isa}, "
+            f"{plan.total_bytes / 1e6:.0f} MB planned, {1 / speeds.prompt:.0f} prompt tok/s, "
+            f"{1 / speeds.decode:.0f} tok/s{link}.")
     return RemoteModel(where, list(found), settings["queue"], say, lambda: ray.end(found), options["weights"],
-                       options["group_size"])
+                       options["group_size"], asked.prefill)

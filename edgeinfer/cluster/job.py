@@ -41,6 +41,8 @@ class Speeds(NamedTuple):
 
     prompt: float
     decode: float
+    link: float = 0.0
+    """For a byte that it gets from another replica."""
 
 
 class Facts(NamedTuple):
@@ -56,6 +58,16 @@ class Facts(NamedTuple):
     speeds: Speeds
 
 
+class Handed(NamedTuple):
+    """A prompt that another replica has computed, all but its last token."""
+
+    sender: Any
+    """Its `piece(number)` returns a piece of the KV blocks, and raises `WorkerLost`."""
+    nbytes: int
+    cached_tokens: int
+    """Those that the other replica had in its prefix cache."""
+
+
 class Job(NamedTuple):
     """A request, as any replica can begin it or continue with it."""
 
@@ -68,6 +80,7 @@ class Job(NamedTuple):
     skip_special: bool = True
     generated: tuple[int, ...] = ()
     """Tokens that another replica has generated."""
+    handed: Handed | None = None
 
 
 class Part(NamedTuple):
@@ -94,6 +107,9 @@ class Done(NamedTuple):
     speculation: SpeculationReport | None = None
     parts: tuple[Part, ...] = ()
     """The last ones."""
+    received_bytes: int = 0
+    """KV blocks that came from another replica; 0 if they were computed here."""
+    received_seconds: float = 0.0
 
 
 class Failed(NamedTuple):
@@ -114,8 +130,11 @@ class Replica(Protocol):
     def run(self, job: Job) -> AsyncIterator[Item]:
         """Run a job, whose last item is `Done` or `Failed`; raises `WorkerLost`."""
 
+    async def prefill(self, job: Job) -> Handed | None:
+        """Compute the prompt of a job, which another replica takes over; None if it cannot. Raises `WorkerLost`."""
+
     async def cancel(self, key: int) -> None:
-        """End a job."""
+        """End a job, and drop the prompt that it computed for another replica."""
 
     async def reopen(self) -> None:
         """Return once it answers again after it was lost; raises `WorkerLost` if it does not."""

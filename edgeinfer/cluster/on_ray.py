@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from edgeinfer.memory_planner import process_budget, serving_share
 from ..base.units import format_size
 from ..errors import EdgeInferError
 from .connection import first_sentence, initialised
-from .job import Facts, Failed, Identity, Item, Job, Refused, WorkerLost
+from .job import Facts, Failed, Handed, Identity, Item, Job, Refused, WorkerLost
 from .pushing import pushed, seen
 from .split import NodeSplit
 from .stages import Stored
@@ -75,12 +76,20 @@ class Ray:
         _refuse_unlike(list(zip(workers, found, strict=True)))
         return workers
 
-    async def replicas(self, n: int | None, name: str, source: str, options: dict[str, Any]) -> list[ActorWorker]:
-        """Return workers for a server, as `open`, whose arithmetic may differ: its router keeps them apart."""
+    async def replicas(self, n: int | None, name: str, source: str, options: dict[str, Any], prefill: int = 0
+                       ) -> list[ActorWorker]:
+        """Return workers for a server, as `open`, whose arithmetic may differ: its router keeps them apart.
+
+        The first `prefill` ones, which are the fastest if some are twice as fast as others, are to compute prompts.
+        """
         workers, found = await self._opened(n, "replica", (name, source, options))
         _refuse_unlike([(one, identity._replace(arithmetic="")) for one, identity in zip(workers, found, strict=True)])
         for one in workers:  # one after the other, since each is measured
             await one.learn_facts()
+        if prefill:
+            workers.sort(key=lambda one: round(math.log2(one.facts.speeds.prompt)))
+            for one in workers[prefill:]:
+                await one.measure_link(workers[0])
         return workers
 
     async def ask(self, node: Node, function: Callable[..., T], *arguments: Any) -> T:
@@ -237,6 +246,24 @@ class ActorWorker:
         except self._failed as error:
             yield Failed(EdgeInferError(f"The {self.name} failed: {first_sentence(error)}."))
 
+    async def prefill(self, job: Job) -> Handed | None:
+        """Compute the prompt of a job, which another replica fetches from this one's process."""
+        try:
+            found = await self._actor.prefill.remote(job)
+        except self._failed as error:
+            raise WorkerLost(first_sentence(error)) from None
+        if found is False:
+            raise WorkerLost("its process has started again")
+        return found and found._replace(sender=Sender(self._actor, job.key))
+
+    async def measure_link(self, other: ActorWorker) -> None:
+        """Learn how long a byte takes from another worker to this one."""
+        try:
+            seconds = await self._actor.link.remote(Sender(other._actor, -1))
+        except self._failed as error:
+            raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
+        self.facts = self.facts._replace(speeds=self.facts.speeds._replace(link=seconds))
+
     async def cancel(self, key: int) -> None:
         """End a job."""
         await self._actor.cancel.remote(key)
@@ -259,6 +286,29 @@ class ActorWorker:
                 break
             await asyncio.sleep(RETRY_SECONDS)
         raise WorkerLost(why)
+
+
+class Sender(NamedTuple):
+    """The worker that has computed a prompt, as another one reaches it."""
+
+    actor: Any
+    key: int
+
+    async def piece(self, number: int) -> bytes:
+        """Return a piece of the KV blocks; raises `WorkerLost`."""
+        from ray.exceptions import RayError
+
+        try:
+            found = await self.actor.piece.remote(self.key, number)
+        except RayError as error:
+            raise WorkerLost(first_sentence(error)) from None
+        if found is None:
+            raise WorkerLost("its process has started again")
+        return bytes(found)
+
+    async def probe(self, nbytes: int) -> None:
+        """Let so many bytes come."""
+        await self.actor.probe.remote(nbytes)
 
 
 def _share(options: dict[str, Any], node: Node, workers: int, room: int) -> dict[str, Any]:

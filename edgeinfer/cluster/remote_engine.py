@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ClosedError, EdgeInferError, QueueFullError
-from .job import Done, Failed, Item, Replica, WorkerLost
-from .router import Load, Need, blocks_of, choose
+from .job import Done, Failed, Handed, Item, Job, Replica, WorkerLost
+from .router import Load, Need, apart, blocks_of, choose
 
 if TYPE_CHECKING:
     from ..engine import Request
 
 TRIES = 5
 """Replicas that may be lost one after the other with a request that gets no further: it may be what ends them."""
+UNUSED = 10.0
+"""Factor by which a prompt that came to nothing slows the way by which it was to come."""
 CLOSED = "The model was closed; open it again."
 MEASURABLE = 32
 """Computed tokens of a prompt from which on its time says something of the speed."""
@@ -26,11 +29,13 @@ HEADER = "edgeinfer-arithmetic"
 
 
 class Place(Load):
-    """A replica and what is known of it."""
+    """A replica and what is known of it; `helps` if it computes prompts for others."""
 
-    def __init__(self, replica: Replica):
+    def __init__(self, replica: Replica, helps: bool):
         super().__init__(replica.name, replica.facts)
-        self.replica = replica
+        self.replica, self.helps = replica, helps
+        self.received_bytes = self.expected_bytes = 0
+        """KV blocks that came from others, and what they were to be."""
         self.reopening: asyncio.Task[None] | None = None
 
 
@@ -39,6 +44,8 @@ class Taken(NamedTuple):
 
     place: Place
     key: int
+    helper: Place | None
+    """The one that computes the prompt, if that pays."""
 
 
 class RemoteEngine:
@@ -51,12 +58,13 @@ class RemoteEngine:
     replicas : at least one
     max_queue : requests that may wait
     say : gets a sentence for each replica that is lost or comes back
+    helping : how many of the first replicas compute prompts for the others, and answer if none of these is there
     """
 
     inside = False
 
-    def __init__(self, replicas: Sequence[Replica], max_queue: int, say: Callable[[str], object]):
-        self.places = [Place(one) for one in replicas]
+    def __init__(self, replicas: Sequence[Replica], max_queue: int, say: Callable[[str], object], helping: int = 0):
+        self.places = [Place(one, i < helping) for i, one in enumerate(replicas)]
         self.runner = min((one.facts for one in replicas), key=lambda facts: facts.plan.kv_blocks)
         self.home = _home(self.places)
         self.process, self.closed, self.preemptions, self.kv_usage = os.getpid(), False, 0, 0.0
@@ -67,7 +75,7 @@ class RemoteEngine:
     @property
     def n_running(self) -> int:
         """Requests that replicas have and can run together."""
-        return sum(min(len(one.work), int(one.facts.config.max_sequences)) for one in self.places)
+        return sum(min(len(one.work), int(one.facts.config.max_sequences)) for one in self.places if not one.helps)
 
     @property
     def n_waiting(self) -> int:
@@ -100,7 +108,7 @@ class RemoteEngine:
         if not request.claim():
             return
         need = self._need(request)
-        taken = self._taken(need, None)
+        taken = self._taken(need, None, self._may_go_apart(request))
         task = asyncio.get_running_loop().create_task(self._work(request, need, taken))
         request.task.on_cancel = lambda: _cancel(task)  # type: ignore[attr-defined]
         if taken is not None and taken.place.facts.identity.arithmetic != self.home:
@@ -129,24 +137,37 @@ class RemoteEngine:
         blocks = blocks_of(task.prompt_ids, self.runner.block_tokens, request.salt) if request.reuse else []
         return Need(blocks, len(task.prompt_ids), getattr(task, "room", 0))
 
-    def _taken(self, need: Need, arithmetic: str | None) -> Taken | None:
+    @staticmethod
+    def _may_go_apart(request: Request[Any]) -> bool:
+        """Return whether a prompt can be computed apart: that of a text, with more than its last token."""
+        return hasattr(request.task, "samples") and len(request.task.prompt_ids) > 1
+
+    def _taken(self, need: Need, arithmetic: str | None, may_go_apart: bool) -> Taken | None:
         """Take the best replica that answers, or None if there is none.
 
         It is one of an arithmetic; without one of that of most replicas, and of another if none of these is there.
         """
-        there = [one for one in self.places if one.there]
+        present = [one for one in self.places if one.there]
+        there = [one for one in present if not one.helps] or present
         own = [one for one in there if one.facts.identity.arithmetic == (arithmetic or self.home)]
         if not (among := own or (there if arithmetic is None else [])):
             return None
         place, key = choose(among, need), next(self._keys)
         assert isinstance(place, Place)
+        helpers = [one for one in present if one.helps and one is not place and one.facts.caches_prefixes
+                   and one.facts.identity.arithmetic == place.facts.identity.arithmetic] if may_go_apart else []
+        helper = apart(place, helpers, need)
+        assert helper is None or isinstance(helper, Place)
         place.begin(key, need)
-        return Taken(place, key)
+        if helper is not None:
+            place.work[key][0] = 0
+            helper.begin(key, need._replace(new=0))
+        return Taken(place, key, helper)
 
-    async def _awaited(self, need: Need, arithmetic: str) -> Taken:
+    async def _awaited(self, need: Need, arithmetic: str, may_go_apart: bool) -> Taken:
         """Take the best replica of an arithmetic, and wait for one that starts again where there is no other."""
         async with self._changed:
-            while (found := self._taken(need, arithmetic)) is None:
+            while (found := self._taken(need, arithmetic, may_go_apart)) is None:
                 if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
                     raise ClosedError("No replica is left that can go on with this request; ask again later.")
                 await self._changed.wait()
@@ -158,12 +179,12 @@ class RemoteEngine:
         task: Any = request.task
         tries = 0
         while tries < TRIES:
-            place, key = taken or await self._awaited(need, arithmetic)
+            now = taken or await self._awaited(need, arithmetic, self._may_go_apart(request))
             before = task.new_tokens
             try:
-                return await self._run_on(place, key, request, unmoved=taken is not None)
+                return await self._run_on(now, request, unmoved=taken is not None)
             except WorkerLost as why:
-                self._lose(place, why)
+                self._lose(now.place, why)
                 taken, tries = None, 0 if task.new_tokens > before else tries + 1
         raise EdgeInferError(f"{TRIES} replicas ended while they had this request; if they had too little memory, "
                              "lower --max-sequences or --budget.")
@@ -185,17 +206,25 @@ class RemoteEngine:
             task.end()
         request.conclude(error)
 
-    async def _run_on(self, place: Place, key: int, request: Request[Any], unmoved: bool) -> None:
+    async def _run_on(self, taken: Taken, request: Request[Any], unmoved: bool) -> None:
         """Let a replica run what is left of a request; one that was moved or waited says nothing of its speed."""
-        task = request.task
-        alone, ended = unmoved and len(place.work) == 1, False
+        place, key, helper = taken
+        task: Any = request.task
+        alone, ended, handed = unmoved and len(place.work) == 1, False, None
         try:
-            async for item in place.replica.run(task.job(key, request.salt)):  # type: ignore[attr-defined]
+            job: Job = task.job(key, request.salt)
+            if helper is not None:
+                handed = await self._prefilled(helper, job)
+                job = job._replace(handed=handed)
+            async for item in place.replica.run(job):
                 ended = not isinstance(item, list)
+                if handed is not None and isinstance(item, Done) and item.received_bytes:
+                    item = _received(place, item, handed, len(job.ids))
+                    handed = None
                 self._take(place, key, request, item)
             if not ended:
                 raise WorkerLost("it ended in the middle of a request")
-            if alone and len(place.work) == 1:
+            if alone and helper is None and len(place.work) == 1:
                 _learn(place, task)
         except WorkerLost:
             ended = True  # there is nothing to be cancelled
@@ -203,8 +232,26 @@ class RemoteEngine:
         finally:
             place.end(key)
             if not ended:
-                cancelling = asyncio.ensure_future(place.replica.cancel(key))
-                cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+                _cancel_there(place, key)
+            if helper is not None and handed is not None:  # it was not used
+                place.learn(link=UNUSED * place.speeds.link)
+                _cancel_there(helper, key)
+
+    async def _prefilled(self, helper: Place, job: Job) -> Handed | None:
+        """Let a replica compute the prompt of a job; None if it could not."""
+        alone, began, found = len(helper.work) == 1, time.perf_counter(), None
+        try:
+            found = await helper.replica.prefill(job)
+        except WorkerLost as why:
+            self._lose(helper, why)
+        except asyncio.CancelledError:
+            _cancel_there(helper, job.key)
+            raise
+        finally:
+            helper.end(job.key)
+        if found and alone and (computed := len(job.ids) - 1 - found.cached_tokens) >= MEASURABLE:
+            helper.learn(prompt=(time.perf_counter() - began) / computed)
+        return found
 
     def _take(self, place: Place, key: int, request: Request[Any], item: Item) -> None:
         task: Any = request.task
@@ -248,6 +295,20 @@ def _cancel(task: asyncio.Task[None]) -> None:
     """Cancel a task, which has begun by then, from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+def _cancel_there(place: Place, key: int) -> None:
+    """End a job on its replica, and wait for nothing."""
+    cancelling = asyncio.ensure_future(place.replica.cancel(key))
+    cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _received(place: Place, done: Done, handed: Handed, prompt: int) -> Done:
+    """Take in how a prompt came, and return the end of its request with what was cached of the prompt."""
+    place.received_bytes += done.received_bytes
+    place.expected_bytes += place.facts.plan.sequence_bytes(prompt - 1)
+    place.learn(link=done.received_seconds / done.received_bytes)
+    return done._replace(cached_tokens=handed.cached_tokens)
 
 
 def _home(places: Sequence[Place]) -> str:

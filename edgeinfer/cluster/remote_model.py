@@ -31,12 +31,13 @@ class RemoteModel(Embeddings):
     say : gets a sentence for each replica that is lost or comes back
     ended : called when it is closed
     weights, group_size : how a checkpoint was stored
+    helping : how many of the first replicas compute prompts for the others
     """
 
     elsewhere = True
 
     def __init__(self, source: str, replicas: list[Replica], max_queue: int, say: Callable[[str], object],
-                 ended: Callable[[], None], weights: Any = None, group_size: Any = None):
+                 ended: Callable[[], None], weights: Any = None, group_size: Any = None, helping: int = 0):
         from ..bundle import Bundle
         from ..text import ChatTemplate, Tokenizer
 
@@ -48,7 +49,7 @@ class RemoteModel(Embeddings):
         finally:
             bundle.close()
         self.chat_template = ChatTemplate.open(self.path)
-        self._remote = RemoteEngine(replicas, max_queue, say)
+        self._remote = RemoteEngine(replicas, max_queue, say, helping)
         self._engine, self._ended = self._remote, ended  # type: ignore[assignment]
         self.runner, self.draft = self._remote.runner, None  # type: ignore[assignment]
         self._preparing = set()
@@ -75,7 +76,8 @@ class RemoteModel(Embeddings):
     def replicas(self) -> list[ReplicaState]:
         """Return the replicas as the router knows them."""
         return [ReplicaState(one.name, one.facts.isa, one.there, len(one.work), one.sent, 1 / one.speeds.prompt,
-                             1 / one.speeds.decode, one.facts.plan.total_bytes) for one in self._remote.places]
+                             1 / one.speeds.decode, one.facts.plan.total_bytes, one.helps, one.received_bytes,
+                             one.expected_bytes) for one in self._remote.places]
 
     def _request(self, ids: Iterable[int], options: Mapping[str, Any], skip_special: bool = True,
                  salt: bytes = b"") -> Request[Any]:

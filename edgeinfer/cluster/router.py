@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .job import Facts, Speeds
@@ -15,6 +15,8 @@ EXPECTED_TOKENS = 128
 """Tokens of an answer that are counted on where more are allowed: texts mostly end by themselves."""
 SHARED_STEP = 0.5
 """Part of a token's time by which each further sequence lengthens a forward pass."""
+CALL_SECONDS = 0.01
+"""Time that is counted for the calls by which a prompt goes from one replica to another."""
 NEW_WEIGHT = 0.1
 """Weight of a request in the mean speeds of its replica."""
 
@@ -104,11 +106,11 @@ class Load:
         while len(self._blocks) > self.facts.plan.kv_blocks:
             self._blocks.popitem(last=False)
 
-    def learn(self, prompt: float | None, decode: float | None) -> None:
-        """Take in the seconds a token of a request that ran alone."""
+    def learn(self, prompt: float | None = None, decode: float | None = None, link: float | None = None) -> None:
+        """Take in the seconds a token of a request that ran alone, and a byte of a prompt that came."""
         old = self.speeds
         self.speeds = Speeds(*(before if new is None else before + NEW_WEIGHT * (new - before)
-                               for before, new in zip(old, (prompt, decode), strict=True)))
+                               for before, new in zip(old, (prompt, decode, link), strict=True)))
 
     def lose(self) -> None:
         """Note that it is gone with its prefix cache; each of its requests notices by itself."""
@@ -128,6 +130,22 @@ def choose(loads: Sequence[Load], need: Need) -> Load:
         if most.wait() - soonest <= cached * most.speeds.prompt:
             return most
     return min(loads, key=lambda one: (one.seconds(need), one.sent))
+
+
+def apart(load: Load, helpers: Iterable[Load], need: Need) -> Load | None:
+    """Return the replica that computes the prompt of a request for the one that answers, if that pays; or None.
+
+    It pays if the prompt and its way take less time than it takes the other one, counted once more for each request
+    there, which would wait as long.
+    """
+    own = (need.prompt - load.cached(need)) * load.speeds.prompt
+    way = CALL_SECONDS + load.facts.plan.sequence_bytes(need.prompt - 1) * load.speeds.link
+
+    def seconds(one: Load) -> float:
+        return one.wait() + (need.prompt - one.cached(need)) * one.speeds.prompt + way
+
+    best = min((one for one in helpers if need.prompt <= int(one.facts.config.ctx or 0)), key=seconds, default=None)
+    return best if best and seconds(best) < load.wait() + own * (1 + len(load.work)) else None
 
 
 def blocks_of(ids: Sequence[int], block_tokens: int, salt: bytes = b"") -> list[bytes]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..engine import Generation
-from ..errors import EdgeInferError
+from ..errors import BundleError, EdgeInferError
 from ..server import Arrivals
-from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Identity, Item, Job, Part, Speeds
+from .handing import Handing, Received
+from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Handed, Identity, Item, Job, Part, Speeds
 
 if TYPE_CHECKING:
     from ..engine import Request
@@ -53,30 +54,68 @@ class Serving:
     def __init__(self, llm: LLM):
         self._llm = llm
         self._running: dict[int, Request[Any]] = {}
+        self.handing = Handing()
 
     async def run(self, job: Job) -> AsyncGenerator[Item, None]:
         """Run a job to its end."""
+        received = await self.handing.receive(job.key, job.handed) if job.handed else None
         try:
-            request = self._request(job)
+            async for item in self._run(job, received):
+                yield item
+        except BundleError:  # the plans are unlike, as in layers with windows: what came is of no use here
+            async for item in self._run(job, None):
+                yield item
+        finally:
+            self.handing.drop(job.key)
+
+    async def _run(self, job: Job, received: Received | None) -> AsyncGenerator[Item, None]:
+        """Run a job with what was received; raises `BundleError` at its beginning if that cannot be used."""
+        try:
+            request = self._request(job, received)
         except EdgeInferError as error:
             yield Failed(error)
             return
         self._running[job.key] = request
         try:
             async for item in self._items(request, job):
-                yield item
+                yield item._replace(received_bytes=received.nbytes, received_seconds=received.seconds) \
+                    if received and isinstance(item, Done) else item
         except EdgeInferError as error:
+            if received and isinstance(error, BundleError):
+                raise
             yield Failed(error)
         finally:
             request.cancel()
             del self._running[job.key]
 
+    async def prefill(self, job: Job) -> Handed | None:
+        """Compute the prompt of a job but for its last token, and keep its KV blocks until they are fetched."""
+        path = self.handing.path(job.key)
+        try:
+            request = self._llm.request(job.ids[:-1], {"max_tokens": 1, "temperature": 0, "prompt_cache": path,
+                                                       "reuse": job.options.get("reuse")}, salt=job.salt)
+            self._running[job.key], arrivals = request, Arrivals(request)
+            request.start_whole()
+            while not request.ended:
+                await arrivals.wait()
+            request.finish()
+            return Handed(None, path.stat().st_size, request.task.cached_tokens)
+        except (EdgeInferError, OSError):  # there is no room for it, or it was cancelled: the other one computes it
+            self.handing.drop(job.key)
+            return None
+        except BaseException:
+            self.cancel(job.key)
+            raise
+        finally:
+            self._running.pop(job.key, None)
+
     def cancel(self, key: int) -> None:
-        """End a job, if it runs."""
+        """End a job, if it runs, and drop its prompt."""
         with contextlib.suppress(KeyError):
             self._running[key].cancel()
+        self.handing.drop(key)
 
-    def _request(self, job: Job) -> Request[Any]:
+    def _request(self, job: Job, received: Received | None) -> Request[Any]:
         options = dict(job.options)
         if job.kind == SCORES:
             return self._llm.score_request(job.ids, **options)
@@ -84,7 +123,11 @@ class Serving:
             return self._llm.embed_request(job.ids, **options)
         if job.generated:
             options["generated"] = list(job.generated)
-        return self._llm.request(job.ids, options, skip_special=job.skip_special, salt=job.salt)
+        if received:
+            options["prompt_cache"] = self.handing.path(job.key)
+        request = self._llm.request(job.ids, options, skip_special=job.skip_special, salt=job.salt)
+        request.saves_prompt = False
+        return request
 
     async def _items(self, request: Request[Any], job: Job) -> AsyncIterator[Item]:
         arrivals = Arrivals(request)

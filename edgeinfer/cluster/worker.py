@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,11 @@ from .job import Refused
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..server import Answered, InProcess, Models
-    from .job import Facts, Identity, Item, Job
+    from .job import Facts, Handed, Identity, Item, Job
     from .serving import Serving
+
+PROBES, PROBE_BYTES = 3, 4 << 20
+"""Transfers that measure the way from one replica to another."""
 
 
 class Engine:
@@ -74,6 +78,27 @@ class Engine:
             self._items.pop(key, None)
             await items.aclose()
         return item
+
+    async def prefill(self, job: Job) -> Handed | bool | None:
+        """Compute the prompt of a job for another replica, None if that is not possible; False if no model is open."""
+        return False if self._serving is None else await self._serving.prefill(job)
+
+    async def piece(self, key: int, number: int) -> bytes | None:
+        """Return a piece of the KV blocks of a prompt; None if this process has not computed it."""
+        return None if self._serving is None else await self._serving.handing.piece(key, number)
+
+    async def probe(self, nbytes: int) -> bytes:
+        """Return so many bytes, whose way is measured."""
+        return bytes(nbytes)
+
+    async def link(self, sender: Any) -> float:
+        """Return the seconds that a byte takes from another process: the best of a few pieces."""
+        seconds = []
+        for _ in range(PROBES):
+            began = time.perf_counter()
+            await sender.probe(PROBE_BYTES)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) / PROBE_BYTES
 
     async def cancel(self, key: int) -> None:
         """End a job, if it runs."""

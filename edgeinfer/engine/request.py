@@ -56,6 +56,8 @@ class Request(Generic[Result]):
         self.number = next(_numbers)
         self.arrived = 0.0
         """When the engine took it in, by time.monotonic()."""
+        self.saves_prompt = True
+        """Write a prompt that its file lacks there."""
         self.saved_tokens = 0
         """Tokens of the prompt that its file has."""
         self.ended = False

@@ -253,8 +253,8 @@ class Steps:
     def _save(self, request: Request[Any]) -> None:
         """Write a prompt that is complete to its file, if that has less of it."""
         task, n_prompt = request.task, len(request.task.prompt_ids)
-        if request.prompt_cache is not None and request.saved_tokens < n_prompt and not request.task.preemptions \
-                and task.sequence is not None and len(task.sequence) == n_prompt:
+        if request.prompt_cache is not None and request.saves_prompt and request.saved_tokens < n_prompt \
+                and not task.preemptions and task.sequence is not None and len(task.sequence) == n_prompt:
             self._runner.save(task.sequence, request.prompt_cache)
 
     def _conclude(self, request: Request[Any], error: BaseException | None = None) -> None:

@@ -67,6 +67,11 @@ class ReplicaState(NamedTuple):
     prompt_tok_per_s: float
     tok_per_s: float
     planned_bytes: int
+    prefills: bool
+    """Whether it computes prompts for others."""
+    received_bytes: int
+    """KV blocks that came from these, and what they were to be by the plan."""
+    expected_bytes: int
 
 
 class Requests(Prompts):

@@ -9,7 +9,8 @@ from typing import Any
 
 from edgeinfer import LLM
 from edgeinfer.cluster import RemoteModel
-from edgeinfer.cluster.job import Identity, Item, Job, WorkerLost
+from edgeinfer.cluster.handing import Handing
+from edgeinfer.cluster.job import Handed, Identity, Item, Job, WorkerLost
 from edgeinfer.cluster.serving import Serving, facts_of
 
 OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=8, max_queue=256)
@@ -32,7 +33,7 @@ class Within:
         if arithmetic:
             self.facts = self.facts._replace(identity=Identity("1", "b", arithmetic), isa=arithmetic)
         self.lost_after: Callable[[Job, int], bool] = lambda job, tokens: False
-        self.jobs = list[Job]()
+        self.jobs, self.prompts = list[Job](), list[Job]()
         self.back = threading.Event()
         self.back.set()
 
@@ -48,6 +49,13 @@ class Within:
         finally:
             self._serving.cancel(job.key)
 
+    async def prefill(self, job: Job) -> Handed | None:
+        self.prompts.append(job)
+        if self.lost_after(job, 0):
+            raise WorkerLost("killed")
+        found = await self._serving.prefill(job)
+        return found and found._replace(sender=Sender(self._serving.handing, job.key))
+
     async def cancel(self, key: int) -> None:
         self._serving.cancel(key)
 
@@ -62,13 +70,25 @@ class Within:
         return self.llm.state().kv_usage == 0 and not self._serving._running
 
 
-def opener(replicas: list[Within], said: list[str]) -> Callable[[str, int | None], Any]:
+class Sender:
+    """Hands a prompt over within the process."""
+
+    def __init__(self, handing: Handing, key: int):
+        self._handing, self._key = handing, key
+
+    async def piece(self, number: int) -> bytes:
+        if (data := await self._handing.piece(self._key, number)) is None:
+            raise WorkerLost("it has no such prompt")
+        return data
+
+
+def opener(replicas: list[Within], said: list[str], helping: int = 0) -> Callable[[str, int | None], Any]:
     """Return what opens a model on these replicas."""
     def close() -> None:
         for one in replicas:
             one.llm.close()
 
     def opened(source: str, left: int | None) -> Any:
-        return RemoteModel(source, list(replicas), 256, said.append, close)
+        return RemoteModel(source, list(replicas), 256, said.append, close, helping=helping)
 
     return opened

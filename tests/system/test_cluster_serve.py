@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,6 +66,26 @@ def is_engine(process: psutil.Process) -> bool:
     return False
 
 
+def killing(right: Callable[[], bool], n: int) -> None:
+    """Kill one of several replicas every two seconds, and ask for all again until n are killed."""
+    ended, killed = threading.Event(), list[int]()
+
+    def kill() -> None:
+        while not ended.wait(2.0):
+            if len(pids := engines()) > 1:
+                os.kill(one := random.choice(pids), signal.SIGKILL)
+                killed.append(one)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        while len(killed) < n:
+            assert right()
+    finally:
+        ended.set()
+        killer.join()
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_texts_of_one_process_on_replicas(ray: Ray, model: str, right: list[Any], n: int) -> None:
     said = list[str]()
@@ -78,23 +98,25 @@ def test_the_texts_of_one_process_on_replicas(ray: Ray, model: str, right: list[
         assert all_of(running) == right and not said
         if n < 2:
             return
-        ended, killed = threading.Event(), list[int]()
-
-        def kill() -> None:
-            while not ended.wait(2.0):
-                if len(pids := engines()) > 1:
-                    os.kill(one := random.choice(pids), signal.SIGKILL)
-                    killed.append(one)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        try:
-            while len(killed) < 3:
-                assert all_of(running) == right
-        finally:
-            ended.set()
-            killer.join()
+        killing(lambda: all_of(running) == right, 3)
     assert sum("is lost (" in one for one in said) >= 1 and until(lambda: not engines())
+
+
+def test_prompts_that_are_computed_apart_change_no_text(ray: Ray, model: str, right: list[Any]) -> None:
+    found = asyncio.run(ray.replicas(3, "chat", model, OPTIONS, prefill=1))
+    assert all(1e-12 < one.facts.speeds.link < 1e-6 for one in found[1:])
+    for i, one in enumerate(found):
+        one.facts = one.facts._replace(speeds=one.facts.speeds._replace(prompt=1.0 if i else 1e-5))
+
+    def opened(source: str, left: int | None) -> Any:
+        return RemoteModel(source, list(found), 256, said.append, lambda: ray.end(found), helping=1)
+
+    said = list[str]()
+    with serving({"chat": model}, opened) as running:
+        assert all_of(running) == right and not said
+        states = running.ask("/status").json["models"][0]["replicas"]
+        assert all(one["expected_bytes"] > 1 << 20 for one in states[1:])
+        killing(lambda: all_of(running) == right, 2)
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -131,6 +153,9 @@ def test_the_command_leaves_no_process_behind(number: int) -> None:
 def test_what_is_refused() -> None:
     for arguments, sentence in (
             (("--replicas", "0"), "--replicas is 0; it is from 1 to 1024, or auto for one on each node."),
+            (("--prefill", "1"), "--prefill and --decode go together and without --replicas, each from 1 on"),
+            (("--prefill", "1", "--decode", "0"), "--prefill and --decode go together"),
+            (("--prefill", "1", "--decode", "1", "--replicas", "2"), "--prefill and --decode go together and without"),
             (("--replicas", "²"), "--replicas is ²; it is from 1 to 1024"),
             (("--replicas", "some"), "--replicas is some; it is from 1 to 1024"),
             (("--replicas", "2", "--model", "a=demo"), "--replicas and --ray do not go with --model; serve each"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
-from edgeinfer.cluster.job import Job, Speeds
-from tests.helpers.replicas import Within, opener
+from edgeinfer import LLM
+from edgeinfer.cluster.job import TEXT, Job, Speeds, WorkerLost
+from edgeinfer.cluster.serving import Serving
+from tests.helpers.replicas import Sender, Within, opener
 from tests.helpers.serving import Answered, Running, chat_model, serving, until
+from tests.helpers.sessions import HYBRID, WINDOWED, tokens, write_model
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"place": {"type": "string", "maxLength": 12}}, "required": ["place"],
@@ -225,3 +231,91 @@ def test_a_request_that_moved_says_nothing_of_speeds_and_of_no_more_than_its_pro
         usage = running.ask(COMPLETIONS, body).json["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
         assert speeds == [one["tok_per_s"] for one in running.ask("/status").json["models"][0]["replicas"]]
+
+
+def slow_prompts(replicas: list[Within], helping: int = 1) -> None:
+    """Let all but the first replicas have prompts computed by these wherever they can."""
+    for i, one in enumerate(replicas):
+        one.facts = one.facts._replace(speeds=Speeds(1e-5 if i < helping else 1.0, 1e-3, 1e-9))
+
+
+@pytest.mark.slow
+def test_prompts_that_are_computed_apart_change_no_text(model: str, right: list[Any], three: list[Within]) -> None:
+    said, lost = list[str](), [0]
+
+    def dies(job: Job, tokens: int) -> bool:
+        lost[0] += (now := job.key % 9 == 0)
+        return now
+
+    three[0].lost_after = dies
+    slow_prompts(three)
+    with serving({"chat": model}, opener(three, said, helping=1)) as running:
+        assert all_of(running) == right
+        found = running.ask("/status").json["models"][0]["replicas"]
+    handed = [job.handed for one in three[1:] for job in one.jobs if job.handed]
+    assert len(handed) > 60 and lost[0] > 5 and any("replica 0 is lost (killed)" in one for one in said)
+    assert [one["prefills"] for one in found] == [True, False, False]
+    received = sum(one["received_bytes"] for one in found)
+    assert received == sum(one.nbytes for one in handed) and all(one.free for one in three)
+    expected = sum(one["expected_bytes"] for one in found)
+    header = 2000 * len(handed)  # of small prompts of a small model, it is more than a hundredth
+    assert expected < received < expected + header
+    assert not any(one._serving.handing._files for one in three)
+
+
+def test_a_prompt_that_is_lost_on_the_way_is_computed_again(model: str, three: list[Within],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(self: Any, number: int) -> bytes:
+        raise WorkerLost("the link is down")
+
+    body = {"prompt": "A fox saw a crow " * 12, "seed": 1, "max_tokens": 20, "ignore_eos": True}
+    slow_prompts(three)
+    with serving({"chat": model}, opener(three, [], helping=1)) as running:
+        first = running.ask(COMPLETIONS, body).json
+        monkeypatch.setattr("tests.helpers.replicas.Sender.piece", lost)
+        body["prompt"] = "Now " + body["prompt"]
+        second = running.ask(COMPLETIONS, body).json
+        assert until(lambda: not three[0]._serving.handing._files)
+        found = running.ask("/status").json["models"][0]["replicas"]
+        assert second["choices"][0]["text"] == three[0].llm.generate(**body)
+    assert sum(len(one.prompts) for one in three) == 2 == sum(bool(job.handed) for one in three for job in one.jobs)
+    assert sum(one["received_bytes"] > 0 for one in found) == 1
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_without_those_that_answer_the_others_do(model: str, three: list[Within]) -> None:
+    slow_prompts(three)
+    for one in three[1:]:
+        one.reopens, one.lost_after = False, lambda job, tokens: True
+    with serving({"chat": model}, opener(three, [], helping=1)) as running:
+        assert running.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 8}).status == 200
+    assert len(three[0].jobs) == 1
+
+
+@pytest.mark.parametrize(("config", "chunks"), [(WINDOWED, (64, 64)), (HYBRID, (512, 64)), (WINDOWED, (64, 512))],
+                         ids=["windowed", "recurrent", "unlike"])
+def test_windows_and_recurrent_state_go_over(config: Any, chunks: tuple[int, int], tmp_path: Path) -> None:
+    path, ids = write_model(tmp_path / "model", config), tokens(500, vocab_size=config.vocab_size)
+    options = dict(max_tokens=40, seed=3, temperature=0.8, ignore_eos=True, logprobs=0)
+    with ExitStack() as held:
+        first, second = (held.enter_context(LLM(path, ctx=640, threads=1, prefill_chunk=n)) for n in chunks)
+
+        async def run() -> list[Any]:
+            one, other = Serving(first), Serving(second)
+            handed = await one.prefill(job := Job(1, TEXT, ids, options))
+            assert handed is not None
+            job = job._replace(handed=handed._replace(sender=Sender(one.handing, 1)))
+            found = [item async for item in other.run(job)]
+            assert not one.handing._files and not other.handing._files
+            return found
+
+        *items, done = asyncio.run(run())
+        parts = [part for item in (*items, done.parts) for part in item]
+        right = first.request(ids, options).finish()
+        assert tuple(token for part in parts for token in part.ids) == right.token_ids
+        assert tuple(one for part in parts for one in part.logprobs) == right.logprobs
+        if first.plan.windowed and not second.plan.windowed:
+            assert done.received_bytes == done.cached_tokens == 0
+            return
+        expected = first.plan.sequence_bytes(len(ids) - 1)
+        assert done.cached_tokens == 499 and expected * 0.5 < done.received_bytes < expected + 4000

@@ -95,6 +95,12 @@ def serve(
         "cluster; local starts one of this machine and ends it.  [default: local, with --replicas]",
         group=REST + CLUSTER,
         show_default=False)] = None,
+    prefill: Annotated[int | None, options.option(
+        "--prefill", metavar="N", help="With --decode: let N replicas compute prompts where that is sooner than at "
+        "those that answer.", group=REST + CLUSTER, show_default=False)] = None,
+    decode: Annotated[int | None, options.option(
+        "--decode", metavar="N", help="With --prefill: number of replicas that answer.", group=REST + CLUSTER,
+        show_default=False)] = None,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
                                                 group=REST + LIMITS)] = False,
     given: options.Given = options.NOTHING,
@@ -125,7 +131,7 @@ def serve(
     sequences = max_sequences
     if sequences is None:
         sequences = SERVED_SEQUENCES if len(sources) == 1 else SHARING
-    asked = replicas_asked(replicas, ray, given, len(sources))
+    asked = replicas_asked(replicas, ray, prefill, decode, given, len(sources))
     sequences = int(checked("--max-sequences", sequences, RULES["max_sequences"]))
     if given.split is not None and ray is None:
         return _serve(config, sources, given, sequences, open_split)
@@ -137,7 +143,7 @@ def serve(
         with connected(str(ray)) as cluster:
             return _serve(config, sources, given, sequences, partial(open_split, ray=cluster))
     with connected(asked.address, say=say) as cluster:
-        return _serve(config, sources, given, sequences, partial(open_replicas, cluster, asked.n))
+        return _serve(config, sources, given, sequences, partial(open_replicas, cluster, asked))
 
 
 def check_packages() -> None:
