@@ -25,7 +25,7 @@ class Asked(NamedTuple):
     address: str
     n: int | None
     prefill: int = 0
-    """How many of them compute prompts for the others."""
+    """Number of those that compute prompts for the others."""
 
 
 def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, given: Given,

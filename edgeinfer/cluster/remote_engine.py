@@ -58,7 +58,7 @@ class RemoteEngine:
     replicas : at least one
     max_queue : requests that may wait
     say : gets a sentence for each replica that is lost or comes back
-    helping : how many of the first replicas compute prompts for the others, and answer if none of these is there
+    helping : number of first replicas that compute prompts for the others, and answer if none of these is there
     """
 
     inside = False
