@@ -1,0 +1,319 @@
+"""Several processes on Ray: recovery, files of requests, routing, and prompts that are computed apart.
+
+    python benchmarks/cluster.py --model BUNDLE --parts recovery,killed --document docs/measurements/several-machines.md
+
+Ray runs on this machine alone, so nothing is said of a network. `routing` has replicas that only wait, so that it
+measures the choice and not the machine. `killed` ends `edgeinfer batch` four times and starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import machine, publish, row, table
+from benchmarks.peers.http_server import HOST, HttpServer, Streamed, ask_all, free_port, running, streamed_request
+from edgeinfer.cluster.job import Done, Facts, Identity, Item, Job, Part, Speeds
+from edgeinfer.cluster.remote_engine import RemoteEngine
+from edgeinfer.cluster.tasks import RemoteGeneration
+from edgeinfer.config import GenerationConfig, RuntimeConfig
+from edgeinfer.engine import Request
+
+COMMAND = [sys.executable, "-m", "edgeinfer"]
+KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
+SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE = 32, 64, 64, 8
+REQUESTS = 800
+PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 160, 3
+Row = tuple[str, str, str, str]
+"""What was measured, the figure, what was asked for, and a remark."""
+
+
+def served(model: str, *more: str) -> tuple[list[str], int]:
+    """Return what starts a server, and its port."""
+    port = free_port()
+    return [*COMMAND, "serve", model, "--port", str(port), "--speculate", "off", *more], port
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the value that this share does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def engines(server: HttpServer) -> list[psutil.Process]:
+    """Return the processes of the replicas of a server."""
+    found = []
+    for one in server.process.children(recursive=True):
+        try:
+            if "ray::Engine" in " ".join(one.cmdline()):
+                found.append(one)
+        except psutil.Error:
+            continue
+    return found
+
+
+def states(port: int) -> list[dict[str, Any]]:
+    """Return what a server says of its replicas."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/status", timeout=30) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["models"][0]["replicas"]
+        return found
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+
+def recovery(model: str) -> list[Row]:
+    """Kill the replica of a stream, and measure the gap until its next token."""
+    command, port = served(model, "--replicas", "2", "-t", "1", "--ctx", "2048")
+    gaps = []
+    with running(command, port) as server:
+        for i in range(KILLS):
+            while len(pool := engines(server)) < 2 or not all(one["there"] for one in states(port)):
+                time.sleep(0.2)
+            before = {one["name"]: one["requests"] for one in states(port)}
+            assert not any(before.values())
+            killed: list[float] = []
+            killer = threading.Thread(target=_kill_busy, args=(pool, killed))
+            killer.start()
+            [answer], _ = ask_all(port, [streamed_request([i + 1] * 32, KILLED_TOKENS)], 1)
+            killer.join()
+            times = [answer.began + one for one in answer.arrivals]
+            gaps.append(min(one for one in times if one > killed[0]) - killed[0])
+            assert answer.tokens == KILLED_TOKENS
+            print(f"recovery {i + 1}: {gaps[-1]:.2f} s", file=sys.stderr)
+    return [("from a kill to the next token of its stream", f"{statistics.median(gaps):.2f} s, at most "
+             f"{max(gaps):.2f} s", "1 s and the prompt", f"{Path(model).name}, {len(gaps)} kills")]
+
+
+def _kill_busy(pool: list[psutil.Process], killed: list[float]) -> None:
+    """Kill the process that works, once it does."""
+    before = [sum(one.cpu_times()[:2]) for one in pool]
+    time.sleep(0.6)
+    worked = [sum(one.cpu_times()[:2]) - then for one, then in zip(pool, before, strict=True)]
+    pool[worked.index(max(worked))].kill()
+    killed.append(time.perf_counter())
+
+
+# -- files of requests -----------------------------------------------------------------------------------------------
+
+
+def requests(path: Path, rows: int, prompt: int, tokens: int, first: int = 0) -> Path:
+    """Write a file of requests, no two of which begin alike."""
+    path.write_text("".join(json.dumps({
+        "custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": {
+            "prompt": [i % 250 + 1, i // 250 + 1, *[5 + i % 90] * (prompt - 2)], "seed": i, "max_tokens": tokens,
+            "ignore_eos": True}}) + "\n" for i in range(first, first + rows)))
+    return path
+
+
+def batch(given: Path, out: Path, model: str, *more: str) -> list[str]:
+    """Return the command that answers a file."""
+    return [*COMMAND, "batch", str(given), str(out), "--model", model, "--speculate", "off", "--json", *more]
+
+
+def lines(path: Path) -> int:
+    """Return the number of whole lines."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def killed(model: str) -> list[Row]:
+    """Kill the run of a large file four times, and start it again."""
+    with TemporaryDirectory() as folder:
+        given, out = requests(Path(folder) / "in.jsonl", ROWS, 12, ROW_TOKENS), Path(folder) / "out.jsonl"
+        command, began = batch(given, out, "demo", "--ray", "local", "--workers", "2", "-t", "1", "--ctx", "256"), \
+            time.perf_counter()
+        for part in range(1, 5):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while lines(out) < part * ROWS // 5:
+                assert process.poll() is None, "it ended too early"
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            print(f"killed: {lines(out)} rows", file=sys.stderr)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        ids = [json.loads(line)["custom_id"] for line in out.read_text().splitlines()]
+    once = sorted(ids) == sorted(f"r{i}" for i in range(ROWS))
+    return [(f"{ROWS:,} rows, the command killed four times and started again",
+             "each id once" if once else f"{len(ids):,} lines, {len(set(ids)):,} ids", "each id once",
+             f"demo, two workers of one thread, {time.perf_counter() - began:.0f} s in all")]
+
+
+def timed(command: list[str]) -> Callable[[], dict[str, Any]]:
+    """Start a command, and return what waits for its JSON object."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def ended() -> dict[str, Any]:
+        out, _ = process.communicate()
+        assert process.returncode == 0, command
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return ended
+
+
+def speed(model: str) -> list[Row]:
+    """Compare a file on Ray with `bench`, and two workers on Ray with two processes."""
+    on_ray, alone, found = [], [], []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        given = requests(folder / "in.jsonl", SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS)
+        halves = [requests(folder / f"{i}.jsonl", SPEED_ROWS // 2, SPEED_PROMPT, SPEED_TOKENS, i * SPEED_ROWS // 2)
+                  for i in range(2)]
+        options = ["--ctx", "512", "--max-sequences", str(AT_ONCE), "--budget", "3GB"]
+        for turn in range(3):
+            bench = timed([*COMMAND, "bench", model, "--concurrency", str(AT_ONCE), "-p", str(SPEED_PROMPT), "-n",
+                           str(SPEED_TOKENS), "--requests", str(SPEED_ROWS), "--json", "-t", "2"])()
+            one = timed(batch(given, folder / f"one{turn}", model, *options, "-t", "2", "--ray", "local"))()
+            found.append(one["tok_per_s"] / bench["concurrency"][0]["output_tok_per_s"])
+            both = timed(batch(given, folder / f"two{turn}", model, *options, "-t", "1", "--ray", "local",
+                               "--workers", "2"))()
+            waits = [timed(batch(half, folder / f"{turn}{i}", model, "--ctx", "512", "--max-sequences", str(AT_ONCE),
+                                 "-t", "1")) for i, half in enumerate(halves)]
+            on_ray.append(both["tok_per_s"])
+            alone.append(2 * min(wait()["tok_per_s"] for wait in waits))
+            print(f"speed: {found[-1]:.2f} of bench, {on_ray[-1]:.1f} on Ray, {alone[-1]:.1f} alone", file=sys.stderr)
+    what = f"{Path(model).name}, {SPEED_ROWS} rows of {SPEED_PROMPT} and {SPEED_TOKENS} tokens, {AT_ONCE} at once"
+    ratio = [one / other for one, other in zip(on_ray, alone, strict=True)]
+    return [("file on Ray, one worker of two threads: tokens/s in those of `bench --concurrency`",
+             _spread(found), "0.9", what),
+            ("file on Ray, two workers of one thread: tokens/s in those of two processes without Ray",
+             _spread(ratio), "0.95", what)]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+# -- routing ---------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A replica that only waits: prompts one after the other, and a token each `decode` seconds."""
+
+    def __init__(self, number: int, speeds: Speeds, config: RuntimeConfig):
+        plan = SimpleNamespace(kv_blocks=1 << 16, total_bytes=0, windowed=None,
+                               sequence_bytes=lambda n: 0)
+        self.name, self._speeds, self._turn = f"replica {number}", speeds, asyncio.Lock()
+        self.facts = Facts(config, plan, SimpleNamespace(vocab_size=100), 16, True, "", Identity("", "", ""),  # type: ignore[arg-type]
+                           speeds)
+
+    async def run(self, job: Job) -> AsyncIterator[Item]:
+        async with self._turn:
+            await asyncio.sleep(len(job.ids) * self._speeds.prompt)
+        n = job.options["max_tokens"]
+        yield [Part(0, [""], [1], (), "", None, None)]
+        await asyncio.sleep((n - 1) * self._speeds.decode)
+        yield Done(None, 0, 0, 0.0, None, (Part(0, [""] * (n - 1), [1] * (n - 1), (), "length", None, None),))
+
+
+def routing(model: str) -> list[Row]:
+    """Compare pools of three replicas, one of which is three times slower in one of them, at the same load."""
+    figures = []
+    for slow in (1.0, 3.0):
+        speeds = Speeds(4e-4, 8e-3)
+        found = asyncio.run(_ttfts([speeds, speeds, Speeds(slow * speeds.prompt, slow * speeds.decode)]))
+        figures.append(percentile(found, 0.95))
+    return [("one of three replicas three times slower: P95 TTFT in that of an even pool",
+             f"{figures[1] / figures[0]:.2f}", "at most 1.3",
+             f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens at half of the even pool's speed")]
+
+
+async def _ttfts(speeds: list[Speeds]) -> list[float]:
+    """Return the times to first token of requests that come at random."""
+    config = RuntimeConfig(ctx=1024, max_sequences=16)
+    replicas = [Waiting(i, one, config) for i, one in enumerate(speeds)]
+    engine, draw, waits = RemoteEngine(replicas, 1 << 20, print), random.Random(7), []  # type: ignore[arg-type]
+    for _ in range(REQUESTS):
+        ids = [draw.randrange(100) for _ in range(256)]
+        task = RemoteGeneration(replicas[0].facts, None, ids, GenerationConfig(max_tokens=32, ignore_eos=True), (),
+                                False, True)
+        request: Request[Any] = Request(engine, task)  # type: ignore[arg-type]
+        request.start()
+        waits.append(request)
+        await asyncio.sleep(draw.expovariate(0.5 * len(speeds) / (256 * speeds[0].prompt)))
+    while not all(one.ended for one in waits):
+        await asyncio.sleep(0.1)
+    return [one.task.result().ttft_ms for one in waits]
+
+
+# -- prompts apart ---------------------------------------------------------------------------------------------------
+
+
+def apart(model: str) -> list[Row]:
+    """Measure the gaps of four streams alone, beside prompts, and beside prompts that are computed apart."""
+    gaps: dict[str, list[float]] = {}
+    rows: list[Row] = []
+    for name, more in (("apart", ("--prefill", "1", "--decode", "1")), ("together", ("--replicas", "1"))):
+        command, port = served(model, "-t", "1", "--ctx", "2048", "--budget", "4GB", *more)
+        with running(command, port):
+            if name == "apart":
+                gaps["alone"] = _gaps(ask_all(port, _streams(0), STREAMS)[0])
+            prompts = threading.Thread(target=ask_all, args=(port, _prompts(), 1))
+            threading.Timer(2.0, prompts.start).start()
+            gaps[name] = _gaps(ask_all(port, _streams(1), STREAMS)[0])
+            prompts.join()
+            if name == "apart":
+                received = sum(one["received_bytes"] for one in states(port))
+                expected = sum(one["expected_bytes"] for one in states(port))
+                rows.append(("bytes of prompts that went, in those of the plan", f"{received / max(expected, 1):.4f}",
+                             "within 0.01 of 1", f"{received / 1e6:.1f} MB"))
+        print(name, {one: (f"{percentile(all_, 0.5):.3f}", f"{percentile(all_, 0.99):.3f}")
+                     for one, all_ in gaps.items()}, file=sys.stderr)
+    tails = {one: percentile(found, 0.99) for one, found in gaps.items()}
+    middle = {one: percentile(found, 0.5) for one, found in gaps.items()}
+    what = ", ".join(f"{one} {1000 * middle[one]:.0f} and {1000 * tails[one]:.0f} ms" for one in gaps)
+    return [(f"{STREAMS} streams beside prompts of {PROMPT} that are computed apart: P99 ITL in that of the streams "
+             "alone", f"{tails['apart'] / tails['alone']:.2f}", "at most 1.1",
+             f"{Path(model).name}, replicas of one thread; median and P99: {what}"), *rows]
+
+
+def _streams(turn: int) -> list[dict[str, Any]]:
+    return [streamed_request([turn + 2, i + 3, *[9 + i] * 14], STREAM_TOKENS) for i in range(STREAMS)]
+
+
+def _prompts() -> list[dict[str, Any]]:
+    return [streamed_request([i + 20, *[31 + i] * (PROMPT - 1)], 2) for i in range(PROMPTS)]
+
+
+def _gaps(answers: list[Streamed]) -> list[float]:
+    return [gap for one in answers for gap in one.gaps]
+
+
+PARTS = {"recovery": recovery, "killed": killed, "speed": speed, "routing": routing, "apart": apart}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="bundle of recovery, speed and apart")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--document", type=Path)
+    options = parser.parse_args()
+    for part in options.parts.split(","):
+        found = PARTS[part](options.model)
+        about = f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:\n`python benchmarks/" \
+                f"cluster.py --model {Path(options.model).name} --parts {part}`"
+        publish(f"{about}\n\n{table('what | measured | asked for | remark', (row(*one) for one in found))}",
+                options.document, part)
+
+
+if __name__ == "__main__":
+    main()
