@@ -41,7 +41,7 @@ from edgeinfer.engine import Request
 COMMAND = [sys.executable, "-m", "edgeinfer"]
 KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
 SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE = 32, 64, 64, 8
-REQUESTS = 800
+REQUESTS, LOADS = 600, (0.25, 0.5)
 PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 160, 3
 Row = tuple[str, str, str, str]
 """What was measured, the figure, what was asked for, and a remark."""
@@ -226,17 +226,17 @@ class Waiting:
 
 def routing(model: str) -> list[Row]:
     """Compare pools of three replicas, one of which is three times slower in one of them, at the same load."""
-    figures = []
-    for slow in (1.0, 3.0):
-        speeds = Speeds(4e-4, 8e-3)
-        found = asyncio.run(_ttfts([speeds, speeds, Speeds(slow * speeds.prompt, slow * speeds.decode)]))
-        figures.append(percentile(found, 0.95))
-    return [("one of three replicas three times slower: P95 TTFT in that of an even pool",
-             f"{figures[1] / figures[0]:.2f}", "at most 1.3",
-             f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens at half of the even pool's speed")]
+    rows, speeds = [], Speeds(4e-4, 8e-3)
+    for load in LOADS:
+        even, uneven = (percentile(asyncio.run(_ttfts([speeds, speeds, Speeds(n * speeds.prompt, n * speeds.decode)],
+                                                      load)), 0.95) for n in (1, 3))
+        rows.append((f"one of three replicas three times slower, at {load:.0%} of the even pool's speed: P95 TTFT in "
+                     "that of an even pool", f"{uneven / even:.2f}", "at most 1.3",
+                     f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens"))
+    return rows
 
 
-async def _ttfts(speeds: list[Speeds]) -> list[float]:
+async def _ttfts(speeds: list[Speeds], load: float) -> list[float]:
     """Return the times to first token of requests that come at random."""
     config = RuntimeConfig(ctx=1024, max_sequences=16)
     replicas = [Waiting(i, one, config) for i, one in enumerate(speeds)]
@@ -248,7 +248,7 @@ async def _ttfts(speeds: list[Speeds]) -> list[float]:
         request: Request[Any] = Request(engine, task)  # type: ignore[arg-type]
         request.start()
         waits.append(request)
-        await asyncio.sleep(draw.expovariate(0.5 * len(speeds) / (256 * speeds[0].prompt)))
+        await asyncio.sleep(draw.expovariate(load * len(speeds) / (256 * speeds[0].prompt)))
     while not all(one.ended for one in waits):
         await asyncio.sleep(0.1)
     return [one.task.result().ttft_ms for one in waits]
