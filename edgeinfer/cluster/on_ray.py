@@ -6,44 +6,21 @@ import asyncio
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from edgeinfer.memory_planner import process_budget, serving_share
 
-from ..base.units import format_size
 from ..errors import EdgeInferError
+from .actor import ActorWorker, Node
 from .connection import first_sentence, initialised
-from .job import Facts, Failed, Handed, Identity, Item, Job, Refused, WorkerLost
+from .job import Identity
 from .pushing import pushed, seen
 from .split import NodeSplit
 from .stages import Stored
-from .worker import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from ..server import Answered
 
 T = TypeVar("T")
-REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
-"""Time that a lost worker has to come back, and between two looks at it."""
-START_SECONDS = 30.0
-"""Time in which Ray has to find memory for a worker: that of a server which has just ended is soon free."""
-CONCURRENT = 4096
-"""Calls that an actor takes at once: the engine has the queue."""
-
-
-class Node(NamedTuple):
-    """A machine of the cluster, or a container."""
-
-    id: str
-    name: str
-    cpus: int
-    memory: int
-    """Bytes that Ray gives to its processes."""
 
 
 class Ray:
@@ -163,152 +140,6 @@ def connected(address: str, cpus: int | None = None, say: Callable[[str], object
     """Connect to a cluster, or start one of this machine alone that ends with the context; see `initialised`."""
     with initialised(address, cpus) as ray:
         yield Ray(ray, say)
-
-
-class ActorWorker:
-    """A worker of a batch and a replica of a server: an actor of Ray on one node."""
-
-    facts: Facts
-    _identity: Identity
-
-    def __init__(self, ray: Any, name: str, node: Node, asked: tuple[str, str, dict[str, Any]]):
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self.name, self._ray, self._node, self.asked = name, ray, node, asked
-        self._lost = ray.exceptions.RayActorError
-        self._failed = ray.exceptions.RayError
-        self._actor = ray.remote(Engine).options(
-            num_cpus=0, memory=asked[2]["budget"], max_restarts=-1, max_concurrency=CONCURRENT,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-
-    def kill(self) -> None:
-        """End its process."""
-        self._ray.kill(self._actor)
-
-    async def started(self, alike: int) -> None:
-        """Return once Ray has reserved its memory, of which `alike` workers of its node have as much each."""
-        try:
-            await asyncio.wait_for(self._actor.__ray_ready__.remote(), START_SECONDS)
-        except asyncio.TimeoutError:
-            asks = format_size(alike * int(self.asked[2]["budget"]))
-            raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "
-                                 f"to the processes there, of which {asks} for all {alike} are not free; lower "
-                                 "--budget, or end what has it.") from None
-        except self._failed as error:
-            raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
-
-    async def opened(self) -> Identity:
-        """Open the model and return what it is; raises `EdgeInferError` with the sentence of the node."""
-        try:
-            found = await self._actor.open.remote(*self.asked)
-        except self._failed as error:
-            raise EdgeInferError(f"The {self.name} cannot open the model: {first_sentence(error)}.") from None
-        if isinstance(found, Refused):
-            refused = EdgeInferError(f"The {self.name} cannot open the model: {found.sentence}")
-            refused.code, refused.exit_code = found.code, found.exit_code
-            raise refused
-        self._identity = Identity(*found)
-        return self._identity
-
-    async def post(self, url: str, body: bytes) -> Answered:
-        """Return the answer to a request."""
-        try:
-            found = await self._actor.post.remote(url, body)
-        except self._lost as error:
-            raise WorkerLost(first_sentence(error)) from None
-        except self._failed as error:
-            raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
-        if found is None:
-            raise WorkerLost("its process has started again")
-        return found
-
-    async def learn_facts(self) -> None:
-        """Ask for the properties of the open model."""
-        try:
-            self.facts = await self._actor.facts.remote()
-        except self._failed as error:
-            raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
-
-    async def run(self, job: Job) -> AsyncIterator[Item]:
-        """Run a job, whose last item is `Done` or `Failed`.
-
-        Each item is a call: a generator of Ray costs less for an item and more for a request, most of which are short.
-        """
-        item = None
-        try:
-            while item is None or isinstance(item, list):
-                item = await (self._actor.begin.remote(job) if item is None else self._actor.more.remote(job.key))
-                if item is None:
-                    raise WorkerLost("its process has started again")
-                yield item
-        except self._lost as error:
-            raise WorkerLost(first_sentence(error)) from None
-        except self._failed as error:
-            yield Failed(EdgeInferError(f"The {self.name} failed: {first_sentence(error)}."))
-
-    async def prefill(self, job: Job) -> Handed | None:
-        """Compute the prompt of a job, which another replica fetches from this one's process."""
-        try:
-            found = await self._actor.prefill.remote(job)
-        except self._failed as error:
-            raise WorkerLost(first_sentence(error)) from None
-        if found is False:
-            raise WorkerLost("its process has started again")
-        return found and found._replace(sender=Sender(self._actor, job.key))
-
-    async def measure_link(self, other: ActorWorker) -> None:
-        """Learn how long a byte takes from another worker to this one."""
-        try:
-            seconds = await self._actor.link.remote(Sender(other._actor, -1))
-        except self._failed as error:
-            raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
-        self.facts = self.facts._replace(speeds=self.facts.speeds._replace(link=seconds))
-
-    async def cancel(self, key: int) -> None:
-        """End a job."""
-        await self._actor.cancel.remote(key)
-
-    async def reopen(self) -> None:
-        """Open the model in the process that Ray starts in the place of the lost one."""
-        until, why = time.monotonic() + REOPEN_SECONDS, "it did not start again"
-        while time.monotonic() < until:
-            try:
-                found = await asyncio.wait_for(self._actor.open.remote(*self.asked), until - time.monotonic())
-                if isinstance(found, Refused):
-                    why = found.sentence
-                elif Identity(*found) == self._identity:
-                    return
-                else:
-                    raise WorkerLost("edgeinfer or the bundle was replaced there; start again with all of them alike")
-            except self._failed as error:
-                why = first_sentence(error)
-            except asyncio.TimeoutError:
-                break
-            await asyncio.sleep(RETRY_SECONDS)
-        raise WorkerLost(why)
-
-
-class Sender(NamedTuple):
-    """The worker that has computed a prompt, as another one reaches it."""
-
-    actor: Any
-    key: int
-
-    async def piece(self, number: int) -> bytes:
-        """Return a piece of the KV blocks; raises `WorkerLost`."""
-        from ray.exceptions import RayError
-
-        try:
-            found = await self.actor.piece.remote(self.key, number)
-        except RayError as error:
-            raise WorkerLost(first_sentence(error)) from None
-        if found is None:
-            raise WorkerLost("its process has started again")
-        return bytes(found)
-
-    async def probe(self, nbytes: int) -> None:
-        """Let so many bytes come."""
-        await self.actor.probe.remote(nbytes)
 
 
 def _share(options: dict[str, Any], node: Node, workers: int, room: int) -> dict[str, Any]:

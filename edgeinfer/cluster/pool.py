@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import EdgeInferError
 from .job import WorkerLost
+from .lost import Losses, Reopened
 
 if TYPE_CHECKING:
     from ..server import Answered, Row
@@ -16,26 +17,25 @@ TRIES = 5
 """Workers that may be lost with one row before the run ends: the row may be what ends them."""
 
 
-class Worker(Protocol):
+class Worker(Reopened, Protocol):
     """A process that holds the model."""
-
-    name: str
 
     async def post(self, url: str, body: bytes) -> Answered:
         """Return the answer to a request; raises `WorkerLost`."""
-
-    async def reopen(self) -> None:
-        """Return once it answers again after it was lost; raises `WorkerLost` if it does not."""
 
 
 class _Place:
     """A worker and what it has."""
 
     def __init__(self, worker: Worker):
-        self.worker, self.last = worker, b""
+        self.process, self.last = worker, b""
         self.n = self.n_given = 0
         self.there = True
         self.reopening: asyncio.Task[None] | None = None
+
+    def lose(self) -> None:
+        """Note that it is gone with its prefix cache."""
+        self.there, self.last = False, b""
 
 
 class Pool:
@@ -48,25 +48,24 @@ class Pool:
     ----------
     workers : at least one
     at_once : rows that each may have at once
-    say : gets a sentence for each worker that is lost
+    say : gets a sentence for each worker that is lost or comes back
     """
 
     def __init__(self, workers: Sequence[Worker], at_once: int, say: Callable[[str], object]):
         self._places = [_Place(one) for one in workers]
-        self._at_once, self._say, self._changed = at_once, say, asyncio.Condition()
+        self._at_once, self._losses = at_once, Losses(say)
 
     async def post(self, row: Row, body: bytes) -> Answered:
         """Return the answer to a row; raises `EdgeInferError` if no worker is left, or each is lost with this row."""
         for _ in range(TRIES):
             place = await self._taken(row.key)
             try:
-                return await place.worker.post(row.url, body)
+                return await place.process.post(row.url, body)
             except WorkerLost as error:
-                self._lose(place, error)
+                self._losses.lose(place, error)
             finally:
                 place.n -= 1
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._losses.notify()
         raise EdgeInferError(f"{TRIES} workers ended while they had line {row.number} of the input; take that line "
                              "out, or lower --max-sequences or --budget if they had too little memory.")
 
@@ -79,7 +78,7 @@ class Pool:
 
     async def _taken(self, key: bytes) -> _Place:
         """Wait for a free worker, and take a place there."""
-        async with self._changed:
+        async with self._losses.changed:
             while True:
                 free = [one for one in self._places if one.there and one.n < self._at_once]
                 if free:
@@ -87,29 +86,12 @@ class Pool:
                 if not any(one.there or one.reopening for one in self._places):
                     raise EdgeInferError("No worker is left; the same command continues with the answers that there "
                                          "are.")
-                await self._changed.wait()
+                await self._losses.changed.wait()
             place = max(free, key=lambda one: (in_common(one.last, key), -one.n, -one.n_given))
             place.last = key
             place.n += 1
             place.n_given += 1
             return place
-
-    def _lose(self, place: _Place, error: WorkerLost) -> None:
-        if place.there:
-            place.there = False
-            self._say(f"{place.worker.name} is lost ({error}); others get its requests.")
-            place.reopening = asyncio.ensure_future(self._reopen(place))
-
-    async def _reopen(self, place: _Place) -> None:
-        try:
-            await place.worker.reopen()
-            place.there = True
-        except WorkerLost as error:
-            self._say(f"{place.worker.name} does not come back ({error}).")
-        finally:
-            place.reopening, place.last = None, b""
-            async with self._changed:
-                self._changed.notify_all()
 
 
 def in_common(one: bytes, other: bytes) -> int:

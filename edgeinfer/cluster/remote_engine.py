@@ -12,31 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ClosedError, EdgeInferError, QueueFullError
 from .job import Done, Failed, Handed, Item, Job, Replica, WorkerLost
-from .router import Load, Need, apart, blocks_of, choose
+from .lost import Losses
+from .place import Place
+from .router import Need, apart, blocks_of, choose
 
 if TYPE_CHECKING:
     from ..engine import Request
 
 TRIES = 5
 """Replicas that may be lost one after the other with a request that gets no further: it may be what ends them."""
-UNUSED = 10.0
-"""Factor by which a prompt that came to nothing slows the way by which it was to come."""
 CLOSED = "The model was closed; open it again."
-MEASURABLE = 32
-"""Computed tokens of a prompt from which on its time says something of the speed."""
 HEADER = "edgeinfer-arithmetic"
 """Header of answers whose bits are not those of most replicas."""
-
-
-class Place(Load):
-    """A replica and what is known of it; `helps` if it computes prompts for others."""
-
-    def __init__(self, replica: Replica, helps: bool):
-        super().__init__(replica.name, replica.facts)
-        self.replica, self.helps = replica, helps
-        self.received_bytes = self.expected_bytes = 0
-        """KV blocks that came from others, and what they were to be."""
-        self.reopening: asyncio.Task[None] | None = None
 
 
 class Taken(NamedTuple):
@@ -69,8 +56,7 @@ class RemoteEngine:
         self.home = _home(self.places)
         self.process, self.closed, self.preemptions, self.kv_usage = os.getpid(), False, 0, 0.0
         self._most = max_queue + sum(int(one.facts.config.max_sequences) for one in replicas)
-        self._say, self._keys, self._tasks = say, count(), set[asyncio.Task[None]]()
-        self._changed = asyncio.Condition()
+        self._losses, self._keys, self._tasks = Losses(say), count(), set[asyncio.Task[None]]()
 
     @property
     def n_running(self) -> int:
@@ -166,11 +152,11 @@ class RemoteEngine:
 
     async def _awaited(self, need: Need, arithmetic: str, may_go_apart: bool) -> Taken:
         """Take the best replica of an arithmetic, and wait for one that starts again where there is no other."""
-        async with self._changed:
+        async with self._losses.changed:
             while (found := self._taken(need, arithmetic, may_go_apart)) is None:
                 if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
                     raise ClosedError("No replica is left that can go on with this request; ask again later.")
-                await self._changed.wait()
+                await self._losses.changed.wait()
             return found
 
     async def _work_on(self, request: Request[Any], need: Need, taken: Taken | None) -> None:
@@ -184,7 +170,7 @@ class RemoteEngine:
             try:
                 return await self._run_on(now, request, unmoved=taken is not None)
             except WorkerLost as why:
-                self._lose(now.place, why)
+                self._losses.lose(now.place, why)
                 taken, tries = None, 0 if task.new_tokens > before else tries + 1
         raise EdgeInferError(f"{TRIES} replicas ended while they had this request; if they had too little memory, "
                              "lower --max-sequences or --budget.")
@@ -216,41 +202,40 @@ class RemoteEngine:
             if helper is not None:
                 handed = await self._prefilled(helper, job)
                 job = job._replace(handed=handed)
-            async for item in place.replica.run(job):
+            async for item in place.process.run(job):
                 ended = not isinstance(item, list)
-                if handed is not None and isinstance(item, Done) and item.received_bytes:
-                    item = _received(place, item, handed, len(job.ids))
-                    handed = None
+                if handed is not None and isinstance(item, Done):
+                    item = place.received(item, handed, len(job.ids))
+                    handed = None if item.received_bytes else handed
                 self._take(place, key, request, item)
             if not ended:
                 raise WorkerLost("it ended in the middle of a request")
             if alone and helper is None and len(place.work) == 1:
-                _learn(place, task)
+                place.learn_from(task)
         except WorkerLost:
             ended = True  # there is nothing to be cancelled
             raise
         finally:
             place.end(key)
             if not ended:
-                _cancel_there(place, key)
-            if helper is not None and handed is not None:  # it was not used
-                place.learn(link=UNUSED * place.speeds.link)
-                _cancel_there(helper, key)
+                place.cancel(key)
+            if helper is not None and handed is not None:
+                helper.cancel(key)
 
     async def _prefilled(self, helper: Place, job: Job) -> Handed | None:
         """Let a replica compute the prompt of a job; None if it could not."""
         alone, began, found = len(helper.work) == 1, time.perf_counter(), None
         try:
-            found = await helper.replica.prefill(job)
+            found = await helper.process.prefill(job)
         except WorkerLost as why:
-            self._lose(helper, why)
+            self._losses.lose(helper, why)
         except asyncio.CancelledError:
-            _cancel_there(helper, job.key)
+            helper.cancel(job.key)
             raise
         finally:
             helper.end(job.key)
-        if found and alone and (computed := len(job.ids) - 1 - found.cached_tokens) >= MEASURABLE:
-            helper.learn(prompt=(time.perf_counter() - began) / computed)
+        if found and alone:
+            helper.learn_prompt(time.perf_counter() - began, len(job.ids) - 1 - found.cached_tokens)
         return found
 
     def _take(self, place: Place, key: int, request: Request[Any], item: Item) -> None:
@@ -271,25 +256,6 @@ class RemoteEngine:
                 place.has(blocks_of([*task.prompt_ids, *task.samples[0].tokens], self.runner.block_tokens,
                                     request.salt))
 
-    def _lose(self, place: Place, why: WorkerLost) -> None:
-        if place.there:
-            place.lose()
-            self._say(f"{place.name} is lost ({why}); others go on with its requests.")
-            place.reopening = asyncio.ensure_future(self._reopen(place))
-
-    async def _reopen(self, place: Place) -> None:
-        try:
-            await place.replica.reopen()
-            place.there = True
-            self._say(f"{place.name} is back.")
-        except WorkerLost as error:
-            self._say(f"{place.name} does not come back ({error}).")
-        finally:
-            place.reopening = None
-            with contextlib.suppress(asyncio.CancelledError):
-                async with self._changed:
-                    self._changed.notify_all()
-
 
 def _cancel(task: asyncio.Task[None]) -> None:
     """Cancel a task, which has begun by then, from any thread."""
@@ -297,31 +263,7 @@ def _cancel(task: asyncio.Task[None]) -> None:
         task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def _cancel_there(place: Place, key: int) -> None:
-    """End a job on its replica, and wait for nothing."""
-    cancelling = asyncio.ensure_future(place.replica.cancel(key))
-    cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _received(place: Place, done: Done, handed: Handed, prompt: int) -> Done:
-    """Take in how a prompt came, and return the end of its request with what was cached of the prompt."""
-    place.received_bytes += done.received_bytes
-    place.expected_bytes += place.facts.plan.sequence_bytes(prompt - 1)
-    place.learn(link=done.received_seconds / done.received_bytes)
-    return done._replace(cached_tokens=handed.cached_tokens)
-
-
 def _home(places: Sequence[Place]) -> str:
     """Return the arithmetic of most replicas."""
     kinds = [one.facts.identity.arithmetic for one in places]
     return max(kinds, key=kinds.count)
-
-
-def _learn(place: Place, task: Any) -> None:
-    """Take in what a request took that had its replica for itself."""
-    done = task.result() if hasattr(task, "samples") else None
-    if done is None or done.ttft_ms is None:
-        return
-    computed = done.prompt_tokens - done.cached_tokens
-    place.learn(done.ttft_ms / 1000 / computed if computed >= MEASURABLE else None,
-                done.tpot_ms / 1000 if done.tpot_ms and len(done.choices) == 1 else None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..config import RuntimeConfig
     from ..pipeline import Split
     from ..runner import Runner
-    from .on_ray import Node
+    from .actor import Node
 
 RESERVE_BYTES = 150_000_000
 """Of a process, beside weights and KV cache, where it is not planned yet which layers it has."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..pipeline import Part, StageCalls
     from ..runner import Cancellation
     from ..runtime import Rows
-    from .on_ray import Node
+    from .actor import Node
 
 WAIT_SECONDS = 0.02
 """Longest wait before a cancellation is looked at again."""

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("msgspec")
 from edgeinfer.base.cache_dir import cache_root
 from edgeinfer.bundle import Bundle
-from edgeinfer.cluster import Pool, Ray, connected, on_ray
+from edgeinfer.cluster import Pool, Ray, actor, connected, on_ray
 from edgeinfer.cluster.job import Identity
 from edgeinfer.cluster.on_ray import _refuse_unlike
 from edgeinfer.errors import EdgeInferError
@@ -122,7 +122,7 @@ def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
 
 
 def test_more_than_ray_gives_is_refused(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "START_SECONDS", 4.0)
+    monkeypatch.setattr(actor, "START_SECONDS", 4.0)
     most = ray.nodes[0].memory
     with pytest.raises(EdgeInferError, match=r"worker \d on .* cannot start: Ray gives .* of which .* for all 3 are "
                                              "not free; lower --budget"):

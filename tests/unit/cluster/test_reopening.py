@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec")
-from edgeinfer.cluster import on_ray
+from edgeinfer.cluster import actor
 from edgeinfer.cluster.job import Identity, Refused, WorkerLost
 
 HERE = Identity("1", "bundle", "avx2")
@@ -21,7 +21,7 @@ class RayError(Exception):
 
 def reopened(monkeypatch: pytest.MonkeyPatch, *outcomes: Any) -> None:
     """Open a worker, and again with these outcomes of its actor."""
-    monkeypatch.setattr(on_ray, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(actor, "RETRY_SECONDS", 0.0)
     left = [HERE, *outcomes]
 
     async def opening(*asked: Any) -> Any:
@@ -29,7 +29,7 @@ def reopened(monkeypatch: pytest.MonkeyPatch, *outcomes: Any) -> None:
             raise found
         return found
 
-    worker = object.__new__(on_ray.ActorWorker)
+    worker = object.__new__(actor.ActorWorker)
     worker.name, worker.asked, worker._failed = "worker", ("m", "m", {}), RayError
     worker._actor = SimpleNamespace(open=SimpleNamespace(remote=opening))
 

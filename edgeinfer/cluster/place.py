@@ -1,0 +1,60 @@
+"""A replica as a front knows it: what it has to do, what it has done, and what is learned from that."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from .job import Done, Handed, Replica
+from .router import Load
+
+MEASURABLE = 32
+"""Computed tokens of a prompt from which on its time says something of the speed."""
+UNUSED = 10.0
+"""Factor by which a prompt that came to nothing slows the way by which it was to come."""
+
+
+class Place(Load):
+    """A replica and what is known of it.
+
+    Attributes
+    ----------
+    helps : bool
+        Whether it computes prompts for others.
+    received_bytes, expected_bytes : int
+        KV blocks that came from others, and what they were to be.
+    """
+
+    def __init__(self, replica: Replica, helps: bool):
+        super().__init__(replica.name, replica.facts)
+        self.process, self.helps = replica, helps
+        self.received_bytes = self.expected_bytes = 0
+        self.reopening: asyncio.Task[None] | None = None
+
+    def received(self, done: Done, handed: Handed, prompt: int) -> Done:
+        """Note how a prompt came; returns the end of its request with what was cached of the prompt elsewhere."""
+        if not done.received_bytes:
+            self.learn(link=UNUSED * self.speeds.link)
+            return done
+        self.received_bytes += done.received_bytes
+        self.expected_bytes += self.facts.plan.sequence_bytes(prompt - 1)
+        self.learn(link=done.received_seconds / done.received_bytes)
+        return done._replace(cached_tokens=handed.cached_tokens)
+
+    def learn_prompt(self, seconds: float, tokens: int) -> None:
+        """Take in what a prompt took that it had to compute alone."""
+        if tokens >= MEASURABLE:
+            self.learn(prompt=seconds / tokens)
+
+    def learn_from(self, task: Any) -> None:
+        """Take in what a request took that had it for itself."""
+        done = task.result() if hasattr(task, "samples") else None
+        if done is None or done.ttft_ms is None:
+            return
+        self.learn_prompt(done.ttft_ms / 1000, done.prompt_tokens - done.cached_tokens)
+        self.learn(decode=done.tpot_ms / 1000 if done.tpot_ms and len(done.choices) == 1 else None)
+
+    def cancel(self, key: int) -> None:
+        """End a job there, and wait for nothing."""
+        cancelling = asyncio.ensure_future(self.process.cancel(key))
+        cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
