@@ -41,7 +41,7 @@ from edgeinfer.engine import Request
 COMMAND = [sys.executable, "-m", "edgeinfer"]
 KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
 SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE = 32, 64, 64, 8
-REQUESTS, LOADS = 600, (0.25, 0.5)
+REQUESTS, LOADS = 400, (0.1, 0.25, 0.5)
 LEAST_GAP = 0.05
 PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 160, 3
 Row = tuple[str, str, str, str]
@@ -312,9 +312,9 @@ def main() -> None:
     options = parser.parse_args()
     for part in options.parts.split(","):
         found = PARTS[part](options.model)
-        about = f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:\n`python benchmarks/" \
+        about = f"{machine().replace(', Linux', ',' + chr(10) + 'Linux')}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:\n`python benchmarks/" \
                 f"cluster.py --model {Path(options.model).name} --parts {part}`"
-        publish(f"{about}\n\n{table('what | measured | asked for | remark', (row(*one) for one in found))}",
+        publish(f"## {part.capitalize()}\n\n{about}\n\n{table('what | measured | asked for | remark', (row(*one) for one in found))}",
                 options.document, part)
 
 

@@ -17,7 +17,7 @@ from ..errors import EdgeInferError, UsageError
 
 LOCAL, LOOPBACK = "local", "127.0.0.1"
 OBJECT_BYTES = 80_000_000
-"""Memory of Ray's store of objects, which nothing here uses; Ray takes no less than 75 MB."""
+"""Memory of Ray's store of objects, through which bundles and prompts go in pieces; Ray takes no less than 75 MB."""
 REACH_SECONDS = 5.0
 """Time in which the head of a cluster has to answer."""
 ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_timeout_ms_task_wait_for_death_info": "20",
