@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,10 +313,10 @@ def main() -> None:
     options = parser.parse_args()
     for part in options.parts.split(","):
         found = PARTS[part](options.model)
-        about = f"{machine().replace(', Linux', ',' + chr(10) + 'Linux')}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:\n`python benchmarks/" \
-                f"cluster.py --model {Path(options.model).name} --parts {part}`"
-        publish(f"## {part.capitalize()}\n\n{about}\n\n{table('what | measured | asked for | remark', (row(*one) for one in found))}",
-                options.document, part)
+        where = fill(f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:", 120)
+        command = f"`python benchmarks/cluster.py --model {Path(options.model).name} --parts {part}`"
+        rows = table("what | measured | asked for | remark", (row(*one) for one in found))
+        publish(f"## {part.capitalize()}\n\n{where}\n{command}\n\n{rows}", options.document, part)
 
 
 if __name__ == "__main__":
