@@ -60,17 +60,17 @@ class Handing:
         return data
 
     async def receive(self, key: int, handed: Handed) -> Received | None:
-        """Take the prompt of a job from the replica that has computed it; None if that is lost on the way."""
-        path, began, nbytes = self.path(key), time.monotonic(), 0
-        with open(path, "wb") as file:
-            for number in range(-(-handed.nbytes // PIECE_BYTES)):
-                try:
+        """Take the prompt of a job from the replica that has computed it; None if it is lost on the way or dropped."""
+        began, nbytes = time.monotonic(), 0
+        try:
+            with open(self.path(key), "wb") as file:
+                for number in range(-(-handed.nbytes // PIECE_BYTES)):
                     data = await handed.sender.piece(number)
-                except WorkerLost:
-                    self.drop(key)
-                    return None
-                nbytes += await in_thread(lambda data=data: file.write(data))  # type: ignore[misc]
-        return Received(nbytes, time.monotonic() - began)
+                    nbytes += await in_thread(lambda data=data: file.write(data))  # type: ignore[misc]
+        except (WorkerLost, OSError):  # the link is down, or the disk is full
+            self.drop(key)
+            return None
+        return Received(nbytes, time.monotonic() - began) if key in self._files else None
 
 
 def _piece(path: Path, number: int) -> tuple[bytes, bool]:

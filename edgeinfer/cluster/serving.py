@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..engine import Generation
-from ..errors import BundleError, EdgeInferError
+from ..errors import BundleError, CancelledError, EdgeInferError
 from ..server import Arrivals
 from .handing import Handing, Received
 from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Handed, Identity, Item, Job, Part, Speeds
@@ -54,11 +54,18 @@ class Serving:
     def __init__(self, llm: LLM):
         self._llm = llm
         self._running: dict[int, Request[Any]] = {}
-        self.handing = Handing()
+        self.handing, self._receiving = Handing(), set[int]()
 
     async def run(self, job: Job) -> AsyncGenerator[Item, None]:
         """Run a job to its end."""
-        received = await self.handing.receive(job.key, job.handed) if job.handed else None
+        received = None
+        if job.handed:
+            self._receiving.add(job.key)
+            received = await self.handing.receive(job.key, job.handed)
+            if job.key not in self._receiving:
+                yield Failed(CancelledError("The request was cancelled before it began."))
+                return
+            self._receiving.remove(job.key)
         try:
             async for item in self._run(job, received):
                 yield item
@@ -113,6 +120,7 @@ class Serving:
         """End a job, if it runs, and drop its prompt."""
         with contextlib.suppress(KeyError):
             self._running[key].cancel()
+        self._receiving.discard(key)
         self.handing.drop(key)
 
     def _request(self, job: Job, received: Received | None) -> Request[Any]:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
-from edgeinfer.cluster.job import TEXT, Job, Speeds, WorkerLost
+from edgeinfer.cluster.job import TEXT, Failed, Handed, Job, Speeds, WorkerLost
 from edgeinfer.cluster.serving import Serving
 from tests.helpers.replicas import Sender, Within, opener
 from tests.helpers.serving import Answered, Running, chat_model, serving, until
@@ -319,3 +319,24 @@ def test_windows_and_recurrent_state_go_over(config: Any, chunks: tuple[int, int
             return
         expected = first.plan.sequence_bytes(len(ids) - 1)
         assert done.cached_tokens == 499 and expected * 0.5 < done.received_bytes < expected + 4000
+
+
+def test_a_job_that_is_cancelled_while_its_prompt_comes_does_not_begin(three: list[Within]) -> None:
+    serving, job = three[0]._serving, Job(1, TEXT, [1, 2, 3], {"max_tokens": 4})
+    coming = asyncio.Event()
+
+    class Slow:
+        async def piece(self, number: int) -> bytes:
+            coming.set()
+            await asyncio.sleep(0.05)
+            return b"x"
+
+    async def run() -> list[Any]:
+        task = asyncio.ensure_future(anext(serving.run(job._replace(handed=Handed(Slow(), 1, 0)))))
+        await coming.wait()
+        serving.cancel(1)
+        return [await task]
+
+    [item] = asyncio.run(run())
+    assert isinstance(item, Failed) and "cancelled before it began" in str(item.error)
+    assert not serving._running and not serving.handing._files and not serving._receiving
