@@ -41,7 +41,7 @@ from edgeinfer.engine import Request
 
 COMMAND = [sys.executable, "-m", "edgeinfer"]
 KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
-SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE = 32, 64, 64, 8
+SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE, TURNS = 16, 32, 48, 8, 2
 REQUESTS, LOADS = 400, (0.1, 0.25, 0.5)
 LEAST_GAP = 0.05
 PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 160, 3
@@ -182,7 +182,7 @@ def speed(model: str) -> list[Row]:
         halves = [requests(folder / f"{i}.jsonl", SPEED_ROWS // 2, SPEED_PROMPT, SPEED_TOKENS, i * SPEED_ROWS // 2)
                   for i in range(2)]
         options = ["--ctx", "512", "--max-sequences", str(AT_ONCE), "--budget", "3GB"]
-        for turn in range(3):
+        for turn in range(TURNS):
             bench = timed([*COMMAND, "bench", model, "--concurrency", str(AT_ONCE), "-p", str(SPEED_PROMPT), "-n",
                            str(SPEED_TOKENS), "--requests", str(SPEED_ROWS), "--json", "-t", "2"])()
             one = timed(batch(given, folder / f"one{turn}", model, *options, "-t", "2", "--ray", "local"))()
