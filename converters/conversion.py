@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -11,9 +11,17 @@ from pathlib import Path
 from edgeinfer.base.process import say
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
-from edgeinfer.bundle import DRAFT_HEAD_FILE, BundleWriter, pack_draft_head, weights_file_bytes, weights_identity
+from edgeinfer.bundle import (
+    DRAFT_HEAD_FILE,
+    BundleWriter,
+    Quantisation,
+    pack_draft_head,
+    weights_file_bytes,
+    weights_identity,
+)
 from edgeinfer.errors import TokenizerError
 from edgeinfer.graph import Graph, is_quantised, requested_types
+from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
@@ -101,7 +109,7 @@ def convert(
     with open_checkpoint(source) as checkpoint:
         type_of, asked = checkpoint.storage(*types)
         graph, drafts = checkpoint.graph(type_of), checkpoint.draft_head(type_of)
-        remarks = [*checkpoint.check(graph), *checkpoint.remarks]
+        remarks = [*checkpoint.check(graph), *checkpoint.remarks, *_instead(graph, asked)]
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
         if calibration:
@@ -160,6 +168,18 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GgufCheckpoint.open(path)
     fields, _ = checkpoint_fields(path)
     return (PackedCheckpoint if is_quantised(fields) else Checkpoint).open(path)
+
+
+def _instead(graph: Graph, asked: Quantisation) -> Iterator[str]:
+    """Yield a sentence on matrices whose rows the requested type does not fit."""
+    for kinds, name in ((("matrix", "experts"), asked.weights), (("embedding",), asked.embedding),
+                        (("head",), asked.head)):
+        some = [weight for weight in graph.weights if weight.kind in kinds and TYPES[name].nested
+                and weight.shape[-1] % SUPER_COLUMNS and graph.types[weight.name].dtype != name]
+        if some:
+            stored = sorted({graph.types[weight.name].dtype for weight in some})
+            yield (f"{len(some)} matrices have rows of {some[0].shape[-1]} columns, and {name} needs a multiple of "
+                   f"{SUPER_COLUMNS}: they are stored as {', '.join(stored)}.")
 
 
 def _named(checkpoint: Checkpoint, origin: str) -> str:

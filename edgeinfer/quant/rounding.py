@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,7 @@ class _Feedback(NamedTuple):
 def _feedback(covariance: Floats) -> _Feedback | None:
     """Return R of C = R R^T, upper triangular; None if C is not positive definite in spite of the damping."""
     wide = len(covariance) > WIDE
-    flipped = np.array(covariance[::-1, ::-1], np.float32 if wide else np.float64)
+    flipped: NDArray[Any] = np.array(covariance[::-1, ::-1], np.float32 if wide else np.float64)
     mean = float(np.trace(flipped, dtype=np.float64)) / len(flipped)
     if not np.isfinite(mean) or mean <= 0:
         return None
