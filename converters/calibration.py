@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -15,9 +14,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import Graph, Weight
 from edgeinfer.quant import InputStatistics, WeightType, layouts, packed, quantise, rounding
 
-from .assembly import block_of
 from .checkpoint.directory import Checkpoint
-from .checkpoint.sources import SourceReader
 from .report import TensorReport
 
 CALIBRATION_FILE = "calibration.json"
@@ -43,6 +40,10 @@ class Calibration:
     """Returns the statistics of the input of a weight of the graph that is converted."""
     remarks: tuple[str, ...] = ()
     """Sentences for the person who converts."""
+    scale: bool = True
+    """Whether factors may move between weights where that is expected to help (scaling.py)."""
+    scaled: tuple[str, ...] = ()
+    """Names of the matrices whose columns have such factors."""
 
     def record(self, tensors: Sequence[TensorReport]) -> bytes:
         """Return the content of the file in which a bundle records its calibration."""
@@ -50,6 +51,7 @@ class Calibration:
         data = {"method": self.method, "text": self.text, "sha256": self.sha256, "tokens": self.tokens,
                 "output_error": sum(one.output_error for one in rounded),
                 "output_error_plain": sum(one.output_error_plain for one in rounded),
+                "scaled": list(self.scaled),
                 "tensors": {one.name: [one.output_error, one.output_error_plain] for one in rounded}}
         return (json.dumps(data, indent=1) + "\n").encode()
 
@@ -78,13 +80,21 @@ def is_rounded(checkpoint: Checkpoint, weight: Weight, stored: WeightType) -> bo
     return stored.quantised and checkpoint.moved(weight, stored, lambda *_: None, []) is None
 
 
-def rounded(reading: SourceReader, weight: Weight, stored: WeightType, name: str, statistics: Statistics,
-            sums: list[quantise.ErrorSums], remarks: list[str]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the stored bytes of a weight, rounded by the statistics of its input, piece by piece."""
+def is_free(checkpoint: Checkpoint, graph: Graph, weight: Weight) -> bool:
+    """Whether a weight is rounded, or a vector of floats: it may have factors."""
+    stored = graph.types[weight.name]
+    return weight.kind == "vector" or (weight.kind == "matrix" and is_rounded(checkpoint, weight, stored))
+
+
+def rounded(read: Callable[[int, int], NDArray[np.float32]], weight: Weight, stored: WeightType, name: str,
+            statistics: Statistics, sums: list[quantise.ErrorSums], remarks: list[str]) -> Iterator[NDArray[np.uint8]]:
+    """Yield the stored bytes of a weight, rounded by the statistics of its input, piece by piece.
+
+    `read` gives stored rows start to stop as float32.
+    """
     pieces, cols = len(statistics) if statistics else 1, prod(weight.shape[1:])
     rows = weight.shape[0] // pieces
     step = max(16, BLOCK_WEIGHTS // cols // 16 * 16)
-    read = partial(block_of, weight, width=cols, dtype=np.float32, read=reading.rows)
     for piece in range(pieces):
         own = statistics[piece] if statistics else None
         for start in range(piece * rows, (piece + 1) * rows, step):

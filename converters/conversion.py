@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
-from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded
+from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
 from .gguf.checkpoint import GgufCheckpoint
@@ -33,6 +34,7 @@ from .gguf.file import is_gguf
 from .packing import WeightReader, stored_bytes, with_levels
 from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
+from .scaling import find_scaling
 
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
 """Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
@@ -130,7 +132,7 @@ def convert(
                 writer.add_file(name, content)
             if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
-            found = calibration(checkpoint) if calibration else None
+            found = scaled(calibration(checkpoint), reading, graph) if calibration else None
             tensors = _write_weights(writer, reading, graph, drafts, found)
             if found:
                 writer.add_file(CALIBRATION_FILE, found.record(tensors))
@@ -139,6 +141,16 @@ def convert(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
+
+
+def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Calibration:
+    """Return a calibration whose inputs are divided by factors that weights then are read with, where that helps."""
+    scaling = find_scaling(graph, partial(is_free, reading.checkpoint, graph), calibration.of, reading.blocks) \
+        if calibration.scale else None
+    if scaling is None:
+        return calibration
+    reading.scaling = scaling
+    return replace(calibration, of=scaling.of(calibration.of), scaled=tuple(scaling.columns))
 
 
 def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, head: Graph | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -17,6 +18,7 @@ from .assembly import assembled, block_of, block_ranges
 from .calibration import Statistics, rounded
 from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
 from .report import TensorReport
+from .scaling import Scaling
 
 F16_MAX = 65504.0
 
@@ -24,10 +26,20 @@ F16_MAX = 65504.0
 class WeightReader(SourceReader):
     """Reads the sources of stored weights in stored order."""
 
+    scaling: Scaling | None = None
+    """Factors of channels that weights are stored with."""
+
     def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
-        cols = prod(weight.shape[1:])
-        return assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS)
+        start, cols = 0, prod(weight.shape[1:])
+        for block in assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS):
+            yield block if self.scaling is None else self.scaling.apply(weight, block, start)
+            start += len(block)
+
+    def stored_rows(self, weight: Weight, start: int, stop: int) -> NDArray[np.float32]:
+        """The stored rows start to stop, multiples of 16 up to the last one, as float32."""
+        block = block_of(weight, start, stop, prod(weight.shape[1:]), np.float32, self.rows)
+        return block if self.scaling is None else self.scaling.apply(weight, block, start)
 
     def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ...
@@ -77,7 +89,7 @@ def with_levels(reading: WeightReader, weight: Weight, stored: WeightType) -> We
     cols = prod(weight.shape[1:])
     ranges = list(block_ranges(weight, cols, 1))
     step = -(-weight.shape[0] * cols // levels.SAMPLE_WEIGHTS)
-    some = [block_of(weight, *rows, width=cols, dtype=np.float32, read=reading.rows) for rows in ranges[::step]]
+    some = [reading.stored_rows(weight, *rows) for rows in ranges[::step]]
     return replace(stored, levels=levels.fit_levels(np.concatenate(some), stored))
 
 
@@ -88,7 +100,7 @@ def _packed(
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
     name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
     if stored.quantised and stored.layout == "tile16" and (statistics or not stored.storage.simple):
-        yield from rounded(reading, weight, stored, name, statistics, sums, remarks)
+        yield from rounded(partial(reading.stored_rows, weight), weight, stored, name, statistics, sums, remarks)
         return
     if stored.layout == "neuron":
         for parts in reading.parts(weight):
