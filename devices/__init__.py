@@ -11,7 +11,7 @@ from edgeinfer.base.lazy_import import lazily
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
     from .device_classes import NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
-    from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate
+    from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate, peak_of, prefill_terms
     from .gpus import SERVED, gpu_profile, served
     from .learning import fit_errors, learn, may_learn, with_runs
     from .neurons import (
@@ -47,14 +47,14 @@ __all__ = [
     "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable",
     "break_even", "break_even_density", "chosen", "classes", "constants_of", "contradictions", "crossover",
     "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile", "learn", "load_profile", "local_path",
-    "local_profile", "machine_name", "may_learn", "parse_profile", "processor_name", "processor_of",
-    "profile_table", "profiles", "relative_time", "save_profile", "served", "smallest_row", "solve_constants",
-    "unlisted", "with_runs",
+    "local_profile", "machine_name", "may_learn", "parse_profile", "peak_of", "prefill_terms", "processor_name",
+    "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "smallest_row",
+    "solve_constants", "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
     "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
-    "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate",
+    "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate peak_of prefill_terms",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
                "relative_time",

@@ -6,6 +6,7 @@ import sys as _sys
 
 TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
 if TYPE_CHECKING:
+    from .cli.predictions import estimate, plan, recommend
     from .config import GenerationConfig
     from .errors import EdgeInferError
     from .llm import LLM, AsyncLLM
@@ -42,9 +43,10 @@ if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts are b
     __path__.append(_path.dirname(_here))
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EdgeInferError", "GenerationConfig", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EdgeInferError", "GenerationConfig", "__version__", "estimate", "plan", "recommend"]
 
-_MODULE_OF = {"LLM": "llm", "AsyncLLM": "llm.asynchronous", "EdgeInferError": "errors", "GenerationConfig": "config"}
+_MODULE_OF = {"LLM": "llm", "AsyncLLM": "llm.asynchronous", "EdgeInferError": "errors", "GenerationConfig": "config",
+              **dict.fromkeys(("plan", "estimate", "recommend"), "cli.predictions")}
 
 
 def __getattr__(name: str) -> object:

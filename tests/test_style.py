@@ -140,7 +140,8 @@ def test_a_path_of_one_machine_is_noticed() -> None:
 def test_public_names() -> None:
     import edgeinfer
 
-    assert edgeinfer.__all__ == ["LLM", "AsyncLLM", "EdgeInferError", "GenerationConfig", "__version__"]
+    assert edgeinfer.__all__ == ["LLM", "AsyncLLM", "EdgeInferError", "GenerationConfig", "__version__", "estimate",
+                                 "plan", "recommend"]
     assert edgeinfer.EdgeInferError.__module__ == "edgeinfer.errors"
     assert edgeinfer.GenerationConfig.__module__ == "edgeinfer.config"
     with pytest.raises(AttributeError, match="module 'edgeinfer' has no attribute 'Model'"):

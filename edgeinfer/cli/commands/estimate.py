@@ -18,6 +18,7 @@ from ..output import print_json
 from ..reports import decision, neurons, windows
 from ..reports.estimate import chart, print_all_devices, print_estimate
 from ..reports.estimate_object import Questions, all_devices_object, estimate_object
+from ..reports.explain import FIELD as EXPLAIN_FIELD
 from ..reports.on_gpu import Cards
 from ..reports.users import FIELD as USERS_FIELD
 from ..reports.users import check_users
@@ -71,6 +72,7 @@ JSON_FIELDS = {
         "neurons": neurons.FIELD,
         "answer": "with -n: `tokens`, `ttft_ms`, `tpot_ms` in the middle of the answer, `total_ms` = TTFT + "
         "TPOT (n - 1); else null",
+        "explain": EXPLAIN_FIELD,
         "users": USERS_FIELD,
         **registry.fields("estimate"),
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
@@ -116,6 +118,9 @@ def estimate(
         typer.Option(metavar="METRIC:MS,...", show_default=False,
                      help="With --users: how many meet these bounds, such as ttft:500,tpot:100."),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Write the formulas out with their numbers, limits and techniques.")
+    ] = False,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")
@@ -140,7 +145,7 @@ def estimate(
     if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
         given.machine = None
     check_request(given, prompt, all_devices, plot)
-    questions = _questions(users, answer, goodput, all_devices)
+    questions = _questions(users, answer, goodput, explain, all_devices)
     if not 1 <= accepted <= MOST_ACCEPTED:
         raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
@@ -172,19 +177,20 @@ def estimate(
         print_all_devices(out)
 
 
-def _questions(users: int | None, answer: int | None, goodput: str | None, all_devices: bool) -> Questions:
+def _questions(users: int | None, answer: int | None, goodput: str | None, explain: bool,
+               all_devices: bool) -> Questions:
     """Return the questions about a single device."""
     check_users(users, 1 if answer is None else answer)
-    for flag, value in (("--users", users), ("-n", answer), ("--goodput", goodput)):
+    for flag, value in (("--users", users), ("-n", answer), ("--goodput", goodput), ("--explain", explain or None)):
         if value is not None and all_devices:
             raise UsageError(f"{flag} applies to a single machine; omit --all-devices.")
     if goodput is None:
-        return Questions(users, answer)
+        return Questions(users, answer, explain=explain)
     if users is None:
         raise UsageError(f"--goodput {goodput} is of several users; add --users N.")
     from ...bench import parse_goodput
 
-    return Questions(users, answer, parse_goodput(goodput))
+    return Questions(users, answer, parse_goodput(goodput), explain)
 
 
 def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:

@@ -127,14 +127,15 @@ def plan(
     profile = machine_of(given)
     if compare:
         return _compared(model, profile, given)
-    found = _executor(given.device, profile, model, stored, config, given.kv_on(given.device or given.machine or CPU))
+    kv = given.kv_on(given.device or (CPU if profile is None else profile.name))
+    found = executor_for(given.device, profile, model, stored, config, kv)
     if found and found.planner:
         from ..reports.plan_device import planned_on
 
         return _printed(planned_on(found, describe(model, *stored, Recipe(())), drafting), given.json)
     check_own_layout(config)
     refused = found.refused if found else ""
-    return _printed(_planned(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
+    return _printed(planned_here(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
 
 
 def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -> int:
@@ -197,7 +198,7 @@ def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, co
     return 0 if report["fits"] else BudgetError.exit_code
 
 
-def _executor(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
+def executor_for(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
               config: RuntimeConfig, kv: str | None) -> Executor | None:
     """Return the executor of the model if it may differ from our own kernels."""
     from edgeinfer.devices import served
@@ -227,7 +228,7 @@ def _printed(report: dict[str, Any], json: bool) -> int:
     return BudgetError.exit_code if report["fits"] is False else 0
 
 
-def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
+def planned_here(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
              device: DeviceProfile | None, drafting: Drafting, refused: str = "") -> dict[str, Any]:
     """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine.
 

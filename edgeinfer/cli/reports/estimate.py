@@ -10,6 +10,7 @@ from ...errors import printable
 from ...quant import TYPES, WeightType
 from ...registry import said
 from ..output import by, folded, print_table, speed, whose
+from .explain import print_explanation
 from .neurons import neurons_line
 from .users import users_rows
 
@@ -28,6 +29,8 @@ def print_estimate(out: dict[str, Any]) -> None:
     for item in out["contexts"]:
         steps.append((str(item["depth"]), speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
     print_table(steps, right=[0, 1])
+    if out["explain"]:
+        print_explanation(out["explain"])
     for line in _remarks(out):
         print("\n" + "\n".join(folded(line)))
 

@@ -11,6 +11,7 @@ from ...quant import WeightType
 from ...registry import in_use, prompt_share, reports
 from ...technique import Reported
 from ..output import REFUSED, not_ours, whose_object
+from .explain import explained
 from .neurons import neurons_object
 from .users import Memory, users_object
 from .windows import windows_object
@@ -40,6 +41,8 @@ class Questions:
     """Tokens of an answer whose time is asked for."""
     bounds: tuple[tuple[str, float], ...] = ()
     """Of the goodput."""
+    explain: bool = False
+    """Whether the formulas are wanted."""
 
 
 def estimate_object(
@@ -60,6 +63,7 @@ def estimate_object(
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
+        "explain": explained(model, profile, run.traffic, kv, ctx, prompt) if questions and questions.explain else None,
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
         **_asked(run, questions or Questions(), ctx, sequences, prompt, lambda depth, together: estimate(
             profile, run.traffic, depth, prompt, *drafting, computed, together)),

@@ -1,0 +1,248 @@
+"""`plan`, `estimate` and `recommend` for programs: what the commands report, as frozen objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .. import registry
+from ..base.dataclass import dataclass
+from ..base.validation import checked
+from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
+from ..errors import UsageError
+from ..rules import RULES
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of a plan with one purpose."""
+
+    name: str
+    bytes: int
+    kind: str
+    """mapped, private, reserve or device."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted speed of a model on a device. Bands hold 80 % of measurements."""
+
+    device: str
+    """Name of the profile."""
+    program: str
+    """Program whose speed it is; `unit` is what it runs on: cpu, gpu or npu."""
+    unit: str
+    ctx: int
+    decode_tok_per_s: float
+    """Tokens per second at the end of the context; `low` and `high` are its band."""
+    low: float
+    high: float
+    prompt: int
+    prefill_tok_per_s: float | None
+    """Of the prompt; None where the device's peak is not known, as is `ttft_ms`."""
+    ttft_ms: float | None
+    tpot_ms: float
+    """Of a token in the middle of the answer, else at the end of the context."""
+    total_ms: float | None
+    """Of prompt and answer; None without an answer or where the prompt's time is not known."""
+    fits: bool
+    total_bytes: int
+    """Memory of the run."""
+    basis: str
+    """Origin of the constants."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Memory of a model on a device, and whether it fits."""
+
+    model: str
+    device: str | None
+    """Name of the profile; None for this machine."""
+    fits: bool | None
+    mode: str
+    """Residency of the weights: resident, streamed and so on, or refused."""
+    ctx: int
+    total_bytes: int
+    budget_bytes: int | None
+    device_bytes: int | None
+    """Of a card; None for other devices."""
+    max_ctx: int | None
+    """Longest context that fits."""
+    regions: tuple[Region, ...]
+    decode_tok_per_s: float | None
+    """With a full context; None if this machine was not probed."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A model that fits a device and is fast enough there."""
+
+    model: str
+    """Name of the built-in shape; `called` is that of the model."""
+    called: str
+    weights: str
+    """Most exact type that fits and is fast enough."""
+    parameters: int
+    total_bytes: int
+    decode_tok_per_s: float
+    """With half the context filled; `low` and `high` are its band."""
+    low: float
+    high: float
+    ttft_ms: float | None
+    """After a prompt of 2000 tokens."""
+
+
+def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weights: str | None = None,
+         kv: str = RuntimeConfig.kv, budget: str | int | None = None, unit: str | None = None,
+         runtime: str | None = None) -> Planned:
+    """Plan the memory of a model; nothing is loaded.
+
+    Parameters
+    ----------
+    model : str
+        Whatever ``edgeinfer plan`` takes.
+    machine : str, optional
+        Name of a device; by default this machine.
+    ctx : int, optional
+        Context in tokens.
+    weights : str, optional
+        Type of the weights.
+    kv : str
+        Type of the KV cache.
+    budget : str or int, optional
+        Such as "4GiB"; by default the memory of the device.
+    unit, runtime : str, optional
+        As ``--unit`` and ``--runtime``.
+
+    Raises
+    ------
+    EdgeInferError
+        What is wrong, in one sentence.
+    """
+    from ..models.describe import describe
+    from .commands.plan import executor_for, planned_here
+    from .reports.plan_device import planned_on
+
+    device = _device(machine, unit, runtime)
+    drafting = registry.drafting(_defaults("plan"))
+    size = None if budget is None else checked("budget", budget, RULES["budget"])
+    config = _config("plan", ctx=ctx, kv=kv, budget_bytes=size, draft_tokens=drafting.rows)
+    stored = weights, None
+    found = executor_for(None, device, model, stored, config, _card_kv(kv))
+    if found and found.planner:
+        out = planned_on(found, describe(model, *stored, Recipe(())), drafting)
+    else:
+        out = planned_here(model, stored, config, MAX_KLD, device, drafting, found.refused if found else "")
+    speed = out["estimate"]
+    return Planned(
+        model, out["device"], out["fits"], out["mode"], out["ctx"], out["total_bytes"], out["budget_bytes"],
+        out.get("device_bytes"), out["max_ctx"], tuple(Region(**region) for region in out["regions"]),
+        speed and speed["decode_tok_per_s"], tuple(out["notes"]))
+
+
+def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt: int | None = None,
+             answer: int | None = None, weights: str | None = None, kv: str = RuntimeConfig.kv, unit: str | None = None,
+             runtime: str | None = None) -> Prediction:
+    """Predict the speed of a model on a device; nothing is loaded.
+
+    Parameters
+    ----------
+    model, machine, ctx, weights, kv, unit, runtime
+        As those of `plan`.
+    prompt : int, optional
+        Tokens of the prompt; by default 512.
+    answer : int, optional
+        Tokens of the answer whose time is predicted.
+
+    Raises
+    ------
+    EdgeInferError
+        What is wrong, in one sentence.
+    """
+    from ..models.describe import describe
+    from .commands.estimate import DEFAULT_CTX, DEFAULT_PROMPT
+    from .reports.estimate_object import Questions, estimate_object
+    from .reports.on_gpu import Cards
+
+    device = _device(machine, unit, runtime)
+    assert device
+    for name, value in (("ctx", ctx), ("prompt", prompt), ("answer", answer)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; it must be 1 or more tokens.")
+    config = _config("estimate", kv=kv, draft_tokens=DEFAULT_DRAFT_TOKENS)
+    described = describe(model, weights, None, config.recipe, device)
+    length = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
+    cards = Cards(lambda: describe(model, weights, None, Recipe(())), config, _card_kv(kv))
+    config = replace(config, recipe=described.recipe)
+    out = estimate_object(described, device, length, prompt or min(DEFAULT_PROMPT, length), kv, (1.0, None), config, 1,
+                          cards, Questions(answer=answer))
+    times: dict[str, Any] = out["answer"] or {"tpot_ms": 1000 / out["decode_tok_per_s"], "total_ms": None}
+    return Prediction(
+        out["device"], out["program"], out["unit"], length, out["decode_tok_per_s"], out["low"], out["high"],
+        out["prompt"], out["prefill_tok_per_s"], out["ttft_ms"], times["tpot_ms"], times["total_ms"], out["fits"],
+        out["device_bytes"] or out["total_bytes"], out["basis"])
+
+
+def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, use: str = "chat",
+              unit: str | None = None, runtime: str | None = None) -> tuple[Recommended, ...]:
+    """Return the models that fit a device and are fast enough there, the largest first.
+
+    Parameters
+    ----------
+    machine, unit, runtime
+        As those of `plan`.
+    ctx : int
+        Context in tokens.
+    min_speed : float
+        Least tokens per second.
+    use : {"chat", "code", "rag"}
+
+    Raises
+    ------
+    EdgeInferError
+        What is wrong, in one sentence.
+    """
+    from ..models.uses import USES
+    from .reports.recommendation import models_for
+
+    if use not in USES:
+        raise UsageError(f"use is {use!r}; choose one of {', '.join(USES)}.")
+    if not min_speed > 0 or ctx < 1:
+        raise UsageError(f"min_speed is {min_speed} and ctx {ctx}; both must be above 0.")
+    device = _device(machine, unit, runtime)
+    assert device
+    fields = Recommended.__dataclass_fields__
+    return tuple(Recommended(**{name: row[name] for name in fields})
+                 for row in models_for(device, ctx, min_speed, use))
+
+
+def _device(machine: str | None, unit: str | None, runtime: str | None) -> DeviceProfile | None:
+    from edgeinfer.devices import chosen, load_profile
+
+    if machine is None:
+        if unit or runtime:
+            raise UsageError("unit and runtime select among what is known of a device; name a machine.")
+        return None
+    return chosen(load_profile(machine), unit, runtime)
+
+
+def _defaults(command: str) -> dict[str, Any]:
+    """Return the options of techniques as they are where none is given."""
+    return {one.name: one.default for one in registry.options(command)}
+
+
+def _config(command: str, **values: Any) -> RuntimeConfig:
+    return registry.configured(RuntimeConfig(**values), _defaults(command))
+
+
+def _card_kv(kv: str) -> str | None:
+    """Return the type of the KV cache for a card: its own, unless another than the default was asked for."""
+    return None if kv == RuntimeConfig.kv else kv
