@@ -3,7 +3,7 @@
     python benchmarks/against_llama_bench.py --program ik_llama.cpp/build/bin/llama-bench --name ik_llama.cpp \
         --python PEER_PYTHON --models MODELS --shape llama-2-7b [--setting=-rtr,1] [--output docs/measurements/peers.md]
 
-The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here. A pair is one measurement of
+The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here, or `--kind q4_k_m` on both. A pair is one measurement of
 each, the order changes from pair to pair, and edgeinfer's process is stopped while it is the other's turn. `--setting`
 may be repeated; what is reported is each setting, and the pairs count only while the host leaves the machine alone.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import calm_rounds, in_turns, machine, publish, row, table
-from benchmarks.peers.sides import Models
+from benchmarks.peers.sides import ALIKE, Models
 from benchmarks.peers.worker import Worker, WorkerError
 
 HERE = Path(__file__).parent / "peers"
@@ -31,8 +31,8 @@ def main() -> None:
     """Measure and print, or write a section of a document."""
     options = parse()
     models = Models(options.models, lambda said: print(said, file=sys.stderr, flush=True))
-    bundle = models.bundle(options.shape, 32)
-    gguf = models.gguf(options.python, options.shape, "q4_0")
+    gguf = models.gguf(options.python, options.shape, options.kind)
+    bundle = models.bundle(options.shape, 32) if options.kind in ALIKE else models.imported(gguf)
     tests = [(kind, tokens) for kind, tokens in (("tg", options.n), ("pp", options.p)) if tokens]
     rows = []
     with Worker("edgeinfer", [sys.executable, str(HERE / "edgeinfer_worker.py")]) as ours:
@@ -58,6 +58,7 @@ def parse() -> argparse.Namespace:
     add("--python", default=sys.executable, help="of an environment with gguf and numpy, which writes the model")
     add("--models", type=Path, required=True, help="folder for the models, which stay there")
     add("--shape", default="tinyllama-1.1b")
+    add("--kind", default="q4_0", help="type of the peer's file; of all but q4_0 ours has the same codes (q4_0)")
     add("--setting", action="append", help="further options of the peer, commas for spaces; may be repeated")
     add("-n", type=int, default=32, help="tokens to decode, 0 for none (default 32)")
     add("-p", type=int, default=0, help="prompt tokens (default: no prompts)")
@@ -79,7 +80,7 @@ def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, option
     ratios = [pair["ours"] / pair["theirs"] for pair in done.results]
     speeds = [f"{statistics.median(pair[side] for pair in done.results):.2f}" for side in sides]
     depth = f" @ d{options.d}" if options.d else ""
-    return row(options.shape, f"{kind}{tokens}{depth}", setting.replace(",", " ") or "as it comes", *speeds,
+    return row(f"{options.shape} {options.kind}", f"{kind}{tokens}{depth}", setting.replace(",", " ") or "as it comes", *speeds,
                f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", done)
 
 
