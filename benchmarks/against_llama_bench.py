@@ -3,7 +3,8 @@
     python benchmarks/against_llama_bench.py --program ik_llama.cpp/build/bin/llama-bench --name ik_llama.cpp \
         --python PEER_PYTHON --models MODELS --shape llama-2-7b [--setting=-rtr,1] [--output docs/measurements/peers.md]
 
-The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here, or `--kind q4_k_m` on both. A pair is one measurement of
+The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here, or
+`--kind q4_k_m` on both. A pair is one measurement of
 each, the order changes from pair to pair, and edgeinfer's process is stopped while it is the other's turn. `--setting`
 may be repeated; what is reported is each setting, and the pairs count only while the host leaves the machine alone.
 """
