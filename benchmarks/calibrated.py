@@ -1,0 +1,138 @@
+"""Divergence from float32 of types and ways of rounding the layers' matrices, on a text that was not calibrated on.
+
+    python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE [--types q4,tableq] [--ways plain,gptq]
+
+The model's own program runs the calibration text in float32 and gives the second moments of each matrix's inputs. Then
+`quant.rounding.quantise_matrix` rounds the matrices of the layers to each type: `plain` without statistics,
+`importance` with mean squares, `gptq` with all moments; embedding and head stay float32, as does KV. A line of the
+table has bits of a weight, KL divergence, and the output error of all matrices beside that of plain rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import machine, row, table
+from benchmarks.quality import measure
+from edgeinfer.bundle import Bundle, BundleWriter
+from edgeinfer.calibration.hooks import open_plain
+from edgeinfer.calibration.statistics import Covariance, capture
+from edgeinfer.converters import convert
+from edgeinfer.quant import InputStatistics, WeightType, layouts, packed, rounding
+from edgeinfer.text import Tokenizer
+
+WINDOW, PIECE = 512, 6000
+"""Tokens of a window of the calibration text, and the characters that they are taken from."""
+Statistics = dict[str, InputStatistics]
+OWN_FILES = ("bundle.json", "weights.bin")
+HEADINGS = "type | rounding | bits | KLD | 99 % | same top | output error / plain | s"
+
+
+class Made(NamedTuple):
+    """A bundle whose layers were rounded."""
+
+    bits: float
+    output_error: float
+    output_error_plain: float
+
+
+def statistics_of(bundle: Path, text: str, tokens: int) -> Statistics:
+    """Moments of the inputs of all matrices of layers, over windows that are spread over the text."""
+    session = open_plain(bundle, WINDOW, chunk=WINDOW, kv="f32")
+    tokenizer, windows = Tokenizer.open(bundle), tokens // WINDOW
+    ids: list[int] = []
+    for start in np.linspace(0, max(0, len(text) - PIECE), windows, dtype=int):
+        ids += tokenizer.encode(text[start : start + PIECE])[:WINDOW]
+    found = {op: Covariance(op.x) for op in session.graph.ops  # type: ignore[attr-defined]
+             if getattr(getattr(op, "weight", None), "kind", "") == "matrix"}
+    capture(session, ids, {op: [moments] for op, moments in found.items()})
+    session.close()
+    made: Statistics = {}
+    for op, moments in found.items():
+        mean = moments.mean
+        made[op.weight.name] = InputStatistics(moments.tokens, np.diagonal(mean).copy(), None, mean)  # type: ignore[attr-defined]
+    return made
+
+
+def write(source: Path, destination: Path, stored: WeightType,
+          known: Callable[[str], InputStatistics | None]) -> Made:
+    """Copy a bundle in float32 with the matrices of its layers rounded."""
+    nbytes, weights, errors, plain = 0, 0, 0.0, 0.0
+    with Bundle.open(source) as bundle, \
+            BundleWriter(destination, bundle.config, bundle.quantisation, overwrite=True) as writer:
+        for file in sorted(source.iterdir()):
+            if file.name not in OWN_FILES:
+                writer.copy_file(file)
+        for name, entry in bundle.tensors.items():
+            data = np.concatenate(list(bundle.stored(name)))
+            if entry.type.layout != "tile16" or not name.startswith("layers."):
+                writer.add(name, entry.type, entry.shape, data)
+                continue
+            values = layouts.unpack_tile16(data, "f32", 0, (entry.shape[0], entry.shape[1]))
+            found = rounding.quantise_matrix(values, stored, name, known(name))
+            content = packed.pack(found.codes, found.stored, found.factors) if not stored.storage.simple else \
+                layouts.pack_tile16(found.codes, stored.dtype, stored.group_size, found.factors.scales)
+            writer.add(name, found.stored, entry.shape, content)
+            nbytes, weights = nbytes + len(content), weights + values.size
+            errors, plain = errors + found.errors.output_error, plain + found.errors.output_error_plain
+    return Made(8 * nbytes / weights, errors, plain)
+
+
+def rows(folder: Path, known: Statistics, types: list[WeightType], ways: list[str], text: str,
+         max_tokens: int | None) -> list[str]:
+    """Make and measure all combinations."""
+    found: list[str] = []
+    reference = folder / "f32"
+    given: dict[str, Callable[[str], InputStatistics | None]] = {
+        "plain": lambda name: None,
+        "importance": lambda name: InputStatistics(known[name].tokens, known[name].mean_square),
+        "gptq": lambda name: known[name],
+    }
+    for stored in types:
+        for way in ways:
+            began = time.perf_counter()
+            made = write(reference, folder / "rounded", stored, given[way])
+            took = time.perf_counter() - began
+            divergence = measure(folder / "rounded", "f32", reference, text, max_tokens=max_tokens).divergence
+            assert divergence is not None
+            share = f"{made.output_error / made.output_error_plain:.3f}" if made.output_error_plain else ""
+            found.append(row(str(stored), way, f"{made.bits:.3f}", f"{divergence.kld_mean:.5f}",
+                             f"{divergence.kld_p99:.4f}", f"{divergence.same_top:.1%}", share, f"{took:.1f}"))
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> int:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--types", default="q4,tableq,tableq3")
+    parser.add_argument("--ways", default="plain,importance,gptq")
+    parser.add_argument("--tokens", type=int, default=200_000, help="of the calibration text")
+    parser.add_argument("--max-tokens", type=int, help="of the text that is measured")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        convert(given.model, folder / "f32", weights="f32", embedding="f32", head="f32")
+        known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
+        found = rows(folder, known, [WeightType.of(name, 32) for name in given.types.split(",")],
+                     given.ways.split(","), given.text.read_text(), given.max_tokens)
+    print(f"{given.model.name}, measured on {machine()}.\n")
+    print(table(HEADINGS, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
