@@ -1,4 +1,4 @@
-"""What a conversion needs to know of a text to round weights by it, and what the bundle records of that."""
+"""Rounding of weights by the inputs that matrices have over a text, and the bundle's record of it."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ class Scaling:
     """Factors by the names of weights."""
 
     columns: dict[str, Floats]
-    """What the columns of a matrix are multiplied by."""
+    """Factors of the columns of a matrix."""
     rows: dict[str, Floats]
-    """What the rows of a matrix, or the elements of a vector, are divided by."""
+    """Divisors of the rows of a matrix, or of the elements of a vector."""
 
     def apply(self, weight: Weight, block: Floats, start: int) -> Floats:
         """Return stored rows of a weight, from `start` on, with their factors."""

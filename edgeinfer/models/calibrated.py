@@ -55,7 +55,7 @@ class CalibrationText:
 
     stream: Stream
     changed: str = ""
-    """What was changed in reading it."""
+    """Changes that were made in reading it."""
 
 
 def calibration_text(source: Path, path: Path, tokens: int = TOKENS) -> CalibrationText:

@@ -1,4 +1,4 @@
-"""What a conversion costs in quality: its bundle beside other roundings of the same bytes, against weights in f16."""
+"""Loss of quality of a conversion: its bundle beside other roundings of the same bytes, against weights in f16."""
 
 from __future__ import annotations
 
