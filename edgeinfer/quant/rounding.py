@@ -196,7 +196,7 @@ def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int
 
 
 class _Feedback(NamedTuple):
-    """What columns leave to those after them."""
+    """Factors by which columns pass on what they leave."""
 
     matrix: Floats
     """R with each column divided by its diagonal element, of shape (cols, cols)."""
@@ -226,7 +226,7 @@ def _feedback(covariance: Floats) -> _Feedback | None:
 
 
 def _damped(mean_square: Floats) -> Floats:
-    """What the squared error of each column counts; of columns that were always zero a little, too."""
+    """Return what the squared error of each column counts; of columns that were always zero a little, too."""
     mean = float(mean_square.mean(dtype=np.float64))
     return np.asarray(mean_square / np.float32(mean) + np.float32(DAMPING), np.float32) if mean > 0 else \
         np.ones_like(mean_square)
