@@ -87,16 +87,18 @@ def test_killed_workers_lose_nothing(ray: Ray, given: Path, right: dict[str, Any
             os.kill(killed[-1], signal.SIGKILL)
 
     async def run(rows: Rows) -> None:
-        pool = Pool(await ray.open(2, "demo", "demo", OPTIONS), 8, said.append)
+        pool = Pool(opened := await ray.open(2, "demo", "demo", OPTIONS), 8, said.append)
         assert len(engines()) == 2
         try:
             await answer_all(rows.all, rows.body, pool, 16, write)
         finally:
             await pool.close()
+            ray.end(opened)
 
     with Rows(given) as rows:
         asyncio.run(run(rows))
     assert found == right and len(set(killed)) == 3 and not capfd.readouterr().out
+    assert until(lambda: not engines())
     assert sum("is lost (" in one for one in said) >= 2
 
 
@@ -112,6 +114,7 @@ def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
         workers = await ray.open(2, "demo", "demo", {**OPTIONS, "budget": budget, "fill_budget": True, "ctx": None})
         for one in workers:
             await one.learn_facts()
+        ray.end(workers)
         return [one.facts.plan.total_bytes for one in workers]
 
     for budget in (400 << 20, None):
