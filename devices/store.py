@@ -83,6 +83,8 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
+    if exact := profiles().get(text.lower()):
+        return exact
     from .names import meant, nearest, taken_apart, with_memory
 
     typed, names = taken_apart(text), _by_any_name()

@@ -160,7 +160,7 @@ def estimate(
     asked, stored = replace(own, max_sequences=given.n), given.stored(model)
     described, decided = describe(model, *stored, own.recipe, one), None
     cards = Cards(lambda: describe(model, *stored, Recipe(())), asked, given.kv_on(CUDA))
-    if one is not None and one.device_class == "local":
+    if one is not None and given.machine in (None, "local") and given.bandwidth is None:
         described, _, decided = decision.described_as_run(described, own, given.max_kld)
     ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
