@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,8 +127,18 @@ class ModelDescription:
         """Give the graph with weights stored in another way."""
         return build_graph(self.config, type_of, self.recipe)
 
+    @cached_property
+    def _traffic_by_kv(self) -> dict[str, Traffic]:
+        """Inputs of the estimator that were made, by KV type: estimates of hundreds of devices share them."""
+        return {}
+
     def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
         """Return the input of the estimator."""
+        if kv not in self._traffic_by_kv:
+            self._traffic_by_kv[kv] = self._make_traffic(kv)
+        return self._traffic_by_kv[kv]
+
+    def _make_traffic(self, kv: str) -> Traffic:
         from edgeinfer.devices import Traffic
 
         reads = list(self._kv(stores=False))
