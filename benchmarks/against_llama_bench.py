@@ -82,7 +82,8 @@ def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, option
     speeds = [f"{statistics.median(pair[side] for pair in done.results):.2f}" for side in sides]
     depth = f" @ d{options.d}" if options.d else ""
     return row(f"{options.shape} {options.kind}", f"{kind}{tokens}{depth}",
-               setting.replace(",", " ") or "as it comes", *speeds, f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", done)
+               setting.replace(",", " ") or "as it comes", *speeds,
+               f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", done)
 
 
 def theirs(options: argparse.Namespace, gguf: Path, setting: str, kind: str, tokens: int) -> float:
