@@ -186,7 +186,7 @@ def speed(model: str) -> list[Row]:
             bench = timed([*COMMAND, "bench", model, "--concurrency", str(AT_ONCE), "-p", str(SPEED_PROMPT), "-n",
                            str(SPEED_TOKENS), "--requests", str(SPEED_ROWS), "--json", "-t", "2"])()
             one = timed(batch(given, folder / f"one{turn}", model, *options, "-t", "2", "--ray", "local"))()
-            found.append(one["tok_per_s"] / bench["concurrency"][0]["output_tok_per_s"])
+            found.append(one["tok_per_s"] / bench["serving"][0]["output_throughput"])
             both = timed(batch(given, folder / f"two{turn}", model, *options, "-t", "1", "--ray", "local",
                                "--workers", "2"))()
             waits = [timed(batch(half, folder / f"{turn}{i}", model, "--ctx", "512", "--max-sequences", str(AT_ONCE),
