@@ -70,6 +70,8 @@ def calibration_text(source: Path, path: Path, tokens: int = TOKENS) -> Calibrat
     EdgeInferError
         It cannot be read, or is not UTF-8.
     """
+    if tokens < LEAST_TOKENS:
+        raise UsageError(f"--calibrate-tokens is {tokens}; it must be {LEAST_TOKENS} or more.")
     if is_bundle(source):
         raise UsageError(f"{source} is a bundle, whose weights are rounded already; give the checkpoint or GGUF file "
                          "that it was made of.")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..base.progress import OnProgress
 from ..bundle import Bundle
 from ..calibration.hooks import open_plain
+from ..errors import RequestError
 from ..quality.corpus import Stream, Text, read_stream
 from ..quality.evaluate import OUTPUT_ROWS, Divergence, evaluate
 from ..text import Tokenizer
@@ -20,6 +21,10 @@ from .calibrated import WINDOW, in_floats
 
 TOKENS = 32768
 """Most tokens of a text that are measured on."""
+
+
+READ_BYTES = 1 << 20
+"""Of a text so much is looked at before a conversion."""
 
 
 class Compared(NamedTuple):
@@ -76,6 +81,13 @@ def compare(source: Path, text: Path, own: tuple[str, Path], others: Sequence[tu
         first = rows[-1].divergence
         assert first
         return [Compared("f16", *_size(floats), first.reference_perplexity, None), *rows]
+
+
+def check_text(path: Path) -> None:
+    """Refuse a text that cannot be read, or is empty, before anything is converted; raises `EdgeInferError`."""
+    with ExitStack() as stack:
+        if not "".join(Text(stack, path).pieces(READ_BYTES)).strip():
+            raise RequestError(f"The text {path} is empty; give one that the bundle can be measured on.")
 
 
 def _measured(method: str, path: Path, *, reference: object, stream: Stream, window: int,

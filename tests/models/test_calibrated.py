@@ -19,7 +19,7 @@ from edgeinfer.errors import DestinationError, RequestError, UsageError
 from edgeinfer.graph import ExpertsConfig
 from edgeinfer.models import calibrated
 from edgeinfer.models.calibrated import BUILT_IN, GPTQ, IMPORTANCE, by_text, calibration_text
-from edgeinfer.models.comparison import compare
+from edgeinfer.models.comparison import check_text, compare
 from edgeinfer.quant import InputStatistics
 from edgeinfer.runner import PROMPT
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
@@ -47,7 +47,7 @@ def bits(found: Found) -> dict[str, bytes]:
             for name, pieces in found.items()}
 
 
-@pytest.mark.parametrize("model", [TINY, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [TINY, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "experts"])
 def test_inputs_are_the_same_bits_for_any_groups_and_threads(tmp_path: Path, model) -> None:  # type: ignore[no-untyped-def]
     write_random_bundle(model, tmp_path / "m", weights="f32")
     found, listed = captured(tmp_path / "m")
@@ -69,6 +69,7 @@ def test_inputs_are_those_of_the_hooks(tmp_path: Path) -> None:
         np.testing.assert_allclose(found[name][0].covariance, one.mean, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_see_the_tokens_that_chose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "PRIOR", 1e30)  # none: their own tokens alone
     write_random_bundle(MOE, tmp_path / "m", weights="f32")
@@ -174,6 +175,17 @@ def test_texts_that_say_too_little_are_refused(source: Path, text: str, said: st
         rounded(source, "gptq")
 
 
+def test_too_few_tokens_are_no_calibration(source: Path) -> None:
+    with pytest.raises(UsageError, match="--calibrate-tokens is 100; it must be 2048 or more"):
+        calibration_text(source, BUILT_IN, 100)
+
+
+def test_a_text_to_compare_on_is_read_first(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(RequestError, match="is empty; give one that the bundle can be measured on"):
+        check_text(tmp_path / "empty.txt")
+
+
 def test_a_text_in_unknown_characters_is_refused(source: Path) -> None:
     settings = json.loads((source / "tokenizer.json").read_text())
     settings["pre_tokenizer"], settings["decoder"] = {"type": "Whitespace"}, {"type": "Fuse"}
@@ -192,6 +204,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_no_text(source: Path) -> None:
         rounded(source, "gptq")
 
 
+@pytest.mark.slow
 def test_the_comparison_has_the_reference_and_all_methods(source: Path) -> None:
     rounded(source, "gptq")
     text = calibration_text(source, source.parent / "text.txt", 2048)

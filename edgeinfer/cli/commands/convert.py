@@ -115,6 +115,10 @@ def convert(
 
     from ...models import Storage, checkpoint_path
 
+    if compare is not None:
+        from ...models.comparison import check_text
+
+        check_text(compare)
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
