@@ -143,11 +143,26 @@ def test_optional_parts_are_listed_files(tmp_path: Path) -> None:
 def test_a_type_is_what_its_fields_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of the table is found by its fields, under whatever name; without the row it is refused."""
     write_bundle(tmp_path / "m")
-    alter_header(tmp_path / "m", lambda data: data["tensors"][3].update(grid=[], table=list(range(-8, 8))))
-    monkeypatch.setitem(TYPES, "q4t", replace(TYPES["q4"], name="q4t", grid=(), table=tuple(range(-8, 8))))
+    alter_header(tmp_path / "m", lambda data: data["tensors"][3].update(grid=[], table=list(range(-8, 7))))
+    monkeypatch.setitem(TYPES, "q4t", replace(TYPES["q4"], name="q4t", grid=(), table=tuple(range(-8, 7))))
     assert str(Bundle.open(tmp_path / "m").weight_type("ffn")) == "q4tg32 by neuron"
     monkeypatch.undo()
     with pytest.raises(BundleError, match=r"tensor 'ffn' has a type that is not known here: bits 4, grid \[\], ta"):
+        Bundle.open(tmp_path / "m")
+
+
+def test_levels_of_a_tensor_are_in_its_row(tmp_path: Path) -> None:
+    """A version without such types refuses them, as it refuses every table that it does not know."""
+    stored = WeightType("tableq3", 64, levels=(-127, -75, -42, -14, 12, 40, 71, 119))
+    with BundleWriter(tmp_path / "m", CONFIG, Quantisation("tableq3", 64)) as writer:
+        writer.add("w", stored, (16, 64), bytes(stored.nbytes((16, 64))))
+    with Bundle.open(tmp_path / "m") as bundle:
+        assert bundle.weight_type("w") == stored
+    alter_header(tmp_path / "m", lambda data: data["tensors"][0]["table"].pop())
+    with pytest.raises(BundleError, match=r"'w' has a type that is not known here: bits 3, grid \[\], table \[-127"):
+        Bundle.open(tmp_path / "m")
+    alter_header(tmp_path / "m", lambda data: data["tensors"][0]["table"].append(128))
+    with pytest.raises(BundleError, match=r"tensor 'w': the levels \[-127, -75, .* do not fit tableq3"):
         Bundle.open(tmp_path / "m")
 
 
