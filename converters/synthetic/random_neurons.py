@@ -217,6 +217,8 @@ def random_packed(rng: np.random.Generator, shape: tuple[int, int], stored: Weig
     middle = levels.mean() if row.minimum else 0.0
     size = 1 / (np.sqrt(np.square(levels - middle).mean()) * np.sqrt(cols))
     scales = size * rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size)))
+    if not row.minimum:  # levels of a table do not balance each other
+        scales *= rng.choice((-1, 1), scales.shape)
     if not row.nested:
         minima = (-middle * scales).astype(np.float16) if row.minimum else None
         return packed.pack(codes, stored, packed.Factors(scales.astype(np.float16), minima))

@@ -45,7 +45,25 @@ def loaded(bundle: Bundle, weight: Weight) -> np.ndarray:
     data = tensor_bytes(bundle, weight.name)
     if stored.layout == "plain":
         return data.view("<f4")
-    return layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape)
+    return layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape, stored.levels)
+
+
+@pytest.mark.parametrize("weights", ["q4k", "q5k", "tableq", "tableq3"])
+def test_a_type_that_few_models_have_is_made_of_floats(tmp_path: Path, weights: str) -> None:
+    """Each weight in its place; the tiny model's rows are no blocks of 256 columns, which is said."""
+    source = make_checkpoint(tmp_path / "hf", "llama")
+    tensors = read_tensors(source)
+    report = convert(source, tmp_path / "bundle", weights=weights)
+    with Bundle.open(tmp_path / "bundle") as bundle:
+        bundle.verify()
+        for weight in graph_of(bundle).weights:
+            want = stored_tiles([tensors[source.name] for source in weight.sources], weight.combine)
+            stored = bundle.types[weight.name]
+            error = np.linalg.norm(loaded(bundle, weight) - want) / np.linalg.norm(want)
+            assert error <= {3: 0.16, 4: 0.08, 5: 0.04}.get(stored.storage.bits, 0.01), weight.name
+            assert bool(stored.levels) == (stored.dtype == weights and "tableq" in weights)
+    said = f"and {weights} needs a multiple of 256: they are stored as"
+    assert sum(said in remark for remark in report.remarks) == ("k" in weights)
 
 
 @pytest.mark.slow(keep=12)

@@ -14,7 +14,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.errors import DestinationError
 from edgeinfer.graph import build_graph, builtin_shapes, expected_types, requested_types
-from edgeinfer.quant import layouts
+from edgeinfer.quant import layouts, requestable
 from tests.helpers.bundles import tensor_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=72, intermediate_size=100,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=18, attention_bias=True)
 
 
-@pytest.mark.parametrize("weights", ["q4", "int8", "f16", "f32"])
+@pytest.mark.parametrize("weights", requestable())
 def test_every_tensor_keeps_the_size_of_its_input(tmp_path: Path, weights: str) -> None:
     write_random_bundle(SMALL, tmp_path / "m", weights=weights, group_size=32)
     bundle = Bundle.open(tmp_path / "m")
@@ -37,7 +37,7 @@ def test_every_tensor_keeps_the_size_of_its_input(tmp_path: Path, weights: str) 
             assert abs(values.mean() - (0 if weight.name.endswith("_bias") else 1)) < 0.02
         else:
             data = tensor_bytes(bundle, weight.name)
-            values = layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape)
+            values = layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape, stored.levels)
             assert np.isfinite(values).all()
             assert 0.9 < values.std() * np.sqrt(weight.shape[1]) < 1.2, weight.name
             assert abs(values.mean()) * np.sqrt(weight.shape[1]) < 0.1
