@@ -104,7 +104,8 @@ class StageHost:
         try:
             if self._calls is None or number != self._last + 1:
                 raise EdgeInferError("The calls to a stage came out of order; open the model again.")
-            self._last, made = number, call(self._calls)
+            self._last = number
+            made = call(self._calls)
         except Exception as error:
             if answers:
                 return _failure(as_error(error))

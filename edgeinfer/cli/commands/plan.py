@@ -95,7 +95,7 @@ def plan(
       edgeinfer plan owner/model --weights int8 --json
       edgeinfer plan qwen3-8b --machine "m4 16gb" --compare
       edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
-      edgeinfer plan llama-3.1-70b --nodes rpi5,rpi5,rpi5 --link 2.5GbE
+      edgeinfer plan llama-3.1-70b --nodes rpi5-16gb,rpi5-16gb,rpi5-16gb --link 2.5GbE
     """
     from ...models.describe import describe
 
@@ -172,7 +172,7 @@ def _served(given: options.Given, most: int | None) -> int:
 
 def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:
     """Report on a model whose layers are on several machines, and return the exit code."""
-    from edgeinfer.devices import load_profile
+    from edgeinfer.devices import chosen, load_profile
 
     from ...models.describe import describe
     from ...pipeline import parse_link
@@ -190,7 +190,7 @@ def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, co
     network = parse_link(link)
     check_stage_config(config)
     report = nodes_object(describe(model, *given.stored(model), config.recipe), config,
-                          [load_profile(name) for name in names], network)
+                          [chosen(load_profile(name), "cpu") for name in names], network)
     if given.json:
         print_json(report)
     else:
