@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,6 @@ LOGITS_BYTES = 64 << 20
 """Most that the logits of a forward pass take, whose tokens are as many as this permits."""
 KEPT_BYTES = 4 << 30
 """Most statistics that stay in the cache after a conversion."""
-
-
 BUILT_IN = Path(__file__).parents[1] / "calibration" / "text.txt"
 """The text that is run where none is given."""
 
@@ -172,7 +171,21 @@ def kept_statistics(source: Path, stream: Stream, progress: OnProgress) -> KeptS
     except BundleError:
         with in_floats(source, progress) as bundle, StatisticsWriter(path) as writer:
             _capture(bundle, stream, writer, progress)
+    _forget(path)
     return KeptStatistics(path)
+
+
+def _forget(newest: Path) -> None:
+    """Remove the oldest statistics beyond `KEPT_BYTES`, but not the newest."""
+    kept = sorted((one for one in newest.parent.iterdir() if not one.name.startswith(".") and one != newest),
+                  key=lambda one: one.stat().st_mtime)
+    sizes = {one: sum(file.stat().st_size for file in one.iterdir()) for one in [*kept, newest]}
+    total = sum(sizes.values())
+    for one in kept:
+        if total <= KEPT_BYTES:
+            break
+        rmtree(one, ignore_errors=True)
+        total -= sizes[one]
 
 
 def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:

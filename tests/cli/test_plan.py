@@ -210,7 +210,7 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
         (["llama-2-7b", "--budget", "0GiB"], 2, "--budget: Size '0GiB' is out of range"),
         (["llama-2-7b", "--machine", "rpi55"], 2, "There is no device 'rpi55'; "),
         (["llama-2-7b", "--kv", "q8"], 2, "--kv is 'q8'; choose one of int8, f16, f32."),
-        (["llama-2-7b", "--weights", "q3"], 2, "--weights is 'q3'; choose one of q4, int8, f16, f32."),
+        (["llama-2-7b", "--weights", "q3"], 2, "--weights is 'q3'; choose one of q4, int8, f16, f32, q4m, "),
         (["llama-2-7b", "--group-size", "31"], 2, "--group-size is 31; choose one of 32, 64, 128."),
         (["llama-2-7b", "--threads", "0"], 2, "--threads is 0; it must be from 1 to 256."),
         (["llama-2-7b", "--samples", "0"], 2, "--samples is 0; it must be from 1 to 64."),

@@ -238,7 +238,8 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     report = done.json
     assert done.code == 0 and set(report) == set(FIELDS["convert"])
     assert 0 < report["error_mean"] <= report["error_worst"] < 0.01 and report["error_worst_tensor"]
-    assert set(report["tensors"][0]) == {"name", "type", "bytes", "error", "gain", "file_types", "exact"}
+    assert set(report["tensors"][0]) == {"name", "type", "bytes", "error", "gain", "file_types", "exact",
+                                         "output_error", "output_error_plain"}
     assert not any(tensor["file_types"] for tensor in report["tensors"])  # of a GGUF file alone
     assert all(tensor["exact"] == (tensor["type"] == "f32") for tensor in report["tensors"])
     again = edgeinfer("convert", source, tmp_path / "bundle")
@@ -247,8 +248,8 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     assert shown.code == 0 and "layers.0" in shown.out and " mean, " in shown.out.splitlines()[-1]
     exact = edgeinfer("convert", source, tmp_path / "exact", "--weights", "f32")
     assert exact.code == 0 and exact.out.rstrip().endswith("no weight was rounded.")
-    wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q5")
-    assert wrong.code == 2 and "q5" in wrong.sentence and not (tmp_path / "other").exists()
+    wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q2")
+    assert wrong.code == 2 and "q2" in wrong.sentence and not (tmp_path / "other").exists()
     bare = make_checkpoint(tmp_path / "bare", tokenizer=False)
     assert "has no tokenizer" in edgeinfer("convert", bare, tmp_path / "third").err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,19 @@ def test_the_second_time_nothing_is_run(source: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(calibrated, "in_floats", None)
     rounded(source, "second")
     assert weights_of(source.parent / "first") == weights_of(source.parent / "second")
+
+
+def test_the_oldest_statistics_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "KEPT_BYTES", 250)
+    for i, name in enumerate(("first", "second", "third")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.bin").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (i, i))
+    calibrated._forget(tmp_path / "third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["second", "third"]
+    monkeypatch.setattr(calibrated, "KEPT_BYTES", 50)
+    calibrated._forget(tmp_path / "third")
+    assert [path.name for path in tmp_path.iterdir()] == ["third"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DestinationError("The disk is full.")])

@@ -124,8 +124,8 @@ def test_requested_types() -> None:
 
 
 def test_requests_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match="weights is 'q5'; choose one of q4, int8, f16, f32"):
-        requested_types("q5")
+    with pytest.raises(UsageError, match="weights is 'q2'; choose one of q4, int8, f16, f32"):
+        requested_types("q2")
     with pytest.raises(UsageError, match="embedding is 'q2'; choose one of"):
         requested_types(embedding="q2")
     with pytest.raises(UsageError, match="head is 'q2'; choose one of"):
