@@ -37,7 +37,7 @@ from edgeinfer.pipeline import LINKS
 from edgeinfer.runner import Segment
 from edgeinfer.runtime import Session
 
-TOKENS, WARM, CTX = 40, 4, 256
+TOKENS, WARM, CTX = 40, 4, 512
 DELAYS = (0.0, 0.1, 0.2, 0.35, 0.6)
 """Milliseconds of an exchange beside what it takes on this machine."""
 PARTIAL = (".o", ".down")
