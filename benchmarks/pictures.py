@@ -3,8 +3,8 @@
     python benchmarks/pictures.py
 
 `peers.svg` is the table "Against the best setting" of docs/measurements/peers.md; `plan.svg` is
-`edgeinfer plan llama-3.1-8b --machine rpi5 --json`. Both are SVG written line by line, so that they need no package and
-a test can compare them with their sources.
+`edgeinfer plan llama-3.1-8b --machine rpi5-8gb --json`. Both are SVG written line by line, so that they need no package
+and a test can compare them with their sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "measurements" / "peers.md"
 IMAGES = ROOT / "docs" / "images"
-PLAN = ("plan", "llama-3.1-8b", "--machine", "rpi5", "--json")
+PLAN = ("plan", "llama-3.1-8b", "--machine", "rpi5-8gb", "--json")
 SHAPES = {"smollm2-135m": "135M", "tinyllama-1.1b": "1.1B", "llama-2-7b": "7B"}
 BLUE, GREY, INK, PAPER = "#2563eb", "#9ca3af", "#1f2937", "#ffffff"
 COLOURS = {"weights": BLUE, "kv": "#059669", "python": GREY}

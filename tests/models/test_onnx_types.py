@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,10 @@ def test_types_of_quantised_checkpoints(form: str, tmp_path: Path) -> None:
                                     for group in row.groups], ids=str)
 def test_blocks_are_the_weights(stored: WeightType) -> None:
     """(code - half) scale + offset, to the last bits of a float, of random bytes of a bundle."""
-    rng, columns, row = np.random.default_rng(1), 256 * 3, stored.storage
+    rng, columns = np.random.default_rng(1), 256 * 3
+    if stored.storage.fitted:
+        stored = replace(stored, levels=tuple(range(-8 << 3, 8 << 3, 128 >> stored.storage.bits)))
+    row = stored.storage
     tiles = rng.integers(0, 256, (2, stored.tile_bytes(columns)), np.uint8)
     records = tiles.reshape(2, stored.tile_records(columns), -1)
     codes_end = row.factors_at(stored.group_size)
@@ -117,7 +121,8 @@ def test_blocks_are_the_weights(stored: WeightType) -> None:
         records[:, :, codes_end + start:] = small[..., start::2].astype(np.float16).view(np.uint8)
     else:
         records[:, :, codes_end:] = small[..., ::2].astype(np.float16).view(np.uint8)
-    want = layouts.unpack_tile16(tiles.reshape(-1), stored.dtype, stored.group_size, (32, columns))
+    want = layouts.unpack_tile16(tiles.reshape(-1), stored.dtype, stored.group_size, (32, columns),
+                                  stored.levels)
     blocks, bits = codes.tile_blocks(tiles, stored, columns), codes.code_bits(stored)
     levels = blocks.codes if bits == 8 else np.stack([blocks.codes & 15, blocks.codes >> 4], -1)
     levels = levels.reshape(32, -1, stored.group_size).astype(np.float32) - (1 << bits - 1)

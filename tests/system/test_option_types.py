@@ -49,6 +49,7 @@ CONVERT = {
     "source": name_of, "destination": name_of, "weights": TYPES, "group_size": one_of(32, 64, 128), "embedding": TYPES,
     "head": TYPES, "ffn_layout": one_of("tile16", "neuron"), "overwrite": flag,
     "origin": lambda value: isinstance(value, str), "announce": callable, "progress": callable,
+    "calibration": callable,
 }
 SPARSIFY = {
     "source": lambda value: False, "destination": name_of, "stream": lambda value: False,

@@ -84,7 +84,8 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
                         "\"f16\", minimum false" + ADVICE),
     (tensor(3, minimum=True), "tensor 'ffn' has a type that is not known here: bits 4, grid [-8, 7], table [], scale "
                               "\"f16\", minimum true" + ADVICE),
-    (tensor(3, grid=[], table=list(range(16))), "bits 4, grid [], table [0, 1, 2, 3, "),
+    (tensor(3, grid=[], table=list(range(15))), "bits 4, grid [], table [0, 1, 2, 3, "),
+    (tensor(3, grid=[], table=list(range(16))), "tensor 'ffn': type 'tableq' does not exist in layout neuron"),
     (tensor(0, scale="u8"), "tensor 'embed' has a type that is not known here"),
     (tensor(0, minimum=0), "tensors[0].minimum is not of type bool."),
     (tensor(0, layout="plain"), "tensor 'embed': type 'int8' does not exist in layout plain; it holds f32, i32"
