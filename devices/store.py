@@ -25,20 +25,36 @@ from .toml_files import read_toml
 LOCAL = "local"
 
 
+def _paths() -> list[Path]:
+    return sorted((Path(__file__).parent / "profiles").iterdir())
+
+
 @cache
 def profiles() -> dict[str, DeviceProfile]:
     """Profiles that come with the program, by name; read on first use."""
+    return {name: profile for path in _paths() for name, profile in _of_file(path).items()}
+
+
+def _of_own_name(name: str) -> DeviceProfile | None:
+    """Return the profile of a name without parsing files in which the name does not occur."""
+    for path in _paths():
+        if name in path.read_text(encoding="utf-8") and (found := _of_file(path).get(name)):
+            return found
+    return None
+
+
+@cache
+def _of_file(path: Path) -> dict[str, DeviceProfile]:
     found: dict[str, DeviceProfile] = {}
-    for path in sorted((Path(__file__).parent / "profiles").iterdir()):
-        tables = read_toml(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
-        tables.pop("about", None)
-        common = tables.pop("sources", {})  # where the figures of the whole file are from
-        shared_fields = tables.pop("common", {})
-        for name, row in tables.items():
-            table = _completed({**shared_fields, **row})
-            own = table.get("sources", {})
-            shared = {key: text for key, text in common.items() if key in table or key in table.get("figures", {})}
-            found[name] = parse_profile(name, {**table, "sources": {**shared, **own}}, f"{path.name}, [{name}]")
+    tables = read_toml(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
+    tables.pop("about", None)
+    common = tables.pop("sources", {})  # where the figures of the whole file are from
+    shared_fields = tables.pop("common", {})
+    for name, row in tables.items():
+        table = _completed({**shared_fields, **row})
+        own = table.get("sources", {})
+        shared = {key: text for key, text in common.items() if key in table or key in table.get("figures", {})}
+        found[name] = parse_profile(name, {**table, "sources": {**shared, **own}}, f"{path.name}, [{name}]")
     return found
 
 
@@ -83,7 +99,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
-    if exact := profiles().get(text.lower()):
+    if exact := _of_own_name(text.lower()):
         return exact
     from .names import meant, nearest, taken_apart, with_memory
 

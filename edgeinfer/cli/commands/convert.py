@@ -109,7 +109,7 @@ def convert(
       edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
       edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
       edgeinfer convert model-Q8_0.gguf ./model
-      edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama --calibrate --compare held_out.txt
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./calibrated --calibrate --compare held_out.txt
     """
     from edgeinfer.converters import convert as convert_checkpoint
 
