@@ -1,4 +1,4 @@
-"""Processes that hold the model: those that are lost are opened again, and who waits for one is told."""
+"""Opens lost processes of a model again, and tells callers that wait for one."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class StageHost:
         self.given_up = number
 
     def watch(self) -> None:
-        """Return when this process ends, which who waits for it is told as an error."""
+        """Return at the end of this process, which Ray reports to the caller as an error."""
         self._end.wait()
 
     def _made(self, number: int, call: Callable[[StageCalls], Any], answers: bool) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,31 +21,20 @@ from edgeinfer.cluster.connection import LOCAL, environment
 from edgeinfer.server import Answered, Row, Rows, answer_all
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.command_line import environment as variables
+from tests.helpers.ray_nodes import three_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
               pytest.mark.skipif(find_spec("ray") is None, reason="extra 'cluster' is not installed"),
               pytest.mark.skipif(sys.platform == "win32", reason="Ray's processes are POSIX here")]
 OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, budget=None, max_sequences=4, max_queue=1 << 20, fill_budget=None)
-NODE: dict[str, Any] = dict(num_cpus=1, object_store_memory=80_000_000)
 N = 300
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Start three nodes on this machine."""
-    with environment(LOCAL):
-        from ray.cluster_utils import Cluster
-
-        one = Cluster(initialize_head=True, head_node_args={**NODE, "node_ip_address": "127.0.0.1"})
-        for _ in range(2):
-            one.add_node(**NODE)
-        one.wait_for_nodes()
+    with environment(LOCAL), three_nodes() as one:
         yield one
-        for node in [*one.worker_nodes, one.head_node]:
-            one.remove_node(node, allow_graceful=False)
-    with warnings.catch_warnings():  # of the processes that Ray has started, which it does not wait for
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 def test_a_wrong_token_is_refused_at_once(cluster: Any, tmp_path: Path) -> None:

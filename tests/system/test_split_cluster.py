@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +20,7 @@ from edgeinfer import LLM
 from edgeinfer.cluster import Ray, Stored, connected, stages
 from edgeinfer.cluster.connection import LOCAL, environment
 from edgeinfer.errors import EdgeInferError, UsageError
+from tests.helpers.ray_nodes import three_nodes
 from tests.helpers.serving import Running, chat_model, serving, until
 from tests.system.test_replicas import COMPLETIONS
 from tests.system.test_split_serve import TEXTS, all_of
@@ -29,25 +28,13 @@ from tests.system.test_split_serve import TEXTS, all_of
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
               pytest.mark.skipif(find_spec("ray") is None, reason="extra 'cluster' is not installed"),
               pytest.mark.skipif(sys.platform == "win32", reason="Ray's processes are POSIX here")]
-NODE: dict[str, Any] = dict(num_cpus=1, object_store_memory=80_000_000)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Start three nodes on this machine."""
-    with environment(LOCAL):
-        from ray.cluster_utils import Cluster
-
-        one = Cluster(initialize_head=True, head_node_args={**NODE, "node_ip_address": "127.0.0.1"})
-        for _ in range(2):
-            one.add_node(**NODE)
-        one.wait_for_nodes()
+    with environment(LOCAL), three_nodes() as one:
         yield one
-        for node in [*one.worker_nodes, one.head_node]:
-            one.remove_node(node, allow_graceful=False)
-    with warnings.catch_warnings():  # of the processes that Ray has started, which it does not wait for
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")
