@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
     from .random_reads import BreakEven, break_even, smallest_row
+    from .storage import MEMORY_SPREAD, STORAGE_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
     from .store import (
         load_profile,
         local_path,
@@ -43,13 +44,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "KINDS",
-    "MASKED_SHARE", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "UNITS", "UNLISTED", "WIDEST", "BreakEven",
+    "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "STORAGE_SPREAD", "UNITS",
+    "UNLISTED", "WIDEST", "BreakEven",
     "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable",
     "break_even", "break_even_density", "chosen", "classes", "constants_of", "contradictions", "crossover",
-    "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile", "learn", "load_profile", "local_path",
-    "local_profile", "machine_name", "may_learn", "parse_profile", "peak_of", "prefill_terms", "processor_name",
-    "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "smallest_row",
-    "solve_constants", "unlisted", "with_runs",
+    "decode_terms", "equipped", "estimate", "fastest", "fit_errors", "gpu_profile", "learn", "load_profile",
+    "local_path", "local_profile", "machine_name", "may_learn", "parse_profile", "peak_of", "prefill_terms",
+    "processor_name", "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served",
+    "slow_and_fast", "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "unlisted",
+    "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
@@ -60,6 +63,7 @@ __getattr__ = lazily(__name__, {
                "relative_time",
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
+    "storage": "MEMORY_SPREAD STORAGE_SPREAD equipped slow_and_fast spread_of storage_report storages",
     "gpus": "SERVED gpu_profile served",
     "store": "load_profile local_path local_profile machine_name processor_name profile_table profiles "
              "save_profile",

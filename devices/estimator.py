@@ -22,6 +22,7 @@ from .names import unit_in_words, unit_of
 from .neurons import relative_time
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
+from .storage import slow_and_fast
 from .traffic import Traffic
 
 LAYERS = 32
@@ -41,6 +42,8 @@ for a number of rows, which takes repeated searches.
 """
 TOPN_MS = 0.01
 """Time of a layer that selects rows of V, beside its reading and writing."""
+PROMPT_CHUNK = 256
+"""Tokens of a forward pass over a prompt, each of which reads what is in storage again."""
 DRAFT_SHARE = 0.1
 """Assumed time of drafting a token, as a share of a token of the model, unless given."""
 
@@ -67,7 +70,7 @@ class Estimate:
     """Weights, keys and values read from memory for one token."""
     terms: Mapping[str, float]
     """Milliseconds of one pass: overhead, weights, sparse_ffn, kv, flash, streaming, draft; of the prompt:
-    prefill_overhead, prefill_matrices, prefill_activations, prefill_attention."""
+    prefill_overhead, prefill_matrices, prefill_activations, prefill_attention, prefill_streaming."""
     basis: str
     """'this machine, calibrated', 'class NAME' or 'unknown'."""
     error: float
@@ -130,8 +133,11 @@ def estimate(
     yielded = 1000 * accepted * sequences
     speed = yielded / math.fsum(terms.values())
     others = {name: yielded / math.fsum(passing(other).values()) for name, other in _others(profile)}
-    low = min([speed * (1 - constants.error), *others.values()])
-    high = max([speed * (1 + constants.error), *others.values()])
+    below = above = speed * constants.error
+    if traffic.flash_bytes or traffic.streamed_bytes or traffic.active_share < 1:  # reads have a band of their own
+        slow, fast = (yielded / math.fsum(passing(other).values()) for other in slow_and_fast(profile))
+        below, above = min(math.hypot(below, speed - slow), 0.95 * speed), math.hypot(above, fast - speed)
+    low, high = min([speed - below, *others.values()]), max([speed + above, *others.values()])
     peak = ceiling(profile, traffic, depth, sequences, max(profile.bandwidth_gbs, *profile.versions.values(), 0.0))
     if peak is not None and accepted == 1:
         high = max(speed, min(high, peak))
@@ -256,10 +262,14 @@ def prefill_terms(
     reading = (traffic.prefill_weight_bytes or traffic.weight_bytes) / (constants.f_w * profile.bandwidth_gbs) / 1e6
     between = constants.activation_cost * traffic.activation_values * prompt * computed / peak / 1e6
     attention = computed * traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
-    return {
+    terms = {
         "prefill_overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS,
         "prefill_matrices": max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,
     }
+    if traffic.prompt_stored_bytes:
+        stored = traffic.prompt_stored_bytes * math.ceil(prompt / PROMPT_CHUNK) / storage_gbs(profile, 0) / 1e6
+        terms["prefill_streaming"] = max(0.0, stored - math.fsum(terms.values()))
+    return terms
 
 
 def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int, sequences: int = 1,

@@ -81,6 +81,8 @@ class Traffic:
 
     streamed_bytes: float = 0.0
     """Weights that a token reads from storage in order, ahead of use: they cost what computing does not hide."""
+    prompt_stored_bytes: float = 0.0
+    """Weights that a forward pass over many prompt tokens reads from storage, ahead of use."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -128,6 +128,10 @@ OPTIONS: tuple[Option, ...] = (
     _option("machine_class", "KIND", "Its kind: desktop, laptop, server, board, phone, arm-laptop, arm-server, mac, "
             "mac-gpu, nvidia or radeon.", rule=TEXT, spelled="--class", group=MODEL, commands=_PREDICTING,
             shared=False),
+    _option("storage", "KIND", "Storage of the machine, from which weights are read that its memory cannot hold: nvme, "
+            "nvme-gen3, nvme-gen5, nvme-x1, sata, usb3, ufs4, ufs3, emmc, sd, apple or hdd.", rule=TEXT,
+            unset="the usual one of its class", group=MODEL, commands=(_PLAN, _ESTIMATE), common=(_PLAN, _ESTIMATE),
+            shared=False),
     _option("memory", "SIZE", "Its memory.", rule=RULES["budget"], kind=str, unset="16 GiB", group=MODEL,
             commands=_PREDICTING, shared=False),
     _option("recipe", "PASSES",
@@ -178,7 +182,8 @@ OPTIONS: tuple[Option, ...] = (
     _option("kv", "|".join(KV_TYPES), "Storage type of the KV cache.", group=MEMORY,
             common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("budget", "SIZE", "Maximum memory of the process, such as 4GiB, 500MB or a number of bytes.",
-            unset="the memory available now", group=MEMORY, commands=(*_OPENED, _PLAN), common=(*_OPENED, _PLAN)),
+            unset="the memory available now", group=MEMORY, commands=(*_OPENED, _PLAN, _ESTIMATE),
+            common=(*_OPENED, _PLAN, _ESTIMATE)),
     _option("kv_memory", "SIZE", "Memory of the KV pool that all sequences share, such as 1GiB.",
             unset="room for a context of each sequence", group=MEMORY, commands=(_RUN, _PLAN)),
     _option("state_memory", "SIZE", "Memory for checkpoints of recurrent layers, from which later prompts continue; "

@@ -27,8 +27,9 @@ def machine_of(given: Any) -> DeviceProfile | None:
     UsageError
         The options contradict each other, or nothing is known of the unit or the program there.
     """
-    from edgeinfer.devices import chosen, load_profile, unlisted
+    from edgeinfer.devices import chosen, equipped, load_profile, unlisted
 
+    storage = getattr(given, "storage", None)
     said = [flag for name, flag in DESCRIBED.items() if getattr(given, name) is not None]
     if said and given.machine and given.by_flag("machine"):
         raise UsageError(f"--machine {given.machine} has a profile, and {said[0]} describes a device without one; use "
@@ -42,13 +43,16 @@ def machine_of(given: Any) -> DeviceProfile | None:
         raise UsageError("--memory belongs to --bandwidth, --cores and --class; with --machine write the memory into "
                          "the name, such as 'rpi5 8GB'.")
     elif given.machine is None:
+        if storage is not None:
+            raise UsageError(f"--storage {storage} replaces the storage of a device; add --machine NAME (local is this "
+                             "one).")
         if given.unit is None and given.program is None:
             return None
         flag = "--unit" if given.program is None else "--runtime"
         raise UsageError(f"{flag} selects among what is known of a device; add --machine NAME.")
     else:
         profile = load_profile(given.machine)
-    return chosen(profile, given.unit, given.program)
+    return equipped(chosen(profile, given.unit, given.program), storage)
 
 
 def devices_of(given: Any) -> list[DeviceProfile]:
@@ -56,11 +60,11 @@ def devices_of(given: Any) -> list[DeviceProfile]:
 
     A processor that has a profile of its own, and the device that it is in, are one device for edgeinfer.
     """
-    from edgeinfer.devices import chosen, profiles
+    from edgeinfer.devices import chosen, equipped, profiles
 
     found: dict[tuple[str, str], DeviceProfile] = {}
     for profile in profiles().values():
         with suppress(UsageError):
-            one = chosen(profile, given.unit, given.program)
+            one = equipped(chosen(profile, given.unit, given.program), getattr(given, "storage", None))
             found.setdefault((one.name, one.device_class), one)
     return list(found.values())

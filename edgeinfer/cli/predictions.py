@@ -102,7 +102,7 @@ class Recommended:
 
 def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weights: str | None = None,
          kv: str = RuntimeConfig.kv, budget: str | int | None = None, unit: str | None = None,
-         runtime: str | None = None) -> Planned:
+         runtime: str | None = None, storage: str | None = None) -> Planned:
     """Plan the memory of a model; nothing is loaded.
 
     Parameters
@@ -119,8 +119,8 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
         Type of the KV cache.
     budget : str or int, optional
         Such as "4GiB"; by default the memory of the device.
-    unit, runtime : str, optional
-        As ``--unit`` and ``--runtime``.
+    unit, runtime, storage : str, optional
+        As ``--unit``, ``--runtime`` and ``--storage``.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
     from .commands.plan import executor_for, planned_here
     from .reports.plan_device import planned_on
 
-    device = _device(machine, unit, runtime)
+    device = _device(machine, unit, runtime, storage)
     drafting = registry.drafting(_defaults("plan"))
     size = None if budget is None else checked("budget", budget, RULES["budget"])
     config = _config("plan", ctx=ctx, kv=kv, budget_bytes=size, draft_tokens=drafting.rows)
@@ -150,12 +150,12 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
 
 def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt: int | None = None,
              answer: int | None = None, weights: str | None = None, kv: str = RuntimeConfig.kv, unit: str | None = None,
-             runtime: str | None = None) -> Prediction:
+             runtime: str | None = None, storage: str | None = None) -> Prediction:
     """Predict the speed of a model on a device; nothing is loaded.
 
     Parameters
     ----------
-    model, machine, ctx, weights, kv, unit, runtime
+    model, machine, ctx, weights, kv, unit, runtime, storage
         As those of `plan`.
     prompt : int, optional
         Tokens of the prompt; by default 512.
@@ -172,7 +172,7 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
     from .reports.estimate_object import Questions, estimate_object
     from .reports.on_gpu import Cards
 
-    device = _device(machine, unit, runtime)
+    device = _device(machine, unit, runtime, storage)
     assert device
     for name, value in (("ctx", ctx), ("prompt", prompt), ("answer", answer)):
         if value is not None and value < 1:
@@ -224,14 +224,15 @@ def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, 
                  for row in models_for(device, ctx, min_speed, use))
 
 
-def _device(machine: str | None, unit: str | None, runtime: str | None) -> DeviceProfile | None:
-    from edgeinfer.devices import chosen, load_profile
+def _device(machine: str | None, unit: str | None, runtime: str | None, storage: str | None = None
+            ) -> DeviceProfile | None:
+    from edgeinfer.devices import chosen, equipped, load_profile
 
     if machine is None:
-        if unit or runtime:
-            raise UsageError("unit and runtime select among what is known of a device; name a machine.")
+        if unit or runtime or storage:
+            raise UsageError("unit, runtime and storage select among what is known of a device; name a machine.")
         return None
-    return chosen(load_profile(machine), unit, runtime)
+    return equipped(chosen(load_profile(machine), unit, runtime), storage)
 
 
 def _defaults(command: str) -> dict[str, Any]:

@@ -210,14 +210,18 @@ def stored_traffic(model: ModelDescription, plan: MemoryPlan, profile: DevicePro
     """
     traffic = model.traffic(kv)
     if plan.parts:
-        return replace(traffic, streamed_bytes=plan.streamed_bytes) if profile.storage_sequential_gbs else None
+        return replace(traffic, streamed_bytes=plan.streamed_bytes, prompt_stored_bytes=plan.streamed_bytes) \
+            if profile.storage_sequential_gbs else None
     if not (one := technique(plan.technique)):
         return traffic
     from ..bundle import Bundle
 
     with Bundle.open(model.bundle) if model.bundle else nullcontext() as bundle:
         found = one.reads(plan, bundle, profile)
-    return None if found is None else replace(traffic, flash_bytes=found[0], flash_chunk_bytes=found[1])
+    if found is None:
+        return None
+    missing = (plan.experts.total - plan.experts.slots) * plan.experts.expert_bytes if plan.experts else 0.0
+    return replace(traffic, flash_bytes=found[0], flash_chunk_bytes=found[1], prompt_stored_bytes=missing)
 
 
 def _on_card(model: ModelDescription, planner: Planner, config: RuntimeConfig) -> MemoryPlan:

@@ -12,6 +12,7 @@ from ...registry import said
 from ..output import by, folded, print_table, speed, whose
 from .explain import print_explanation
 from .neurons import neurons_line
+from .storage import skipping_rows, storage_rows
 from .users import users_rows
 
 if TYPE_CHECKING:
@@ -43,10 +44,12 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
                          f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
     if out["users"]:
         yield from users_rows(out["users"])
+    yield from skipping_rows(out)
     yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s{together} at {out['ctx']} tokens of context "
                      f"({_band(out['low'], out['high'])}), {whose(out)}")
     for item in out["others"]:
         yield "", f"{speed(item['decode_tok_per_s'])} tokens/s {by(item['name'])}"
+    yield from storage_rows(out, out["storage_named"])
     if out["ttft_ms"] is None:
         yield "prompt", "unknown, because no peak is published for this device"
     else:
@@ -89,7 +92,7 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
                f"per pass{' (--draft-cost sets it)' if out['draft_cost_assumed'] else ''}.")
     if not out["fits"]:
         yield (f"It does not fit: a run takes {format_size(out['device_bytes'] or out['total_bytes'])}, and the device "
-               f"has {format_size(out['memory_bytes'])}; 'edgeinfer plan' lists settings that fit.")
+               f"has {format_size(out['memory_bytes'])}{_limited(out)}; 'edgeinfer plan' lists settings that fit.")
     if out["reading"] is not None:
         speeds = "the speeds include that" if out["reading"] else \
             "the speeds assume all of them in memory, because storage was not measured"
@@ -111,8 +114,8 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
         return
     times = ", ".join(f"{value:.2f} x at {float(share):.0%}" for share, value in point["relative_time"].items())
     yield (f"A sparse FFN with rows of {point['row_bytes']} bytes reads at {point['efficiency']:.0%} of the bandwidth, "
-           f"so it is faster than the dense one from {point['sparsity']:.0%} zeros on; its time by share of zeros: "
-           f"{times}.")
+           f"so it is faster than the dense one from {point['sparsity']:.0%} zeros on{_band_of(point)}; its time by "
+           f"share of zeros: {times}.")
     small = ", ".join(f"{float(share):.0%} from {nbytes} bytes" if nbytes else f"{float(share):.0%} never"
                       for share, nbytes in point["smallest_row_bytes"].items())
     yield f"Smallest rows that pay, by share of zeros: {small}."
@@ -146,6 +149,17 @@ def chart(out: dict[str, Any]) -> Chart:
     columns = {key: [item[key] for item in found] for key in ("depth", "decode_tok_per_s", "low", "high")}
     line = Line("estimate, 80 % band", columns["depth"], columns["decode_tok_per_s"], columns["low"], columns["high"])
     return Chart(f"{out['model']} on {out['device_title']}", "tokens of context", "tokens/s", [line])
+
+
+def _limited(out: dict[str, Any]) -> str:
+    """Say how much of the memory the run may take, if that was limited."""
+    return f", of which the run may take {format_size(out['budget_bytes'])}" if out["limited"] else ""
+
+
+def _band_of(point: dict[str, Any]) -> str:
+    """Return the band of a break-even that was not measured on the device."""
+    low, high = point["sparsity_low"], point["sparsity_high"]
+    return "" if point["measured"] else f" ({low:.0%} to {high:.0%})"
 
 
 def _band(low: float, high: float) -> str:

@@ -13,11 +13,13 @@ from ...technique import Reported
 from ..output import REFUSED, not_ours, whose_object
 from .explain import explained
 from .neurons import neurons_object
+from .storage import skipping_object, storage_object
 from .users import Memory, users_object
 from .windows import windows_object
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile, Estimate, Traffic
+    from edgeinfer.memory_planner import MemoryPlan
 
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
@@ -43,6 +45,12 @@ class Questions:
     """Of the goodput."""
     explain: bool = False
     """Whether the formulas are wanted."""
+    storage: str | None = None
+    """Kind of the storage, where one was named."""
+    sparsity: float | None = None
+    """Share of zeros in the feed-forward networks."""
+    row_bytes: int | None = None
+    """Of a neuron; by default those of the model's."""
 
 
 def estimate_object(
@@ -52,7 +60,7 @@ def estimate_object(
     """Return the JSON object of one device, with the curve over the context."""
     from edgeinfer.devices import estimate
 
-    run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
+    run, questions = _run_on(model, profile, ctx, kv, asked, sequences, cards), questions or Questions()
     model, profile, kv = run.model, run.profile, run.kv
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
     shared = _model_object(run, ctx, prompt, asked)
@@ -63,9 +71,12 @@ def estimate_object(
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
-        "explain": explained(model, profile, run.traffic, kv, ctx, prompt) if questions and questions.explain else None,
+        "explain": explained(model, profile, run.traffic, kv, ctx, prompt) if questions.explain else None,
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
-        **_asked(run, questions or Questions(), ctx, sequences, prompt, lambda depth, together: estimate(
+        "storage_named": bool(questions.storage), "limited": asked.budget_bytes is not None,
+        "storage": storage_object(model, profile, run.traffic, run.plan, ctx, questions.storage),
+        "skipping": _skipping(run, ctx, questions),
+        **_asked(run, questions, ctx, sequences, prompt, lambda depth, together: estimate(
             profile, run.traffic, depth, prompt, *drafting, computed, together)),
     }
 
@@ -76,9 +87,17 @@ def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: in
     tokens, traffic = questions.answer or DEFAULT_ANSWER, run.traffic
     each = traffic.sequence_bytes_at(prompt + tokens)
     alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
-    memory = Memory(alone, each, run.profile.usable_bytes)
+    memory = Memory(alone, each, run.budget_bytes)
     return {"answer": _answer(estimate, prompt, tokens) if questions.answer else None,
             "users": users_object(estimate, questions.users, prompt, tokens, memory, questions.bounds)}
+
+
+def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
+    """Return whether leaving out zero rows pays, if that was asked."""
+    if questions.sparsity is None or run.mode == REFUSED:
+        return None
+    rows = questions.row_bytes or neuron_bytes(run.model)
+    return skipping_object(run.model, run.profile, run.traffic, ctx, questions.sparsity, rows)
 
 
 def _answer(estimate: Callable[[int, int], Estimate], prompt: int, tokens: int) -> dict[str, Any]:
@@ -90,7 +109,7 @@ def _answer(estimate: Callable[[int, int], Estimate], prompt: int, tokens: int) 
 
 def all_devices_object(
     model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
-    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from edgeinfer.devices import estimate
@@ -104,7 +123,8 @@ def all_devices_object(
         full, empty = (estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
                        for depth in (ctx, 0))
         row = _device_object(run, full, empty)
-        found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s})  # of all speeds of the row
+        found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s,  # of all speeds of the row
+                      "skipping": _skipping(run, ctx, questions or Questions())})
     return {**(shared or {}), "devices": found}
 
 
@@ -161,6 +181,15 @@ class _Run(NamedTuple):
     """Whether that has what is read from storage."""
     refused: str = ""
     """Why CUDA does not run the model on the card."""
+    plan: MemoryPlan | None = None
+    """Of a run on our kernels; None where none fits."""
+    limit_bytes: int | None = None
+    """Of the memory, where one was given."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that the run may take: the given limit, else that of the device."""
+        return self.limit_bytes or self.profile.usable_bytes
 
 
 def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
@@ -179,14 +208,15 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
         return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
                     on_card.device_bytes,
                     RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
-    config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=profile.usable_bytes, max_sequences=sequences)
+    config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=asked.budget_bytes or profile.usable_bytes,
+                     max_sequences=sequences)
     planner = Planner(model.graph, model.weight_bytes)
     plan, within = planner.plan(to_request(config)), placed(model, planner, config, profile)
     traffic = within and stored_traffic(model, within, profile, kv)
     total = (within or plan).total_bytes
     return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
                 windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
-                found.refused if found else "")
+                found.refused if found else "", within, asked.budget_bytes)
 
 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
@@ -218,7 +248,8 @@ def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]
     return {
         "device": profile.name, "device_title": profile.title, "device_class": profile.device_class,
         "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
-        "sequences": full.sequences, "memory_bytes": profile.memory_bytes, "fits": run.mode != REFUSED,
+        "sequences": full.sequences, "memory_bytes": profile.memory_bytes,
+        "budget_bytes": run.budget_bytes, "fits": run.mode != REFUSED,
         "mode": run.mode, "reading": None if run.mode in ("resident", REFUSED) else run.counted, "run_kv": run.kv,
         "total_bytes": run.total_bytes, "device_bytes": run.device_bytes,
         "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
@@ -233,14 +264,15 @@ def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]
 
 def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
     """Return where skipping neurons of the feed-forward networks pays; None if scattered reads are not known."""
-    from edgeinfer.devices import break_even, smallest_row
+    from edgeinfer.devices import MEMORY_SPREAD, break_even, slow_and_fast, smallest_row
 
     if profile.memory_random is None:
         return None
     row = neuron_bytes(model)
-    point = break_even(profile, row)
+    point, low, high = (break_even(one, row) for one in (profile, *slow_and_fast(profile)))
     return {
         "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
+        "sparsity_low": high.sparsity, "sparsity_high": low.sparsity, "measured": MEMORY_SPREAD not in profile.figures,
         "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
         "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
     }
