@@ -14,12 +14,12 @@ from .profile_checks import MOST_BYTES, MOST_CORES, MOST_GBS, MOST_OPERATIONS, C
 from .profile_checks import Curve as Curve
 
 CLASSES = (
-    "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "apple-cpu", "x86-desktop", "x86-laptop", "x86-server",
-    "apple-gpu", "cuda-consumer", "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon", "igpu", "npu",
+    "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "riscv-sbc", "apple-cpu", "x86-desktop", "x86-laptop",
+    "x86-server", "apple-gpu", "cuda-consumer", "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon", "igpu", "npu",
     "local",
 )
 """Classes of the estimator."""
-PROCESSORS = tuple(name for name in CLASSES if name.startswith(("arm-", "x86-", "apple-cpu")))
+PROCESSORS = tuple(name for name in CLASSES if name.startswith(("arm-", "x86-", "riscv-", "apple-cpu")))
 """Those of processor cores."""
 ISAS = (
     "generic", "avx2", "avxvnni", "avx512vnni", "neon", "neon_dotprod", "neon_i8mm", "cuda", "metal", "vulkan", "sycl",
@@ -88,6 +88,8 @@ class DeviceProfile:
     """Vendor's peak of the memory, in GB/s, of versions that share its name, by what is different."""
     processor: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Kinds of processor cores (rows of cores.toml), with their number and their usual clock in GHz."""
+    family: str = ""
+    """Generation of a GPU, such as ada or m3, whose constants it has."""
     runtime: str = ""
     """Program that uses it, where one was chosen; never part of a file."""
 
@@ -152,6 +154,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
                          for key, value in check.table("sources", table.get("sources", {})).items()}
     values["aliases"] = check.texts("aliases", table.get("aliases", []))
     values["measured"] = check.moment("measured", table["measured"]) if "measured" in table else None
+    values["family"] = check.name("family", table["family"]) if "family" in table else ""
     values["machine"] = check.name("machine", table["machine"]) if "machine" in table else None
     values["curves"] = {key: check.curve(f"curves.{key}", value)
                         for key, value in check.table("curves", table.get("curves", {})).items()}

@@ -168,7 +168,7 @@ def profile_table(profile: DeviceProfile) -> dict[str, Any]:
     table = {}
     for key in TABLE_KEYS:
         value = getattr(profile, key)
-        if value not in (None, {}, ()):
+        if value not in (None, {}, (), ""):
             table[key] = _plain(value)
     return table
 

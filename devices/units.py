@@ -15,6 +15,8 @@ from .profile import DeviceProfile
 from .store import LOCAL, profiles
 
 UNITS = ("cpu", "gpu", "npu")
+FOREIGN = ("riscv-sbc",)
+"""Classes of processors that numba does not compile for: their speed is another program's."""
 _ENDINGS = ("-cpu", "-igpu", "-npu")
 
 
@@ -76,9 +78,11 @@ def chosen(profile: DeviceProfile, unit: str | None = None, runtime: str | None 
 def _ours(profile: DeviceProfile, unit: str | None) -> DeviceProfile:
     """Return the device as edgeinfer uses it; with a unit that it cannot use, as the known program does."""
     own = unit_of(profile)
+    if unit is None and profile.device_class in FOREIGN:
+        return profile
     if unit is None and (served(profile) or own == "cpu"):
         return replace(profile, runtime=OURS if own == "cpu" else "")
-    if unit in (None, "cpu"):
+    if unit in (None, "cpu") and profile.device_class not in FOREIGN:
         found = profile if own == "cpu" else processor_of(profile)
         if found is not None:
             return replace(found, runtime=OURS)

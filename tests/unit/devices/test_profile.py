@@ -33,7 +33,7 @@ TABLE: dict[str, Any] = {
 ASKED = """rpi4 rpi5 rk3588 rk3588-npu orion-o6 orin-nano agx-orin sd8g3 x-elite m1 m1-pro m1-max m1-ultra m2 m2-pro
 m2-max m2-ultra m3 m3-pro m3-max m4 m4-pro m4-max m5-pro n100 lnl-258v desktop-ddr4-3200 desktop-ddr5-5600 ryzen-8840u
 strix-halo graviton3 rtx4090 a100 h100 h200 phone-lpddr5x-8533""".split()
-DESCRIBED = {"title", "device_class", "aliases", "sources", "figures", "programs", "versions", "memory_gib"}
+DESCRIBED = {"title", "device_class", "aliases", "sources", "figures", "programs", "versions", "memory_gib", "family"}
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_titles_and_names_of_published_tables_find_the_device(typed: str, name: 
     ("typed", "sentence"),
     [
         ("rpi6", "There is no device 'rpi6'; the names next to it, 'rpi5', 'rpi4' or 'rpi3', are other devices'."),
-        ("orange pi", "did you mean 'rk3588', 'rk3566' or "),
+        ("orange pi", "did you mean 'rk3588', 'spacemit-k1' or "),
         ("qqqqq", "There is no device 'qqqqq'; 'edgeinfer devices' lists the known ones"),
         ("", "There is no device ''"),
         ("no/such.toml", "There is no profile 'no/such.toml'; give a file, or a name that 'edgeinfer devices' lists"),
