@@ -15,8 +15,8 @@ from .profile_checks import Curve as Curve
 
 CLASSES = (
     "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "riscv-sbc", "apple-cpu", "x86-desktop", "x86-laptop",
-    "x86-server", "apple-gpu", "cuda-consumer", "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon", "igpu", "npu",
-    "local",
+    "x86-server", "apple-gpu", "cuda-consumer", "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon",
+    "igpu", "npu", "local",
 )
 """Classes of the estimator."""
 PROCESSORS = tuple(name for name in CLASSES if name.startswith(("arm-", "x86-", "riscv-", "apple-cpu")))
