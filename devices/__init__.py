@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
     from .random_reads import BreakEven, break_even, smallest_row
+    from .speculation import Drafted, drafted, least_acceptance, pass_ms, tokens_per_pass
     from .storage import MEMORY_SPREAD, STORAGE_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
     from .store import (
         load_profile,
@@ -45,14 +46,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "KINDS",
     "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "STORAGE_SPREAD", "UNITS",
-    "UNLISTED", "WIDEST", "BreakEven",
-    "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable",
-    "break_even", "break_even_density", "chosen", "classes", "constants_of", "contradictions", "crossover",
-    "decode_terms", "equipped", "estimate", "fastest", "fit_errors", "gpu_profile", "learn", "load_profile",
-    "local_path", "local_profile", "machine_name", "may_learn", "parse_profile", "peak_of", "prefill_terms",
-    "processor_name", "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served",
-    "slow_and_fast", "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "unlisted",
-    "with_runs",
+    "UNLISTED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Drafted", "Estimate",
+    "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes", "constants_of",
+    "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest", "fit_errors",
+    "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile", "machine_name",
+    "may_learn", "parse_profile", "pass_ms", "peak_of", "prefill_terms", "processor_name", "processor_of",
+    "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast", "smallest_row",
+    "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
@@ -63,6 +63,7 @@ __getattr__ = lazily(__name__, {
                "relative_time",
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
+    "speculation": "Drafted drafted least_acceptance pass_ms tokens_per_pass",
     "storage": "MEMORY_SPREAD STORAGE_SPREAD equipped slow_and_fast spread_of storage_report storages",
     "gpus": "SERVED gpu_profile served",
     "store": "load_profile local_path local_profile machine_name processor_name profile_table profiles "

@@ -31,6 +31,10 @@ def estimate(
     users: options.Users = None,
     answer: options.Answer = None,
     goodput: options.Goodput = None,
+    draft: options.Draft = None,
+    acceptance: options.Acceptance = None,
+    draft_tokens: options.DraftTokens = None,
+    speculate: options.Speculate = None,
     sparsity: options.Sparsity = None,
     rows: options.Rows = None,
     explain: options.Explain = False,
@@ -52,6 +56,7 @@ def estimate(
       edgeinfer estimate llama-2-7b --machine h200 --samples 32
       edgeinfer estimate qwen3-8b --machine "m4 16gb" -p 2000 -n 500
       edgeinfer estimate llama-3.1-8b --machine l4 --users 8 --goodput ttft:2000,tpot:100
+      edgeinfer estimate llama-3.1-8b --machine "m4 16gb" --draft llama-3.2-1b --acceptance 0.7
       edgeinfer estimate qwen3-30b-a3b --machine "rpi5 8gb" --storage nvme
       edgeinfer estimate llama-2-7b --machine rpi5-8gb --sparsity 0.8 --rows 4KiB
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
@@ -61,6 +66,7 @@ def estimate(
     options.check_request(given, prompt, all_devices, plot)
     questions = options.questions_of(given, all_devices, users, answer, goodput, explain, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
+    questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate, all_devices, accepted)
     drafting = accepted, draft_cost
     from edgeinfer.devices import load_profile
 
@@ -76,6 +82,8 @@ def estimate(
     ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     asked = replace(asked, recipe=described.recipe, techniques=registry.settled(asked.techniques, described.layers))
+    if draft is not None:
+        questions = replace(questions, draft=options.draft_of(draft, described, stored, replace(asked, ctx=ctx)))
     if one is not None:
         out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, questions)
         _report({**out, "decision": decided}, plot, given.json)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...base.units import parse_size
+from ...config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from ...errors import UsageError
 from ..options import Given
 from ..reports.estimate_object import Questions
 from ..reports.users import check_users
 
+if TYPE_CHECKING:
+    from ...config import RuntimeConfig
+    from ...models.description import ModelDescription
+
 MOST_CTX = (1 << 24) - 1
 MOST_ACCEPTED = 64
 """Tokens of one sequence that a forward pass can check."""
 MOST_ROW_BYTES = 1 << 30
+MOST_PADDING = 0.02
+"""Difference of two vocabularies that is padding, as a share."""
 
 Model = Annotated[str, typer.Argument(
     metavar="MODEL", show_default=False,
@@ -37,6 +45,16 @@ Answer = Annotated[int | None, typer.Option(
 Goodput = Annotated[str | None, typer.Option(
     metavar="METRIC:MS,...", show_default=False,
     help="With --users: how many meet these bounds, such as ttft:500,tpot:100.")]
+Draft = Annotated[str | None, typer.Option(
+    metavar="MODEL", show_default=False, help="A smaller model with the same tokenizer that drafts tokens.")]
+Acceptance = Annotated[float | None, typer.Option(
+    metavar="SHARE", help="With --draft: share of its tokens that are accepted.  [default: 0.7]",
+    show_default=False)]
+DraftTokens = Annotated[int | None, typer.Option(
+    metavar="N", show_default=False, help="With --draft: most draft tokens of a pass.  [default: 7]")]
+Speculate = Annotated[str | None, typer.Option(
+    metavar="lookup|off", show_default=False,
+    help="Also predict what prompt lookup gives, by kind of text.")]
 Sparsity = Annotated[float | None, typer.Option(
     metavar="SHARE", show_default=False,
     help="Share of neurons that are zero, such as 0.8: whether leaving them out pays there.")]
@@ -107,6 +125,50 @@ def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Pat
         from ..reports.plot import check_plot
 
         check_plot(plot)
+
+
+def with_drafting(questions: Questions, draft: str | None, acceptance: float | None, draft_tokens: int | None,
+                  speculate: str | None, all_devices: bool, accepted: float) -> Questions:
+    """Return the questions with those on speculative decoding; the draft model is described later.
+
+    Raises
+    ------
+    UsageError
+        A share or number out of range, or options that contradict each other.
+    """
+    for flag, value in (("--acceptance", acceptance), ("--draft-tokens", draft_tokens)):
+        if value is not None and draft is None:
+            raise UsageError(f"{flag} {value:g} is of a draft model; add --draft MODEL.")
+    if acceptance is not None and not 0 <= acceptance <= 1:
+        raise UsageError(f"--acceptance is {acceptance:g}; it is the share of draft tokens that are accepted, from 0 "
+                         "to 1, such as 0.7.")
+    if draft_tokens is not None and not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
+        raise UsageError(f"--draft-tokens is {draft_tokens}; it must be from 1 to {MOST_DRAFT_TOKENS}.")
+    if speculate not in (None, "lookup", "off"):
+        raise UsageError(f"--speculate is {speculate!r:.80}; give lookup or off, or --draft MODEL for a draft model.")
+    lookup = speculate == "lookup"
+    said = [flag for flag, given in (("--draft", draft is not None), ("--speculate lookup", lookup),
+                                     ("--accepted", accepted != 1)) if given]
+    if len(said) > 1:
+        raise UsageError(f"{said[0]} and {said[1]} both say what a pass yields; leave one out.")
+    if said and all_devices and said[0] != "--accepted":
+        raise UsageError(f"{said[0]} applies to a single machine; omit --all-devices.")
+    return replace(questions, acceptance=acceptance, draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS, lookup=lookup)
+
+
+def draft_of(name: str, model: ModelDescription, stored: tuple[str | None, int | None],
+             config: RuntimeConfig) -> ModelDescription:
+    """Return the description of a draft model; raises `EdgeInferError` if it cannot draft for the model."""
+    from ...engine.speculation.load import check_described
+    from ...models.describe import describe
+
+    found = describe(name, *stored)
+    check_described(found, model, config)
+    own, other = model.config.vocab_size, found.config.vocab_size
+    if not (model.path and found.path) and abs(own - other) > MOST_PADDING * own:
+        raise UsageError(f"--draft {name} has {other} tokens in its vocabulary and {model.name} has {own}; give a "
+                         "model of the same family, which has the same tokenizer.")
+    return found
 
 
 def check_drafting(accepted: float, draft_cost: float | None) -> None:

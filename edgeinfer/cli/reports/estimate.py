@@ -10,6 +10,7 @@ from ...errors import printable
 from ...quant import TYPES, WeightType
 from ...registry import said
 from ..output import by, folded, print_table, speed, whose
+from .drafting import drafting_rows
 from .explain import print_explanation
 from .neurons import neurons_line
 from .storage import skipping_rows, storage_rows
@@ -39,12 +40,7 @@ def print_estimate(out: dict[str, Any]) -> None:
 def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pure = out["pure"]
     together = f" of {out['sequences']} sequences" if out["sequences"] > 1 else ""
-    if (answer := out["answer"]) and answer["ttft_ms"] is not None:
-        yield ("answer", f"first word after {answer['ttft_ms'] / 1000:.2f} s, then {answer['tpot_ms']:.0f} ms a token; "
-                         f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
-    if out["users"]:
-        yield from users_rows(out["users"])
-    yield from skipping_rows(out)
+    yield from _answers(out)
     yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s{together} at {out['ctx']} tokens of context "
                      f"({_band(out['low'], out['high'])}), {whose(out)}")
     for item in out["others"]:
@@ -81,12 +77,23 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "basis", f"{out['basis']}, ±{out['error']:.0%}: {out['error_source']}"
 
 
+def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the questions that were asked, which come first."""
+    if (answer := out["answer"]) and answer["ttft_ms"] is not None:
+        yield ("answer", f"first word after {answer['ttft_ms'] / 1000:.2f} s, then {answer['tpot_ms']:.0f} ms a token; "
+                         f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
+    if out["users"]:
+        yield from users_rows(out["users"])
+    yield from skipping_rows(out)
+    yield from drafting_rows(out["speculation"])
+
+
 def _remarks(out: dict[str, Any]) -> Iterator[str]:
     if out.get("decision"):
         yield f"run: {out['decision']['said']}"
     if out["remark"]:
         yield out["remark"]
-    if out["accepted"] > 1:
+    if out["accepted"] > 1 and not out["speculation"]:
         assumed = "drafting is assumed to take" if out["draft_cost_assumed"] else "drafting takes"
         yield (f"A forward pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time "
                f"per pass{' (--draft-cost sets it)' if out['draft_cost_assumed'] else ''}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ... import registry
 from . import decision, neurons, windows
+from .drafting import FIELD as SPECULATION_FIELD
 from .explain import FIELD as EXPLAIN_FIELD
 from .storage import FIELD as STORAGE_FIELD
 from .storage import SKIPPING_FIELD
@@ -58,6 +59,7 @@ JSON_FIELDS = {
         "users": USERS_FIELD,
         "storage": STORAGE_FIELD + "; `storage_named` says whether --storage set it",
         "skipping": SKIPPING_FIELD,
+        "speculation": SPECULATION_FIELD,
         **registry.fields("estimate"),
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",

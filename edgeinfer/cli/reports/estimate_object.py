@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.dataclass import dataclass
-from ...quant import WeightType
+from ...config import DEFAULT_DRAFT_TOKENS
 from ...registry import in_use, prompt_share, reports
 from ...technique import Reported
 from ..output import REFUSED, not_ours, whose_object
+from .drafting import draft_object, lookup_object
 from .explain import explained
 from .neurons import neurons_object
-from .storage import skipping_object, storage_object
+from .storage import break_even_object, neuron_bytes, skipping_object, storage_object
 from .users import Memory, users_object
 from .windows import windows_object
 
@@ -29,8 +30,6 @@ Drafting = tuple[float, float | None]
 """Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
 DEFAULT_ANSWER = 128
 """Tokens of an answer, for users."""
-SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
-"""Shares of zero rows whose time is compared with the dense network's."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,14 @@ class Questions:
     """Share of zeros in the feed-forward networks."""
     row_bytes: int | None = None
     """Of a neuron; by default those of the model's."""
+    draft: ModelDescription | None = None
+    """A second model that drafts."""
+    acceptance: float | None = None
+    """Share of its tokens that are accepted."""
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    """Most of them in a pass."""
+    lookup: bool = False
+    """Whether prompt lookup is asked about."""
 
 
 def estimate_object(
@@ -62,6 +69,9 @@ def estimate_object(
 
     run, questions = _run_on(model, profile, ctx, kv, asked, sequences, cards), questions or Questions()
     model, profile, kv = run.model, run.profile, run.kv
+    speculation = _speculation(run, ctx, questions)
+    if speculation and speculation["draft"]:
+        drafting = speculation["tokens_per_pass"], speculation["cost"]
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
     shared = _model_object(run, ctx, prompt, asked)
     computed = _computed(run, prompt, asked)
@@ -75,7 +85,7 @@ def estimate_object(
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
         "storage_named": bool(questions.storage), "limited": asked.budget_bytes is not None,
         "storage": storage_object(model, profile, run.traffic, run.plan, ctx, questions.storage),
-        "skipping": _skipping(run, ctx, questions),
+        "skipping": _skipping(run, ctx, questions), "speculation": speculation,
         **_asked(run, questions, ctx, sequences, prompt, lambda depth, together: estimate(
             profile, run.traffic, depth, prompt, *drafting, computed, together)),
     }
@@ -98,6 +108,15 @@ def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | Non
         return None
     rows = questions.row_bytes or neuron_bytes(run.model)
     return skipping_object(run.model, run.profile, run.traffic, ctx, questions.sparsity, rows)
+
+
+def _speculation(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
+    """Return what drafting gives, if that was asked."""
+    if questions.draft:
+        memory = float(run.device_bytes or run.unstreamed_bytes), run.budget_bytes
+        return draft_object(run.profile, run.traffic, questions.draft, run.kv, ctx, questions.acceptance,
+                            questions.draft_tokens, memory)
+    return lookup_object(run.profile, run.traffic, ctx) if questions.lookup else None
 
 
 def _answer(estimate: Callable[[int, int], Estimate], prompt: int, tokens: int) -> dict[str, Any]:
@@ -260,25 +279,3 @@ def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]
         "basis": full.basis, "error": full.error, "error_source": full.error_source, **whose_object(full),
         "remark": not_ours(whose_object(full), profile, run.refused),
     }
-
-
-def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
-    """Return where skipping neurons of the feed-forward networks pays; None if scattered reads are not known."""
-    from edgeinfer.devices import MEMORY_SPREAD, break_even, slow_and_fast, smallest_row
-
-    if profile.memory_random is None:
-        return None
-    row = neuron_bytes(model)
-    point, low, high = (break_even(one, row) for one in (profile, *slow_and_fast(profile)))
-    return {
-        "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
-        "sparsity_low": high.sparsity, "sparsity_high": low.sparsity, "measured": MEMORY_SPREAD not in profile.figures,
-        "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
-        "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
-    }
-
-
-def neuron_bytes(model: ModelDescription) -> int:
-    """Return the bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
-    quantisation, width = model.quantisation, model.config.hidden_size
-    return WeightType.of(quantisation.weights, quantisation.group_size).bytes_of(width)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...base.units import format_size
+from ...quant import WeightType
 from ..output import print_table, speed
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ SKIPPING_FIELD = ("with --sparsity: `sparsity`, `row_bytes`, `efficiency` of sca
                   "and `high` from the band of the reads alone, `pays_from` (share of zeros, `pays_from_low`, "
                   "`pays_from_high`; null with weights from storage) and `verdict` (pays, may pay, does not pay); "
                   "else null")
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+"""Shares of zero rows whose time is compared with the dense network's."""
 PAYS, MAY_PAY, LOSES = "pays", "may pay", "does not pay"
 
 
@@ -194,3 +197,25 @@ def print_skipping(out: dict[str, Any]) -> None:
         rows.append((item["device"][:18], speed(each["dense_tok_per_s"]), speed(each["decode_tok_per_s"]),
                      f"{speed(each['low'])}-{speed(each['high'])}", *point, each["verdict"]))
     print_table(rows, right=[1, 2, 4])
+
+
+def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
+    """Return where skipping neurons of the feed-forward networks pays; None if scattered reads are not known."""
+    from edgeinfer.devices import MEMORY_SPREAD, break_even, slow_and_fast, smallest_row
+
+    if profile.memory_random is None:
+        return None
+    row = neuron_bytes(model)
+    point, low, high = (break_even(one, row) for one in (profile, *slow_and_fast(profile)))
+    return {
+        "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
+        "sparsity_low": high.sparsity, "sparsity_high": low.sparsity, "measured": MEMORY_SPREAD not in profile.figures,
+        "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
+        "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
+    }
+
+
+def neuron_bytes(model: ModelDescription) -> int:
+    """Return the bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
+    quantisation, width = model.quantisation, model.config.hidden_size
+    return WeightType.of(quantisation.weights, quantisation.group_size).bytes_of(width)
