@@ -201,7 +201,12 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
             return dict(shape.config), f"built-in shape, as {shape.source}"
     else:
         repo_id = KNOWN_NAMES.get(name, name)
-        return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
+        try:
+            return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
+        except CheckpointError:  # no network, or a repository of GGUF files alone
+            if not (shape := spoken(repo_id).shape):
+                raise
+            return dict(shape.config), f"built-in shape, as {shape.source}; no {CONFIG_FILE} of {repo_id} was had"
     raise ModelNotFoundError(_unknown(name))
 
 
@@ -209,9 +214,11 @@ def _unknown(name: str) -> str:
     if os.path.lexists(Path(name).expanduser()):
         return f"{name} is neither a file nor a directory, or a link that leads nowhere."
     if missing := missing_path(name):
-        return missing
+        near = near_shapes(name) if missing.endswith(".") and name.lower().endswith(".gguf") else []
+        return f"{missing} Built-in shapes are {', '.join(map(repr, near))}." if near else missing
     shapes = builtin_shapes()
-    near = similar(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
-    near = list(dict.fromkeys([*near, *(near_shapes(name) if near or len(name) > 3 else [])]))[:3]
+    known = similar(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
+    like = near_shapes(name) if known or len(name) > 3 else []
+    near = list(dict.fromkeys([*(one for one in known if one not in shapes), *like, *known]))[:3]
     return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.errors import ModelNotFoundError, UsageError
+from edgeinfer.errors import CheckpointError, ModelNotFoundError, UsageError
 from edgeinfer.graph import builtin_shapes, other_names
 from edgeinfer.models.describe import describe
 from edgeinfer.models.spoken import FILE_TYPES, spoken
@@ -58,7 +58,20 @@ def test_what_is_refused() -> None:
     assert done.code == 2 and "states Q8_0, and --weights q4; leave one of them out" in done.err
 
 
-@pytest.mark.parametrize("typed", [typed for typed, name in PAIRS if name == REFUSED and "q3" not in typed])
+def test_a_hub_id_without_the_hub_is_the_shape_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    known = describe("bartowski/Llama-3.2-1B-Instruct-GGUF")
+    assert known.parameters == describe("llama-3.2-1b").parameters
+    assert known.source == ("built-in shape, as meta-llama/Llama-3.2-1B; no config.json of "
+                            "bartowski/Llama-3.2-1B-Instruct-GGUF was had")
+    with pytest.raises(CheckpointError, match="is not in the hub's cache"):
+        describe("some/model")
+
+
+@pytest.mark.parametrize("typed", [one for one, name in PAIRS if name == REFUSED and not spoken(one).unknown_type])
 def test_refusals_have_three_near_names(typed: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         describe(typed)

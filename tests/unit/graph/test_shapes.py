@@ -25,13 +25,37 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "glm-4.7-flash": 29.94, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
     "granite-4-h-tiny": 6.94, "nemotron-3-nano-30b-a3b": 31.58, "falcon-h1-0.5b": 0.521,
     "glm-4.5-air": 106.85, "deepseek-v3": 671.03,
+    "phi-4-mini": 3.836, "ministral-8b": 8.0198, "ministral-3-3b": 3.43, "ministral-3-8b": 8.49, "ministral-3-14b":
+    13.5, "mistral-small-22b": 22.247, "mistral-large-123b": 122.61, "qwen3-coder-480b-a35b": 480.15,
+    "gemma-3-270m": 0.2681, "smollm3-3b": 3.075, "olmo-3-7b": 7.298, "olmo-3-32b": 32.2, "glm-4-9b": 9.4,
+    "glm-4-32b": 32.57, "glm-4.5": 352.8, "kimi-k2": 1026, "deepseek-v2": 235.74, "lfm2-350m": 0.35448, "lfm2-700m":
+    0.74249, "lfm2-2.6b": 2.569, "granite-4-micro": 3.4, "granite-4-h-micro": 3.19, "granite-4-h-small": 32.2,
+    "granite-3.3-2b": 2.53, "granite-3.3-8b": 8.17, "nemotron-nano-9b-v2": 8.888, "nemotron-nano-4b": 4.51,
+    "exaone-4-1.2b": 1.279, "exaone-4-32b": 32, "ernie-4.5-0.3b": 0.3607, "command-r7b": 8.028, "command-a-111b":
+    111.06, "aya-expanse-8b": 8.028, "command-r-32b": 32.296, "command-r-plus-104b": 103.81, "llama-3-70b": 70.554,
+    "llama-1-30b": 32.53, "llama-1-65b": 65.29, "codellama-7b": 6.7385, "codellama-13b": 13.016, "codellama-34b":
+    33.744, "codellama-70b": 68.98, "open-llama-3b": 3.4265, "qwen1.5-0.5b": 0.46399, "qwen1.5-1.8b": 1.8368,
+    "qwen1.5-4b": 3.9504, "qwen1.5-7b": 7.7213, "qwen1.5-14b": 14.167, "qwen1.5-32b": 32.512, "yi-6b": 6.061,
+    "yi-9b": 8.829, "yi-34b": 34.389, "yi-coder-1.5b": 1.4765, "gemma-2b": 2.5062, "gemma-7b": 8.5377, "phi-2":
+    2.7797, "phi-1.5": 1.4183, "phi-3.5-mini": 3.8211, "deepseek-coder-1.3b": 1.3465, "deepseek-coder-6.7b": 6.7405,
+    "deepseek-coder-33b": 33.343, "deepseek-llm-7b": 6.9104, "deepseek-llm-67b": 67.425, "solar-10.7b": 10.732,
+    "gpt2": 0.12444, "gpt2-medium": 0.35482, "gpt2-large": 0.77403, "gpt2-xl": 1.5576, "gpt-neox-20b": 20.555,
+    "pythia-70m": 0.070427, "pythia-160m": 0.16232, "pythia-410m": 0.40533, "pythia-1b": 1.0118, "pythia-1.4b":
+    1.4146, "pythia-2.8b": 2.7752, "pythia-6.9b": 6.8573, "pythia-12b": 11.846, "falcon-7b": 6.9217, "falcon-40b":
+    41.303, "falcon3-1b": 1.6694, "falcon3-3b": 3.2277, "falcon3-7b": 7.4556, "falcon3-10b": 10.306, "olmo-2-1b":
+    1.4849, "olmo-2-7b": 7.2986, "olmo-2-13b": 13.716, "olmo-2-32b": 32.234, "starcoder2-3b": 3.0304,
+    "starcoder2-7b": 7.1739, "starcoder2-15b": 15.958, "stablelm-2-1.6b": 1.6445, "stablelm-3b": 2.7954,
+    "command-r-35b": 34.981, "mpt-7b": 6.6493, "bloom-560m": 0.55922, "bloom-1b1": 1.0653, "bloom-1b7": 1.7224,
+    "bloom-3b": 3.0026, "bloom-7b1": 7.069, "opt-125m": 0.12524, "opt-1.3b": 1.3158, "opt-2.7b": 2.6516, "opt-6.7b":
+    6.6585, "opt-13b": 12.853, "danube3-500m": 0.5136, "danube3-4b": 3.96,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
           "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
           "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72, "qwen3-next-80b-a3b": 3.87,
           "qwen3.5-35b-a3b": 3.45, "lfm2-8b-a1b": 1.56, "granite-4-h-tiny": 1.47, "nemotron-3-nano-30b-a3b": 3.58,
-          "glm-4.5-air": 12.2 + 1.24, "deepseek-v3": 36.6 + 0.93}
+          "glm-4.5-air": 12.2 + 1.24, "deepseek-v3": 36.6 + 0.93, "qwen3-coder-480b-a35b": 35.4, "glm-4.5": 32.1 + 1.55,
+          "kimi-k2": 32.86, "deepseek-v2": 21.4, "granite-4-h-small": 8.8}
 """The cards of gpt-oss, SmallThinker, GLM-4.5-Air and DeepSeek-V3 leave the embedding out (that of GLM the head too);
 those of the five before these round to 3, 3, 1.5, 1 and 3.5.
 """
