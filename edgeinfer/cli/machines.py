@@ -10,6 +10,8 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
 
+    from ..pipeline import Link
+
 DESCRIBED = {"bandwidth": "--bandwidth", "cores": "--cores", "machine_class": "--class"}
 """Options that describe a device without a profile, all of them together."""
 
@@ -53,6 +55,27 @@ def machine_of(given: Any) -> DeviceProfile | None:
     else:
         profile = load_profile(given.machine)
     return equipped(chosen(profile, given.unit, given.program), storage)
+
+
+def named_nodes(nodes: str | None, link: str) -> tuple[list[DeviceProfile], Link]:
+    """Return the processors of machines that an option lists, and the network between them.
+
+    Raises
+    ------
+    UsageError
+        There are fewer than two names, one is unknown or has no processor, or the network is.
+    """
+    from edgeinfer.devices import chosen, load_profile
+
+    from ..pipeline import parse_link
+
+    if nodes is None:
+        raise UsageError(f"--link {link} is the network between --nodes; name them.")
+    names = [name.strip() for name in nodes.split(",")]
+    if len(names) < 2 or "" in names:
+        raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
+    network = parse_link(link)
+    return [chosen(load_profile(name), "cpu") for name in names], network
 
 
 def devices_of(given: Any) -> list[DeviceProfile]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import registry
 from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
-from ..machines import devices_of, machine_of
+from ..machines import devices_of, machine_of, named_nodes
 from ..options import NOTHING, Given, takes
 from ..output import print_json
 from ..reports import decision
@@ -35,6 +35,8 @@ def estimate(
     acceptance: options.Acceptance = None,
     draft_tokens: options.DraftTokens = None,
     speculate: options.Speculate = None,
+    nodes: options.Nodes = None,
+    link: options.NodeLink = None,
     sparsity: options.Sparsity = None,
     rows: options.Rows = None,
     explain: options.Explain = False,
@@ -57,6 +59,7 @@ def estimate(
       edgeinfer estimate qwen3-8b --machine "m4 16gb" -p 2000 -n 500
       edgeinfer estimate llama-3.1-8b --machine l4 --users 8 --goodput ttft:2000,tpot:100
       edgeinfer estimate llama-3.1-8b --machine "m4 16gb" --draft llama-3.2-1b --acceptance 0.7
+      edgeinfer estimate llama-3.1-8b --nodes "m4 16gb,rpi5 16gb" --link 2.5GbE -p 2000 -n 500
       edgeinfer estimate qwen3-30b-a3b --machine "rpi5 8gb" --storage nvme
       edgeinfer estimate llama-2-7b --machine rpi5-8gb --sparsity 0.8 --rows 4KiB
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
@@ -68,6 +71,11 @@ def estimate(
     options.check_drafting(accepted, draft_cost)
     questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate, all_devices, accepted)
     drafting = accepted, draft_cost
+    if nodes is not None or link is not None:
+        options.check_alone(given, questions, {"--all-devices": all_devices, "--plot": plot, "--draft": draft,
+                                               "--speculate": questions.lookup, "--accepted": accepted != 1})
+        _on_nodes(model, nodes, link or options.DEFAULT_LINK, prompt, answer, given)
+        return
     from edgeinfer.devices import load_profile
 
     from ...models.describe import describe
@@ -94,6 +102,26 @@ def estimate(
         print_json(out)
     else:
         (print_all_devices if sparsity is None else print_skipping)(out)
+
+
+def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answer: int | None,
+              given: Given) -> None:
+    """Report on several machines."""
+    from ...models.describe import describe
+    from ...runtime import check_stage_config
+    from ..reports.ways import print_ways, ways_object
+
+    profiles, network = named_nodes(nodes, link)
+    config = given.runtime()
+    check_stage_config(config)
+    described = describe(model, *given.stored(model), config.recipe)
+    ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
+    out = ways_object(described, replace(config, ctx=ctx), profiles, network, prompt or min(DEFAULT_PROMPT, ctx),
+                      answer)
+    if given.json:
+        print_json(out)
+    else:
+        print_ways(out)
 
 
 def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:

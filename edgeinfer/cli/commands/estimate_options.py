@@ -14,6 +14,7 @@ from ...config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from ...errors import UsageError
 from ..options import Given
 from ..reports.estimate_object import Questions
+from ..reports.nodes import DEFAULT_LINK
 from ..reports.users import check_users
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ DraftTokens = Annotated[int | None, typer.Option(
 Speculate = Annotated[str | None, typer.Option(
     metavar="lookup|off", show_default=False,
     help="Also predict what prompt lookup gives, by kind of text.")]
+Nodes = Annotated[str | None, typer.Option(
+    "--nodes", metavar="NAME,...", show_default=False,
+    help="Compare these machines alone, with the layers split, and with the prompt on one and tokens on another.")]
+NodeLink = Annotated[str | None, typer.Option(
+    "--link", metavar="NAME|RATE", show_default=False,
+    help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as 50MB/s.  "
+    f"[default: {DEFAULT_LINK}]")]
 Sparsity = Annotated[float | None, typer.Option(
     metavar="SHARE", show_default=False,
     help="Share of neurons that are zero, such as 0.8: whether leaving them out pays there.")]
@@ -154,6 +162,16 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
     if said and all_devices and said[0] != "--accepted":
         raise UsageError(f"{said[0]} applies to a single machine; omit --all-devices.")
     return replace(questions, acceptance=acceptance, draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS, lookup=lookup)
+
+
+def check_alone(given: Given, questions: Questions, more: dict[str, Any]) -> None:
+    """Refuse options that several machines have no use for; `more` are further ones by their flags."""
+    wrong = {"--machine": given.by_flag("machine"), "--bandwidth": given.bandwidth, "--unit": given.unit,
+             "--runtime": given.program, "--storage": given.storage, "--users": questions.users,
+             "--explain": questions.explain, "--sparsity": questions.sparsity, **more}
+    for flag, value in wrong.items():
+        if value:
+            raise UsageError(f"--nodes compares the machines that it names for one sequence; leave out {flag}.")
 
 
 def draft_of(name: str, model: ModelDescription, stored: tuple[str | None, int | None],

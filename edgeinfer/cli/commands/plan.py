@@ -19,7 +19,7 @@ from ...config import (
 from ...errors import BudgetError, UsageError
 from ...rules import RULES
 from .. import options
-from ..machines import machine_of
+from ..machines import machine_of, named_nodes
 from ..output import print_json
 from ..reports.decision import described_as_run
 from ..reports.nodes import DEFAULT_LINK, nodes_object, print_nodes
@@ -172,25 +172,16 @@ def _served(given: options.Given, most: int | None) -> int:
 
 def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:
     """Report on a model whose layers are on several machines, and return the exit code."""
-    from edgeinfer.devices import chosen, load_profile
-
     from ...models.describe import describe
-    from ...pipeline import parse_link
     from ...runtime import check_stage_config
 
-    if nodes is None:
-        raise UsageError(f"--link {link} is the network between --nodes; name them.")
     for flag, wrong in (("--machine", given.by_flag("machine")), ("--device", given.device not in (None, CPU)),
                         ("--serve", config.fill_budget)):
         if wrong:
             raise UsageError(f"--nodes plans one sequence on machines that it names; leave out {flag}.")
-    names = [name.strip() for name in nodes.split(",")]
-    if len(names) < 2 or "" in names:
-        raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
-    network = parse_link(link)
+    profiles, network = named_nodes(nodes, link)
     check_stage_config(config)
-    report = nodes_object(describe(model, *given.stored(model), config.recipe), config,
-                          [chosen(load_profile(name), "cpu") for name in names], network)
+    report = nodes_object(describe(model, *given.stored(model), config.recipe), config, profiles, network)
     if given.json:
         print_json(report)
     else:

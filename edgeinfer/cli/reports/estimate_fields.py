@@ -9,6 +9,7 @@ from .explain import FIELD as EXPLAIN_FIELD
 from .storage import FIELD as STORAGE_FIELD
 from .storage import SKIPPING_FIELD
 from .users import FIELD as USERS_FIELD
+from .ways import FIELD as WAYS_FIELD
 
 JSON_FIELDS = {
     "estimate": {
@@ -55,6 +56,7 @@ JSON_FIELDS = {
         "neurons": neurons.FIELD,
         "answer": "with -n: `tokens`, `ttft_ms`, `tpot_ms` in the middle of the answer, `total_ms` = TTFT + "
         "TPOT (n - 1); else null",
+        "ways": WAYS_FIELD + "; then there are no other fields",
         "explain": EXPLAIN_FIELD,
         "users": USERS_FIELD,
         "storage": STORAGE_FIELD + "; `storage_named` says whether --storage set it",

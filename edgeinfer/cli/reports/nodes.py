@@ -48,9 +48,9 @@ class Stage(NamedTuple):
     budget: int
 
 
-def nodes_object(model: ModelDescription, config: RuntimeConfig, profiles: list[DeviceProfile], link: Link
-                 ) -> dict[str, Any]:
-    """Return the JSON object of a model on these machines, in the order of its layers.
+def nodes_object(model: ModelDescription, config: RuntimeConfig, profiles: list[DeviceProfile], link: Link,
+                 prompt: int = PROMPT) -> dict[str, Any]:
+    """Return the JSON object of a model on these machines, in the order of its layers; for a prompt of so many tokens.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def nodes_object(model: ModelDescription, config: RuntimeConfig, profiles: list[
     nodes = [_node(stage, depth) | {"link_ms": 1000 * seconds} | one for stage, seconds, one in zip(
         stages, _waits(link, len(stages), 1, hidden), alone, strict=True)]
     token = math.fsum(node["token_ms"] + node["link_ms"] for node in nodes) / 1000
-    prompt = min(PROMPT, depth)
+    prompt = min(prompt, depth)
     best = max((node for node in nodes if node["alone_fits"]), key=lambda node: node["alone_tok_per_s"], default=None)
     return {
         "model": model.name, "fits": all(node["fits"] for node in nodes), "ctx": depth, "kv": config.kv, "nodes": nodes,
