@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..base.units import format_size
 from ..errors import EdgeInferError
 from .connection import first_sentence
-from .job import Facts, Failed, Handed, Identity, Item, Job, Refused, WorkerLost
+from .handing import Piece
+from .job import Facts, Failed, Identity, Item, Job, Prefilled, Refused, WorkerLost
 from .worker import Engine
 
 if TYPE_CHECKING:
@@ -116,15 +117,22 @@ class ActorWorker:
         except self._failed as error:
             yield Failed(EdgeInferError(f"The {self.name} failed: {first_sentence(error)}."))
 
-    async def prefill(self, job: Job) -> Handed | None:
-        """Compute the prompt of a job, which another replica fetches from this one's process."""
+    async def prefill(self, job: Job) -> Sender | None:
+        """Begin to compute the prompt of a job, which another replica fetches from this one's process."""
         try:
-            found = await self._actor.prefill.remote(job)
+            begun = await self._actor.prefill.remote(job)
         except self._failed as error:
             raise WorkerLost(first_sentence(error)) from None
-        if found is False:
+        if begun is None:
             raise WorkerLost("its process has started again")
-        return found and found._replace(sender=Sender(self._actor, job.key))
+        return Sender(self._actor, job.key) if begun else None
+
+    async def prefilled(self, key: int) -> Prefilled | None:
+        """Return when such a prompt is complete; None if it could not be computed."""
+        try:
+            return await self._actor.prefilled.remote(key)
+        except self._failed as error:
+            raise WorkerLost(first_sentence(error)) from None
 
     async def measure_link(self, other: ActorWorker) -> None:
         """Learn how long a byte takes from another worker to this one."""
@@ -159,22 +167,22 @@ class ActorWorker:
 
 
 class Sender(NamedTuple):
-    """The worker that has computed a prompt, as another one reaches it."""
+    """The worker that computes a prompt, as another one reaches it."""
 
     actor: Any
     key: int
 
-    async def piece(self, number: int) -> bytes:
-        """Return a piece of the KV blocks; raises `WorkerLost`."""
+    async def piece(self, offset: int) -> Piece:
+        """Return the KV blocks that there are from an offset on; raises `WorkerLost`."""
         from ray.exceptions import RayError
 
         try:
-            found = await self.actor.piece.remote(self.key, number)
+            found = await self.actor.piece.remote(self.key, offset)
         except RayError as error:
             raise WorkerLost(first_sentence(error)) from None
         if found is None:
-            raise WorkerLost("its process has started again")
-        return bytes(found)
+            raise WorkerLost("it has no such prompt")
+        return Piece(*found)
 
     async def probe(self, nbytes: int) -> None:
         """Let so many bytes come."""

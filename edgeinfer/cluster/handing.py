@@ -1,82 +1,174 @@
-"""Prompts that another replica has computed: their KV blocks go over in pieces, as files of prompt caches."""
+"""Prompts that another replica computes: their KV blocks go over in pieces, while the rest is computed."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import shutil
+import struct
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from ..base.cache_dir import cache_root, make_directories
 from ..server import in_thread
-from .job import Handed, WorkerLost
+from .job import WorkerLost
 
 PIECE_BYTES = 16 << 20
-"""Bytes that go at a time."""
+"""Bytes that go at a time, at most."""
 REMAINS_SECONDS = 3600.0
 """Age at which the folder of a process that is no more is deleted."""
+_HEAD = struct.Struct("<Q16s")
+"""Size and checksum before each part."""
 
 
-class Received(NamedTuple):
-    """A prompt that has come."""
+class Piece(NamedTuple):
+    """Bytes of a prompt."""
 
-    nbytes: int
-    seconds: float
+    data: bytes
+    more: bool
+    """Whether others follow."""
+    waited: float
+    """Seconds until they were there."""
+
+
+class Outgoing:
+    """A prompt that leaves this process: a file that grows. It belongs to the loop in which it is made, but for `add`.
+
+    Parameters
+    ----------
+    path : of the file
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, open(path, "wb", buffering=0)  # noqa: SIM115 - closed by `end`
+        self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+        self.nbytes = 0
+        self.ended = self._failed = False
+
+    def add(self, part: bytes) -> None:
+        """Write a part; from any thread. Raises `OSError`."""
+        head = _HEAD.pack(len(part), hashlib.blake2b(part, digest_size=16).digest())
+        for data in (head, part):
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        self._loop.call_soon_threadsafe(self._grow, len(head) + len(part))
+
+    def _grow(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._changed.set()
+
+    def end(self, failed: bool = False) -> None:
+        """Note that nothing follows, or that the prompt was not computed."""
+        self._file.close()
+        self.ended, self._failed = True, self._failed or failed
+        self._changed.set()
+
+    async def piece(self, offset: int) -> Piece | None:
+        """Return what there is from an offset on, once there is something; None if the prompt was not computed."""
+        began = time.monotonic()
+        while self.nbytes <= offset and not self.ended:
+            self._changed.clear()
+            await self._changed.wait()
+        waited = time.monotonic() - began
+        if self._failed:
+            return None
+        data = await in_thread(lambda: self._read(offset, min(self.nbytes - offset, PIECE_BYTES)))
+        return Piece(data, not self.ended or offset + len(data) < self.nbytes, waited)
+
+    def _read(self, offset: int, n: int) -> bytes:
+        with open(self._path, "rb") as file:
+            file.seek(offset)
+            return file.read(n)
+
+    def delete(self) -> None:
+        """Delete the file; who reads it gets nothing more."""
+        self.end(failed=True)
+        self._path.unlink(missing_ok=True)
 
 
 class Handing:
-    """Files of prompts that leave this process or have come."""
+    """Prompts that leave this process."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._files: dict[int, Path] = {}
+        self._prompts: dict[int, Outgoing] = {}
 
-    def path(self, key: int) -> Path:
-        """Return a file for the prompt of a job."""
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def begin(self, key: int) -> Outgoing:
+        """Return a prompt of a job, which leaves while it is computed; raises `OSError`."""
         if self._folder is None:
             self._folder = _own_folder()
-        self._files[key] = path = self._folder / str(key)
-        return path
+        self._prompts[key] = prompt = Outgoing(self._folder / str(key))
+        return prompt
 
     def drop(self, key: int) -> None:
-        """Delete the file of a job, if there is one, and after the last one their folder."""
-        if (path := self._files.pop(key, None)) is not None:
-            path.unlink(missing_ok=True)
-        if self._folder is not None and not self._files:
+        """Delete the prompt of a job, if there is one, and after the last one their folder."""
+        if (prompt := self._prompts.pop(key, None)) is not None:
+            prompt.delete()
+        if self._folder is not None and not self._prompts:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    async def piece(self, key: int, number: int) -> bytes | None:
-        """Return a piece of a file, which is deleted after the last one; None if there is no such file."""
-        if (path := self._files.get(key)) is None:
+    async def piece(self, key: int, offset: int) -> Piece | None:
+        """Return a piece of a prompt, which is deleted after the last one; None if there is no such prompt."""
+        if (prompt := self._prompts.get(key)) is None:
             return None
-        data, last = await in_thread(lambda: _piece(path, number))
-        if last:
-            self.drop(key)
-        return data
-
-    async def receive(self, key: int, handed: Handed) -> Received | None:
-        """Take the prompt of a job from the replica that has computed it; None if it is lost on the way or dropped."""
-        began, nbytes = time.monotonic(), 0
         try:
-            with open(self.path(key), "wb") as file:
-                for number in range(-(-handed.nbytes // PIECE_BYTES)):
-                    data = await handed.sender.piece(number)
-                    nbytes += await in_thread(lambda data=data: file.write(data))  # type: ignore[misc]
-        except (WorkerLost, OSError):  # the link is down, or the disk is full
+            found = await prompt.piece(offset)
+        except OSError:
+            found = None
+        if found is None or not found.more:
             self.drop(key)
-            return None
-        return Received(nbytes, time.monotonic() - began) if key in self._files else None
+        return found
 
 
-def _piece(path: Path, number: int) -> tuple[bytes, bool]:
-    with open(path, "rb") as file:
-        file.seek(number * PIECE_BYTES)
-        return file.read(PIECE_BYTES), file.tell() == os.fstat(file.fileno()).st_size
+class Incoming:
+    """A prompt that comes from another replica.
+
+    Parameters
+    ----------
+    sender : as `Job.handed`
+    unwanted : returns whether the rest is of no use any more
+
+    Attributes
+    ----------
+    nbytes : int
+        Those that have come.
+    seconds : float
+        Time that they were on the way.
+    """
+
+    def __init__(self, sender: Any, unwanted: Callable[[], bool]):
+        self._sender, self._unwanted = sender, unwanted
+        self.nbytes, self.seconds = 0, 0.0
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts in order, each as soon as it has come whole; raises `WorkerLost` if one is lost."""
+        left, piece = bytearray(), Piece(b"", True, 0.0)
+        while piece.more and not self._unwanted():
+            began = time.monotonic()
+            piece = Piece(*await self._sender.piece(self.nbytes))
+            self.seconds += max(0.0, time.monotonic() - began - piece.waited)
+            self.nbytes += len(piece.data)
+            left += piece.data
+            while len(left) >= _HEAD.size and len(left) >= _HEAD.size + (head := _HEAD.unpack_from(left))[0]:
+                part = bytes(left[_HEAD.size : _HEAD.size + head[0]])
+                del left[: _HEAD.size + head[0]]
+                if await in_thread(lambda part=part: hashlib.blake2b(part, digest_size=16).digest()  # type: ignore[misc]
+                                   ) != head[1]:
+                    raise WorkerLost("what it sent is damaged")
+                yield part
+        if left and not piece.more:
+            raise WorkerLost("what it sent is cut short")
 
 
 def _own_folder() -> Path:

@@ -58,14 +58,11 @@ class Facts(NamedTuple):
     speeds: Speeds
 
 
-class Handed(NamedTuple):
-    """A prompt that another replica has computed, all but its last token."""
+class Prefilled(NamedTuple):
+    """A prompt that a replica has computed for another one."""
 
-    sender: Any
-    """Its `piece(number)` returns a piece of the KV blocks, and raises `WorkerLost`."""
-    nbytes: int
     cached_tokens: int
-    """Those that the other replica had in its prefix cache."""
+    """Those that it had in its prefix cache."""
 
 
 class Job(NamedTuple):
@@ -80,7 +77,9 @@ class Job(NamedTuple):
     skip_special: bool = True
     generated: tuple[int, ...] = ()
     """Tokens that another replica has generated."""
-    handed: Handed | None = None
+    handed: Any = None
+    """The replica that computes the prompt but for its last token: its `piece(offset)` returns the KV blocks that there
+    are from a byte on, a `handing.Piece`, and raises `WorkerLost`."""
 
 
 class Part(NamedTuple):
@@ -130,8 +129,14 @@ class Replica(Protocol):
     def run(self, job: Job) -> AsyncIterator[Item]:
         """Run a job, whose last item is `Done` or `Failed`; raises `WorkerLost`."""
 
-    async def prefill(self, job: Job) -> Handed | None:
-        """Compute the prompt of a job, which another replica takes over; None if it cannot. Raises `WorkerLost`."""
+    async def prefill(self, job: Job) -> Any:
+        """Begin to compute the prompt of a job, and return what is its `handed`; None if it cannot.
+
+        Raises `WorkerLost`.
+        """
+
+    async def prefilled(self, key: int) -> Prefilled | None:
+        """Return when that prompt is complete; None if it could not be computed. Raises `WorkerLost`."""
 
     async def cancel(self, key: int) -> None:
         """End a job, and drop the prompt that it computed for another replica."""

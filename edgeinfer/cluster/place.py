@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from .job import Done, Handed, Replica
+from .job import Done, Prefilled, Replica
 from .router import Load
 
 MEASURABLE = 32
@@ -31,15 +31,17 @@ class Place(Load):
         self.received_bytes = self.expected_bytes = 0
         self.reopening: asyncio.Task[None] | None = None
 
-    def received(self, done: Done, handed: Handed, prompt: int) -> Done:
+    def received(self, done: Done, computed: Prefilled | None, prompt: int) -> Done:
         """Note how a prompt came; returns the end of its request with what was cached of the prompt elsewhere."""
+        if computed is None:
+            return done
         if not done.received_bytes:
             self.learn(link=UNUSED * self.speeds.link)
             return done
         self.received_bytes += done.received_bytes
         self.expected_bytes += self.facts.plan.sequence_bytes(prompt - 1)
         self.learn(link=done.received_seconds / done.received_bytes)
-        return done._replace(cached_tokens=handed.cached_tokens)
+        return done._replace(cached_tokens=computed.cached_tokens)
 
     def learn_prompt(self, seconds: float, tokens: int) -> None:
         """Take in what a prompt took that it had to compute alone."""

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ClosedError, EdgeInferError, QueueFullError
-from .job import Done, Failed, Handed, Item, Job, Replica, WorkerLost
+from .job import Done, Failed, Item, Job, Prefilled, Replica, WorkerLost
 from .lost import Losses
 from .place import Place
 from .router import Need, apart, blocks_of, choose
@@ -57,6 +57,7 @@ class RemoteEngine:
         self.process, self.closed, self.preemptions, self.kv_usage = os.getpid(), False, 0, 0.0
         self._most = max_queue + sum(int(one.facts.config.max_sequences) for one in replicas)
         self._losses, self._keys, self._tasks = Losses(say), count(), set[asyncio.Task[None]]()
+        self._prefills = set[asyncio.Task[Prefilled | None]]()
 
     @property
     def n_running(self) -> int:
@@ -196,17 +197,18 @@ class RemoteEngine:
         """Let a replica run what is left of a request; one that was moved or waited says nothing of its speed."""
         place, key, helper = taken
         task: Any = request.task
-        alone, ended, handed = unmoved and len(place.work) == 1, False, None
+        alone, ended, computing = unmoved and len(place.work) == 1, False, None
         try:
             job: Job = task.job(key, request.salt)
             if helper is not None:
-                handed = await self._prefilled(helper, job)
-                job = job._replace(handed=handed)
+                job = job._replace(handed=await self._prefill(helper, job))
+                computing = asyncio.ensure_future(self._prefilled(helper, job))
+                self._prefills.add(computing)
+                computing.add_done_callback(self._prefills.discard)
             async for item in place.process.run(job):
                 ended = not isinstance(item, list)
-                if handed is not None and isinstance(item, Done):
-                    item = place.received(item, handed, len(job.ids))
-                    handed = None if item.received_bytes else handed
+                if computing is not None and isinstance(item, Done):
+                    item = place.received(item, await computing, len(job.ids))
                 self._take(place, key, request, item)
             if not ended:
                 raise WorkerLost("it ended in the middle of a request")
@@ -219,19 +221,25 @@ class RemoteEngine:
             place.end(key)
             if not ended:
                 place.cancel(key)
-            if helper is not None and handed is not None:
+            if helper is not None:
+                helper.end(key)
                 helper.cancel(key)
 
-    async def _prefilled(self, helper: Place, job: Job) -> Handed | None:
-        """Let a replica compute the prompt of a job; None if it could not."""
-        alone, began, found = len(helper.work) == 1, time.perf_counter(), None
+    async def _prefill(self, helper: Place, job: Job) -> Any:
+        """Let a replica begin to compute the prompt of a job; None if it cannot."""
         try:
-            found = await helper.process.prefill(job)
+            return await helper.process.prefill(job)
         except WorkerLost as why:
             self._losses.lose(helper, why)
-        except asyncio.CancelledError:
-            helper.cancel(job.key)
-            raise
+            return None
+
+    async def _prefilled(self, helper: Place, job: Job) -> Prefilled | None:
+        """Wait for the prompt of a job that a replica computes; None if it could not."""
+        alone, began, found = len(helper.work) == 1, time.perf_counter(), None
+        try:
+            found = job.handed and await helper.process.prefilled(job.key)
+        except WorkerLost as why:
+            self._losses.lose(helper, why)
         finally:
             helper.end(job.key)
         if found and alone:

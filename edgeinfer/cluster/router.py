@@ -136,13 +136,15 @@ def apart(load: Load, helpers: Iterable[Load], need: Need) -> Load | None:
     """Return the replica that computes the prompt of a request for the one that answers, if that pays; or None.
 
     It pays if the prompt and its way take less time than it takes the other one, counted once more for each request
-    there, which would wait as long.
+    there, which would wait as long. A prompt is on its way while it is computed, but for its last chunk.
     """
     own = (need.prompt - load.cached(need)) * load.speeds.prompt
-    way = CALL_SECONDS + load.facts.plan.sequence_bytes(need.prompt - 1) * load.speeds.link
+    last = min(need.prompt - 1, int(load.facts.config.prefill_chunk or need.prompt))
+    way, after = (load.facts.plan.sequence_bytes(n) * load.speeds.link for n in (need.prompt - 1, last))
 
     def seconds(one: Load) -> float:
-        return one.wait() + (need.prompt - one.cached(need)) * one.speeds.prompt + way
+        computing = (need.prompt - one.cached(need)) * one.speeds.prompt
+        return one.wait() + max(computing + after, way) + CALL_SECONDS
 
     best = min((one for one in helpers if need.prompt <= int(one.facts.config.ctx or 0)), key=seconds, default=None)
     return best if best and seconds(best) < load.wait() + own * (1 + len(load.work)) else None

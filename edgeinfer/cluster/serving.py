@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..engine import Generation
-from ..errors import BundleError, CancelledError, EdgeInferError
+from ..errors import CancelledError, EdgeInferError
 from ..server import Arrivals
-from .handing import Handing, Received
-from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Handed, Identity, Item, Job, Part, Speeds
+from .handing import Handing, Incoming, Outgoing
+from .job import EMBEDDING, SCORES, TEXT, Done, Facts, Failed, Identity, Item, Job, Part, Prefilled, Speeds, WorkerLost
 
 if TYPE_CHECKING:
     from ..engine import Request
     from ..llm import LLM
+    from ..runner import Sequence
 
 PROBES, PROBE_PROMPT, PROBE_TOKENS = 4, 64, 8
 """Runs that measure a replica when it opens, and their tokens."""
@@ -54,76 +56,97 @@ class Serving:
     def __init__(self, llm: LLM):
         self._llm = llm
         self._running: dict[int, Request[Any]] = {}
-        self.handing, self._receiving = Handing(), set[int]()
+        self._computing: dict[int, asyncio.Task[Prefilled | None]] = {}
+        self.handing = Handing()
 
     async def run(self, job: Job) -> AsyncGenerator[Item, None]:
         """Run a job to its end."""
-        received = None
-        if job.handed:
-            self._receiving.add(job.key)
-            received = await self.handing.receive(job.key, job.handed)
-            if job.key not in self._receiving:
-                yield Failed(CancelledError("The request was cancelled before it began."))
-                return
-            self._receiving.remove(job.key)
         try:
-            async for item in self._run(job, received):
-                yield item
-        except BundleError:  # the plans are unlike, as in layers with windows: what came is of no use here
-            async for item in self._run(job, None):
-                yield item
-        finally:
-            self.handing.drop(job.key)
-
-    async def _run(self, job: Job, received: Received | None) -> AsyncGenerator[Item, None]:
-        """Run a job with what was received; raises `BundleError` at its beginning if that cannot be used."""
-        try:
-            request = self._request(job, received)
+            request = self._request(job)
         except EdgeInferError as error:
             yield Failed(error)
             return
         self._running[job.key] = request
         try:
+            received = await self._receive(request, job) if job.handed else None
+            if request.ended:
+                yield Failed(CancelledError("The request was cancelled before it began."))
+                return
             async for item in self._items(request, job):
                 yield item._replace(received_bytes=received.nbytes, received_seconds=received.seconds) \
                     if received and isinstance(item, Done) else item
         except EdgeInferError as error:
-            if received and isinstance(error, BundleError):
-                raise
             yield Failed(error)
         finally:
             request.cancel()
             del self._running[job.key]
 
-    async def prefill(self, job: Job) -> Handed | None:
-        """Compute the prompt of a job but for its last token, and keep its KV blocks until they are fetched."""
-        path = self.handing.path(job.key)
+    async def _receive(self, request: Request[Any], job: Job) -> Incoming | None:
+        """Let the KV blocks of a prompt be written as they come; None if it is to be computed here."""
+        incoming, come = Incoming(job.handed, lambda: request.ended), True
         try:
-            request = self._llm.request(job.ids[:-1], {"max_tokens": 1, "temperature": 0, "prompt_cache": path,
+            async for part in incoming.parts():
+                if not (come := await _written(request, part)):
+                    break
+        except WorkerLost:  # the link is down, or the other one has failed
+            come = False
+        except BaseException:
+            request.receive(None, lambda: None)
+            raise
+        if come and not request.ended:
+            return incoming
+        await _written(request, None)
+        return None
+
+    def prefill(self, job: Job) -> bool:
+        """Begin to compute the prompt of a job but for its last token; returns whether that is possible."""
+        runner, sent = self._llm.runner, 0
+        try:
+            request = self._llm.request(job.ids[:-1], {"max_tokens": 1, "temperature": 0,
                                                        "reuse": job.options.get("reuse")}, salt=job.salt)
-            self._running[job.key], arrivals = request, Arrivals(request)
+            leaving = self.handing.begin(job.key)
+        except (EdgeInferError, OSError):
+            return False
+
+        def send(sequence: Sequence) -> None:
+            nonlocal sent
+            complete = len(sequence) == len(job.ids) - 1
+            for part in runner.read_blocks(sequence, sent, complete):
+                leaving.add(part)
+            sent = max(sent, len(sequence) // runner.block_tokens)
+
+        request.on_prompt, self._running[job.key] = send, request
+        self._computing[job.key] = asyncio.ensure_future(self._compute(request, leaving, job.key))
+        return True
+
+    async def _compute(self, request: Request[Any], leaving: Outgoing, key: int) -> Prefilled | None:
+        arrivals = Arrivals(request)
+        try:
             request.start_whole()
             while not request.ended:
                 await arrivals.wait()
-            request.finish()
-            return Handed(None, path.stat().st_size, request.task.cached_tokens)
-        except (EdgeInferError, OSError):  # there is no room for it, or it was cancelled: the other one computes it
-            self.handing.drop(job.key)
+            cancelled = request.finish().choices[0].finish_reason == "cancelled"
+            leaving.end(failed=cancelled)
+            return None if cancelled else Prefilled(request.task.cached_tokens)
+        except (EdgeInferError, OSError):  # there is no room for it: the other one computes it
+            leaving.end(failed=True)
             return None
-        except BaseException:
-            self.cancel(job.key)
-            raise
         finally:
-            self._running.pop(job.key, None)
+            request.cancel()
+            self._running.pop(key, None)
+
+    async def prefilled(self, key: int) -> Prefilled | None:
+        """Return when a prompt that was begun is complete; None if it could not be computed."""
+        return await asyncio.shield(self._computing[key]) if key in self._computing else None
 
     def cancel(self, key: int) -> None:
         """End a job, if it runs, and drop its prompt."""
         with contextlib.suppress(KeyError):
             self._running[key].cancel()
-        self._receiving.discard(key)
+        self._computing.pop(key, None)
         self.handing.drop(key)
 
-    def _request(self, job: Job, received: Received | None) -> Request[Any]:
+    def _request(self, job: Job) -> Request[Any]:
         options = dict(job.options)
         if job.kind == SCORES:
             return self._llm.score_request(job.ids, **options)
@@ -131,11 +154,7 @@ class Serving:
             return self._llm.embed_request(job.ids, **options)
         if job.generated:
             options["generated"] = list(job.generated)
-        if received:
-            options["prompt_cache"] = self.handing.path(job.key)
-        request = self._llm.request(job.ids, options, skip_special=job.skip_special, salt=job.salt)
-        request.saves_prompt = False
-        return request
+        return self._llm.request(job.ids, options, skip_special=job.skip_special, salt=job.salt)
 
     async def _items(self, request: Request[Any], job: Job) -> AsyncIterator[Item]:
         arrivals = Arrivals(request)
@@ -150,6 +169,15 @@ class Serving:
         yield Done(None if reader else value, request.task.cached_tokens, request.task.preemptions,
                    self._llm.state().kv_usage, value.speculation if reader else None,
                    tuple(reader.read()) if reader else ())
+
+
+async def _written(request: Request[Any], part: bytes | None) -> bool:
+    """Return when a part of a prompt is in its blocks, or these are given back, and whether the rest is of use."""
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    request.receive(part, lambda: loop.call_soon_threadsafe(told.set))
+    await told.wait()
+    assert request.remote_prompt is not None
+    return request.remote_prompt.error is None and not request.ended
 
 
 class Reader:

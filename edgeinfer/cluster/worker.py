@@ -13,7 +13,8 @@ from .job import Refused
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..server import Answered, InProcess, Models
-    from .job import Facts, Handed, Identity, Item, Job
+    from .handing import Piece
+    from .job import Facts, Identity, Item, Job, Prefilled
     from .serving import Serving
 
 PROBES, PROBE_BYTES = 3, 4 << 20
@@ -79,13 +80,17 @@ class Engine:
             await items.aclose()
         return item
 
-    async def prefill(self, job: Job) -> Handed | bool | None:
-        """Compute the prompt of a job for another replica, None if that is not possible; False if no model is open."""
-        return False if self._serving is None else await self._serving.prefill(job)
+    async def prefill(self, job: Job) -> bool | None:
+        """Begin to compute the prompt of a job for another replica, if that is possible; None if no model is open."""
+        return None if self._serving is None else self._serving.prefill(job)
 
-    async def piece(self, key: int, number: int) -> bytes | None:
-        """Return a piece of the KV blocks of a prompt; None if this process has not computed it."""
-        return None if self._serving is None else await self._serving.handing.piece(key, number)
+    async def prefilled(self, key: int) -> Prefilled | None:
+        """Return when such a prompt is complete; None if it could not be computed."""
+        return None if self._serving is None else await self._serving.prefilled(key)
+
+    async def piece(self, key: int, offset: int) -> Piece | None:
+        """Return what there is of the KV blocks of a prompt; None if this process does not compute it."""
+        return None if self._serving is None else await self._serving.handing.piece(key, offset)
 
     async def probe(self, nbytes: int) -> bytes:
         """Return so many bytes, whose way is measured."""

@@ -17,6 +17,7 @@ from .step import Steps
 
 if TYPE_CHECKING:
     from ..runner import Runner
+    from .remote_prompts import Part
     from .request import Request
 
 MAX_ITL = 0.2
@@ -138,7 +139,7 @@ class Engine:
             if self.inside:
                 request.task.arrive()
                 self.scheduler.add(request)
-                while not (request.ended or self.closed or self._inbox):
+                while not (request.ended or self.closed or self._inbox or self.scheduler.remote.waiting):
                     self._steps.run()
                 return
         except BaseException:
@@ -151,6 +152,14 @@ class Engine:
             finally:  # again if it was interrupted
                 self._leave()
         self.submit(request)
+
+    def receive(self, part: Part) -> None:
+        """Let a part of a prompt that another process computes be written; raises `ClosedError`."""
+        self.check_open()
+        with self._starting:
+            self.scheduler.remote.put(part)
+            if self._thread is None:
+                self._call_own()
 
     def cancel(self) -> None:
         """Cancel all requests that run, or would but for older ones; from any thread or a signal handler."""
@@ -203,7 +212,7 @@ class Engine:
                 return
             if self.closed:
                 self._refuse(ClosedError(CLOSED))
-            elif self._inbox or self.scheduler.running or self.scheduler.waiting:
+            elif self._inbox or self.scheduler.remote.waiting or self.scheduler.running or self.scheduler.waiting:
                 return self._call_own()
             self._thread = None
         if self._closes:
@@ -226,9 +235,11 @@ class Engine:
             while not self.closed:
                 while self._inbox:
                     self.scheduler.add(self._inbox.popleft())
-                if not (self.scheduler.running or self.scheduler.waiting):
+                self.scheduler.remote.write()
+                if self.scheduler.running or self.scheduler.waiting:
+                    self._steps.run()
+                elif not self.scheduler.remote.waiting:
                     break
-                self._steps.run()
         except BaseException as error:  # of the engine itself: no request may wait for ever
             failure = EdgeInferError(f"The engine failed ({type(error).__name__}: {error}); this is a bug.")
             failure.__cause__ = error
@@ -244,6 +255,7 @@ class Engine:
                 request.task.end()
                 request.conclude(error)
         self._steps.close(error, failed)
+        self.scheduler.remote.close()
 
 
 @atexit.register

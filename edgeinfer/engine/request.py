@@ -16,8 +16,10 @@ from ..errors import RequestError
 from .task import Result, Task
 
 if TYPE_CHECKING:
+    from ..runner import Sequence
     from .completion import Completion
     from .engine import Engine
+    from .remote_prompts import RemotePrompt
 
 WAIT_SECONDS = 0.1
 """Longest wait before Python looks at signals again, on systems where a signal does not end the wait."""
@@ -60,6 +62,10 @@ class Request(Generic[Result]):
         """Write a prompt that its file lacks there."""
         self.saved_tokens = 0
         """Tokens of the prompt that its file has."""
+        self.on_prompt: Callable[[Sequence], None] | None = None
+        """Called by the engine's thread with the sequence after each part of the prompt."""
+        self.remote_prompt: RemotePrompt | None = None
+        """The prompt's KV blocks, if another process has computed them."""
         self.ended = False
         self.on_event: Callable[[], None] | None = None
         """Called by the engine's thread when there is text to be read, and at the end."""
@@ -89,6 +95,22 @@ class Request(Generic[Result]):
         except BaseException:
             self._leave()
             raise
+
+    def receive(self, part: bytes | None, told: Callable[[], object]) -> None:
+        """Let KV blocks of the prompt be written that another process computes, in order, before the request starts.
+
+        They are those of all tokens but the last. None gives them back, so that the prompt is computed here.
+
+        Parameters
+        ----------
+        part : as `Runner.read_blocks` returns it
+        told : called when they are written, or will not be; then `remote_prompt.error` says why
+        """
+        from .remote_prompts import Part, RemotePrompt
+
+        assert self._engine is not None
+        self.remote_prompt = self.remote_prompt or RemotePrompt(self.task.prompt_ids[:-1])
+        self._engine.receive(Part(self.remote_prompt, part, told))
 
     def next_piece(self) -> str | None:
         """Return the next text, or None at the end; raises what the request ended with."""

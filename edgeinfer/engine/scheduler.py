@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import RequestError
 from ..runner import DECODE, PROMPT
 from .prefix_sharing import PrefixSharing
+from .remote_prompts import RemotePrompts
 from .request import Request
 from .task import Ran, Run, shared
 from .token_budget import TokenBudget
@@ -55,6 +56,8 @@ class Scheduler:
     ----------
     waiting, running : list of Request
         In order of arrival.
+    remote : RemotePrompts
+        Prompts that others compute.
     preemptions : int
         How often a request gave up its blocks.
     """
@@ -62,7 +65,7 @@ class Scheduler:
     def __init__(self, runner: Runner, max_itl: float):
         self.runner = runner
         self.budget = TokenBudget(max_itl, runner.config.prefill_chunk)
-        self.prefixes = PrefixSharing(runner)
+        self.prefixes, self.remote = PrefixSharing(runner), RemotePrompts(runner)
         self.waiting: list[Request[Any]] = []
         self.running: list[Request[Any]] = []
         self.preemptions = 0
@@ -128,7 +131,8 @@ class Scheduler:
         wanted += [(one.task.sequence, self._growth(one, len(one.task.sequence))) for one in self.running
                    if one.task.sequence is not None]
         if self.running and not self.runner.fits(wanted):
-            self.runner.release(sequence)
+            if not self.remote.keep(request.remote_prompt, sequence):
+                self.runner.release(sequence)
             return False
         task.begin(sequence)
         task.join([one.task for one in self.running])
@@ -147,6 +151,8 @@ class Scheduler:
     def _first_sequence(self, request: Request[Any]) -> Sequence:
         """Return a sequence that holds a proper prefix of what the request knows, as far as that is kept somewhere."""
         ids = request.task.known_ids
+        if request.remote_prompt is not None and (arrived := self.remote.take(request.remote_prompt)) is not None:
+            return arrived
         file = request.prompt_cache
         if file is not None and not request.task.preemptions and os.path.exists(file):
             sequence = self.runner.load(file)
@@ -173,6 +179,8 @@ class Scheduler:
                 works.pop()
             else:
                 return works
+            if self.remote.give_back_one():
+                continue
             if len(self.running) == 1:  # it has room, or the forward pass says why not
                 return works
             self.preempt(self.running[-1])
@@ -181,8 +189,12 @@ class Scheduler:
     def has_room(self, request: Request[Any]) -> bool:
         """Return whether there are blocks for a pass over this request alone, or no other request will free any."""
         sequence = request.task.sequence
-        return sequence is not None and (self.runner.fits([(sequence, request.task.next_tokens())])
-                                         or len(self.running) == 1)
+        if sequence is None:
+            return False
+        while not self.runner.fits([(sequence, request.task.next_tokens())]):
+            if not self.remote.give_back_one():
+                return len(self.running) == 1
+        return True
 
     def _compose(self) -> list[Work]:
         """Return all decodes, and as many prompt tokens as the step has time for."""

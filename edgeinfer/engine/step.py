@@ -251,8 +251,10 @@ class Steps:
             self._conclude(request)
 
     def _save(self, request: Request[Any]) -> None:
-        """Write a prompt that is complete to its file, if that has less of it."""
+        """Hand on what there is of a prompt; write one that is complete to its file, if that has less of it."""
         task, n_prompt = request.task, len(request.task.prompt_ids)
+        if request.on_prompt is not None and task.sequence is not None:
+            request.on_prompt(task.sequence)
         if request.prompt_cache is not None and request.saves_prompt and request.saved_tokens < n_prompt \
                 and not task.preemptions and task.sequence is not None and len(task.sequence) == n_prompt:
             self._runner.save(task.sequence, request.prompt_cache)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 
 from edgeinfer.errors import BundleError, RequestError
@@ -87,3 +89,22 @@ class Caching:
     def load(self, path: str | Path) -> Sequence:
         """Return a sequence as it was saved by the same model."""
         raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
+
+    def read_blocks(self, sequence: Sequence, first: int, complete: bool) -> Iterator[bytes]:
+        """Return parts of a prompt for `write_blocks` of another process: the full KV blocks from `first` on, or all
+        that the sequence has if its prompt is complete."""
+        raise RequestError("This model cannot compute prompts for others.")
+
+    def write_blocks(self, sequence: Sequence, part: bytes, ids: Items[int]) -> Iterator[None]:
+        """Write a part of a prompt, in order, into a sequence that is empty until the last one: then it has `ids`.
+
+        The caller may do other things whenever the iterator stops. It truncates the sequence where a part is missing.
+
+        Raises
+        ------
+        BundleError
+            The part is damaged, or of another model or KV type.
+        RequestError
+            No KV block is free.
+        """
+        raise BundleError("This model cannot use prompts that others have computed.")

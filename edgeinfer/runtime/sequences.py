@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.config import Recipe
 from edgeinfer.registry import each, technique
@@ -12,6 +14,9 @@ from edgeinfer.runner import Sequence, integers
 from edgeinfer.technique import ALWAYS, DECODED
 
 from .execution.forward import ModelRunner
+
+if TYPE_CHECKING:
+    from .kv.prompt_parts import PromptParts
 
 
 class SequenceOwner(ModelRunner):
@@ -85,6 +90,20 @@ class SequenceOwner(ModelRunner):
         from .kv.prompt_file import PromptFile
 
         return PromptFile(self.kv).load(Path(path), self._identity(False), self._identity(True))
+
+    def read_blocks(self, sequence: Sequence, first: int, complete: bool) -> Iterator[bytes]:
+        """Return parts of a prompt; see `Runner.read_blocks`."""
+        return self._parts.read(sequence, first, complete)
+
+    def write_blocks(self, sequence: Sequence, part: bytes, ids: Items[int]) -> Iterator[None]:
+        """Write a part of a prompt; see `Runner.write_blocks`."""
+        return self._parts.write(sequence, part, ids)
+
+    @property
+    def _parts(self) -> PromptParts:
+        from .kv.prompt_parts import PromptParts
+
+        return PromptParts(self.kv, self._identity(False))
 
     # -- the prefix cache --------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgeinfer import LLM
 from edgeinfer.cluster import RemoteModel
-from edgeinfer.cluster.handing import Handing
-from edgeinfer.cluster.job import Handed, Identity, Item, Job, WorkerLost
+from edgeinfer.cluster.handing import Handing, Piece
+from edgeinfer.cluster.job import Identity, Item, Job, Prefilled, WorkerLost
 from edgeinfer.cluster.serving import Serving, facts_of
 
 OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=8, max_queue=256)
@@ -49,12 +49,14 @@ class Within:
         finally:
             self._serving.cancel(job.key)
 
-    async def prefill(self, job: Job) -> Handed | None:
+    async def prefill(self, job: Job) -> Sender | None:
         self.prompts.append(job)
         if self.lost_after(job, 0):
             raise WorkerLost("killed")
-        found = await self._serving.prefill(job)
-        return found and found._replace(sender=Sender(self._serving.handing, job.key))
+        return Sender(self._serving.handing, job.key) if self._serving.prefill(job) else None
+
+    async def prefilled(self, key: int) -> Prefilled | None:
+        return await self._serving.prefilled(key)
 
     async def cancel(self, key: int) -> None:
         self._serving.cancel(key)
@@ -76,10 +78,10 @@ class Sender:
     def __init__(self, handing: Handing, key: int):
         self._handing, self._key = handing, key
 
-    async def piece(self, number: int) -> bytes:
-        if (data := await self._handing.piece(self._key, number)) is None:
+    async def piece(self, offset: int) -> Piece:
+        if (found := await self._handing.piece(self._key, offset)) is None:
             raise WorkerLost("it has no such prompt")
-        return data
+        return found
 
 
 def opener(replicas: list[Within], said: list[str], helping: int = 0) -> Callable[[str, int | None], Any]:

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer import LLM
-from edgeinfer.cluster.job import TEXT, Failed, Handed, Job, Speeds, WorkerLost
+from edgeinfer.cluster.handing import Piece
+from edgeinfer.cluster.job import TEXT, Failed, Job, Prefilled, Speeds, WorkerLost
 from edgeinfer.cluster.serving import Serving
 from tests.helpers.replicas import Sender, Within, opener
 from tests.helpers.serving import Answered, Running, chat_model, serving, until
@@ -252,30 +253,35 @@ def test_prompts_that_are_computed_apart_change_no_text(model: str, right: list[
     with serving({"chat": model}, opener(three, said, helping=1)) as running:
         assert all_of(running) == right
         found = running.ask("/status").json["models"][0]["replicas"]
-    handed = [job.handed for one in three[1:] for job in one.jobs if job.handed]
+    handed = [job for one in three[1:] for job in one.jobs if job.handed]
     assert len(handed) > 60 and lost[0] > 5 and any("replica 0 is lost (killed)" in one for one in said)
     assert [one["prefills"] for one in found] == [True, False, False]
     received = sum(one["received_bytes"] for one in found)
-    assert received == sum(one.nbytes for one in handed) and all(one.free for one in three)
+    assert received and all(one.free for one in three)
     expected = sum(one["expected_bytes"] for one in found)
-    header = 2000 * len(handed)  # of small prompts of a small model, it is more than a hundredth
+    header = 1000 * len(handed)  # of small prompts of a small model, it is more than a hundredth
     assert expected < received < expected + header
-    assert not any(one._serving.handing._files for one in three)
+    assert until(lambda: not any(len(one._serving.handing) for one in three))
 
 
 def test_a_prompt_that_is_lost_on_the_way_is_computed_again(model: str, three: list[Within],
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lost(self: Any, number: int) -> bytes:
-        raise WorkerLost("the link is down")
+    real, lost = Sender.piece, list[int]()
+
+    async def piece(self: Sender, offset: int) -> Piece:
+        if offset:
+            lost.append(offset)
+            raise WorkerLost("the link is down")
+        return (await real(self, offset))._replace(more=True)
 
     body = {"prompt": "A fox saw a crow " * 12, "seed": 1, "max_tokens": 20, "ignore_eos": True}
     slow_prompts(three)
     with serving({"chat": model}, opener(three, [], helping=1)) as running:
         first = running.ask(COMPLETIONS, body).json
-        monkeypatch.setattr("tests.helpers.replicas.Sender.piece", lost)
+        monkeypatch.setattr(Sender, "piece", piece)
         body["prompt"] = "Now " + body["prompt"]
         second = running.ask(COMPLETIONS, body).json
-        assert until(lambda: not three[0]._serving.handing._files)
+        assert until(lambda: not len(three[0]._serving.handing)) and lost
         found = running.ask("/status").json["models"][0]["replicas"]
         assert second["choices"][0]["text"] == three[0].llm.generate(**body)
     assert sum(len(one.prompts) for one in three) == 2 == sum(bool(job.handed) for one in three for job in one.jobs)
@@ -301,12 +307,12 @@ def test_windows_and_recurrent_state_go_over(config: Any, chunks: tuple[int, int
         first, second = (held.enter_context(LLM(path, ctx=640, threads=1, prefill_chunk=n)) for n in chunks)
 
         async def run() -> list[Any]:
-            one, other = Serving(first), Serving(second)
-            handed = await one.prefill(job := Job(1, TEXT, ids, options))
-            assert handed is not None
-            job = job._replace(handed=handed._replace(sender=Sender(one.handing, 1)))
-            found = [item async for item in other.run(job)]
-            assert not one.handing._files and not other.handing._files
+            one, other, job = Serving(first), Serving(second), Job(1, TEXT, ids, options)
+            assert one.prefill(job)
+            found = [item async for item in other.run(job._replace(handed=Sender(one.handing, 1)))]
+            assert await one.prefilled(1) == Prefilled(0)
+            one.cancel(1)
+            assert not len(one.handing) and not one._computing
             return found
 
         *items, done = asyncio.run(run())
@@ -318,7 +324,7 @@ def test_windows_and_recurrent_state_go_over(config: Any, chunks: tuple[int, int
             assert done.received_bytes == done.cached_tokens == 0
             return
         expected = first.plan.sequence_bytes(len(ids) - 1)
-        assert done.cached_tokens == 499 and expected * 0.5 < done.received_bytes < expected + 4000
+        assert done.cached_tokens == 499 and expected * 0.5 < done.received_bytes < expected + 8000
 
 
 def test_a_job_that_is_cancelled_while_its_prompt_comes_does_not_begin(three: list[Within]) -> None:
@@ -326,17 +332,17 @@ def test_a_job_that_is_cancelled_while_its_prompt_comes_does_not_begin(three: li
     coming = asyncio.Event()
 
     class Slow:
-        async def piece(self, number: int) -> bytes:
+        async def piece(self, offset: int) -> Piece:
             coming.set()
             await asyncio.sleep(0.05)
-            return b"x"
+            return Piece(b"x", True, 0.0)
 
     async def run() -> list[Any]:
-        task = asyncio.ensure_future(anext(serving.run(job._replace(handed=Handed(Slow(), 1, 0)))))
+        task = asyncio.ensure_future(anext(serving.run(job._replace(handed=Slow()))))
         await coming.wait()
         serving.cancel(1)
         return [await task]
 
     [item] = asyncio.run(run())
     assert isinstance(item, Failed) and "cancelled before it began" in str(item.error)
-    assert not serving._running and not serving.handing._files and not serving._receiving
+    assert not serving._running and not len(serving.handing)
