@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fastest,
         relative_time,
     )
+    from .power import Power, power_of
     from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
     from .random_reads import BreakEven, break_even, smallest_row
     from .speculation import Drafted, drafted, least_acceptance, pass_ms, tokens_per_pass
@@ -47,12 +48,13 @@ __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "KINDS",
     "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "STORAGE_SPREAD", "UNITS",
     "UNLISTED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Drafted", "Estimate",
-    "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes", "constants_of",
-    "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest", "fit_errors",
-    "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile", "machine_name",
-    "may_learn", "parse_profile", "pass_ms", "peak_of", "prefill_terms", "processor_name", "processor_of",
-    "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast", "smallest_row",
-    "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted", "with_runs",
+    "Power", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes",
+    "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest",
+    "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
+    "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name",
+    "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast",
+    "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted",
+    "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
@@ -61,6 +63,7 @@ __getattr__ = lazily(__name__, {
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
                "relative_time",
+    "power": "Power power_of",
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
     "speculation": "Drafted drafted least_acceptance pass_ms tokens_per_pass",

@@ -19,7 +19,7 @@ STORAGE_SPREAD, MEMORY_SPREAD = "storage_spread", "memory_random_spread"
 """Figures of a profile: half-widths of the bands of reads from storage, and of scattered reads of memory."""
 MEASURED_SPREAD = 0.15
 """The same where the probe measured them."""
-_BOARDS, _PHONES, _MACS = "arm-sbc", "arm-phone", ("apple-cpu", "apple-gpu")
+_BOARDS, _PHONES, _MACS = ("arm-sbc", "riscv-sbc"), "arm-phone", ("apple-cpu", "apple-gpu")
 _ON_BOARDS = ("sd", "emmc", "usb3", "sata", "nvme-x1", "nvme-gen3", "nvme")
 
 
@@ -120,7 +120,7 @@ def slow_and_fast(profile: DeviceProfile) -> Iterator[DeviceProfile]:
 def _usual(profile: DeviceProfile) -> Storage:
     """Return the kind that is usual in a device's class; of boards the one that reads about as fast as stated."""
     known, gbs = storages(), profile.storage_sequential_gbs
-    if profile.device_class == _BOARDS:
+    if profile.device_class in _BOARDS:
         return min((known[name] for name in _ON_BOARDS), key=lambda one: abs(1 - one.sequential_gbs / gbs)) if gbs \
             else known["nvme-x1"]
     if profile.device_class == _PHONES:

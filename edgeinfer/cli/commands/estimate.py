@@ -37,6 +37,7 @@ def estimate(
     speculate: options.Speculate = None,
     nodes: options.Nodes = None,
     link: options.NodeLink = None,
+    energy: options.Energy = False,
     sparsity: options.Sparsity = None,
     rows: options.Rows = None,
     explain: options.Explain = False,
@@ -67,7 +68,7 @@ def estimate(
     if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
         given.machine = None
     options.check_request(given, prompt, all_devices, plot)
-    questions = options.questions_of(given, all_devices, users, answer, goodput, explain, sparsity, rows)
+    questions = options.questions_of(given, all_devices, users, answer, goodput, explain, energy, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
     questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate, all_devices, accepted)
     drafting = accepted, draft_cost

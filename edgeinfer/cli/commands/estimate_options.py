@@ -63,6 +63,8 @@ NodeLink = Annotated[str | None, typer.Option(
     "--link", metavar="NAME|RATE", show_default=False,
     help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as 50MB/s.  "
     f"[default: {DEFAULT_LINK}]")]
+Energy = Annotated[bool, typer.Option(
+    "--energy", help="Say first what a token takes, where a power figure of the device is published.")]
 Sparsity = Annotated[float | None, typer.Option(
     metavar="SHARE", show_default=False,
     help="Share of neurons that are zero, such as 0.8: whether leaving them out pays there.")]
@@ -75,12 +77,12 @@ AllDevices = Annotated[bool, typer.Option("--all-devices", help="Estimate on eve
 Plot = Annotated[Path | None, typer.Option(
     metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")]
 
-ONE_MACHINE = {"users": "--users", "answer": "-n", "goodput": "--goodput", "explain": "--explain"}
+ONE_MACHINE = {"users": "--users", "answer": "-n", "goodput": "--goodput", "explain": "--explain", "energy": "--energy"}
 """Questions about a single device."""
 
 
 def questions_of(given: Given, all_devices: bool, users: int | None, answer: int | None, goodput: str | None,
-                 explain: bool, sparsity: float | None, rows: str | None) -> Questions:
+                 explain: bool, energy: bool, sparsity: float | None, rows: str | None) -> Questions:
     """Return the further questions.
 
     Raises
@@ -89,7 +91,8 @@ def questions_of(given: Given, all_devices: bool, users: int | None, answer: int
         One of them is out of range, contradicts another, or is about a single device.
     """
     check_users(users, 1 if answer is None else answer)
-    asked: dict[str, Any] = {"users": users, "answer": answer, "goodput": goodput, "explain": explain or None}
+    asked: dict[str, Any] = {"users": users, "answer": answer, "goodput": goodput, "explain": explain or None,
+                             "energy": energy or None}
     for name, flag in ONE_MACHINE.items():
         if asked[name] is not None and all_devices:
             raise UsageError(f"{flag} applies to a single machine; omit --all-devices.")
@@ -100,7 +103,8 @@ def questions_of(given: Given, all_devices: bool, users: int | None, answer: int
         from ...bench import parse_goodput
 
         bounds = parse_goodput(goodput)
-    return Questions(users, answer, bounds, explain, given.storage, sparsity, _row_bytes(sparsity, rows))
+    return Questions(users, answer, bounds, explain, given.storage, sparsity, _row_bytes(sparsity, rows),
+                     energy=energy)
 
 
 def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
@@ -168,7 +172,7 @@ def check_alone(given: Given, questions: Questions, more: dict[str, Any]) -> Non
     """Refuse options that several machines have no use for; `more` are further ones by their flags."""
     wrong = {"--machine": given.by_flag("machine"), "--bandwidth": given.bandwidth, "--unit": given.unit,
              "--runtime": given.program, "--storage": given.storage, "--users": questions.users,
-             "--explain": questions.explain, "--sparsity": questions.sparsity, **more}
+             "--explain": questions.explain, "--energy": questions.energy, "--sparsity": questions.sparsity, **more}
     for flag, value in wrong.items():
         if value:
             raise UsageError(f"--nodes compares the machines that it names for one sequence; leave out {flag}.")

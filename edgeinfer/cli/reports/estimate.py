@@ -11,6 +11,7 @@ from ...quant import TYPES, WeightType
 from ...registry import said
 from ..output import by, folded, print_table, speed, whose
 from .drafting import drafting_rows
+from .energy import energy_rows
 from .explain import print_explanation
 from .neurons import neurons_line
 from .storage import skipping_rows, storage_rows
@@ -79,9 +80,13 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the questions that were asked, which come first."""
+    if out["energy_asked"]:
+        yield from energy_rows(out, True)
     if (answer := out["answer"]) and answer["ttft_ms"] is not None:
         yield ("answer", f"first word after {answer['ttft_ms'] / 1000:.2f} s, then {answer['tpot_ms']:.0f} ms a token; "
                          f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
+    if not out["energy_asked"]:
+        yield from energy_rows(out, False)
     if out["users"]:
         yield from users_rows(out["users"])
     yield from skipping_rows(out)

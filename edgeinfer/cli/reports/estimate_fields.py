@@ -5,6 +5,7 @@ from __future__ import annotations
 from ... import registry
 from . import decision, neurons, windows
 from .drafting import FIELD as SPECULATION_FIELD
+from .energy import FIELD as ENERGY_FIELD
 from .explain import FIELD as EXPLAIN_FIELD
 from .storage import FIELD as STORAGE_FIELD
 from .storage import SKIPPING_FIELD
@@ -58,6 +59,7 @@ JSON_FIELDS = {
         "TPOT (n - 1); else null",
         "ways": WAYS_FIELD + "; then there are no other fields",
         "explain": EXPLAIN_FIELD,
+        "energy": ENERGY_FIELD + "; `energy_asked` says whether --energy was given",
         "users": USERS_FIELD,
         "storage": STORAGE_FIELD + "; `storage_named` says whether --storage set it",
         "skipping": SKIPPING_FIELD,

@@ -12,6 +12,7 @@ from ...registry import in_use, prompt_share, reports
 from ...technique import Reported
 from ..output import REFUSED, not_ours, whose_object
 from .drafting import draft_object, lookup_object
+from .energy import energy_object
 from .explain import explained
 from .neurons import neurons_object
 from .storage import break_even_object, neuron_bytes, skipping_object, storage_object
@@ -56,6 +57,8 @@ class Questions:
     """Share of its tokens that are accepted."""
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     """Most of them in a pass."""
+    energy: bool = False
+    """Whether energy is asked about by itself."""
     lookup: bool = False
     """Whether prompt lookup is asked about."""
 
@@ -78,6 +81,8 @@ def estimate_object(
     curve = [estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
+    further = _asked(run, questions, ctx, sequences, prompt, lambda depth, together: estimate(
+        profile, run.traffic, depth, prompt, *drafting, computed, together))
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
@@ -86,8 +91,8 @@ def estimate_object(
         "storage_named": bool(questions.storage), "limited": asked.budget_bytes is not None,
         "storage": storage_object(model, profile, run.traffic, run.plan, ctx, questions.storage),
         "skipping": _skipping(run, ctx, questions), "speculation": speculation,
-        **_asked(run, questions, ctx, sequences, prompt, lambda depth, together: estimate(
-            profile, run.traffic, depth, prompt, *drafting, computed, together)),
+        **further, "energy": energy_object(profile, curve[-1], curve[0].ttft_ms, further["answer"]),
+        "energy_asked": questions.energy,
     }
 
 

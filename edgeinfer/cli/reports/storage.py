@@ -194,7 +194,7 @@ def print_skipping(out: dict[str, Any]) -> None:
     for item, each in found:
         point = ("storage", "") if each["pays_from"] is None else (
             f"{each['pays_from']:.0%}", f"{each['pays_from_low']:.0%}-{each['pays_from_high']:.0%}")
-        rows.append((item["device"][:18], speed(each["dense_tok_per_s"]), speed(each["decode_tok_per_s"]),
+        rows.append((item["device"][:16], speed(each["dense_tok_per_s"]), speed(each["decode_tok_per_s"]),
                      f"{speed(each['low'])}-{speed(each['high'])}", *point, each["verdict"]))
     print_table(rows, right=[1, 2, 4])
 
