@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from edgeinfer.base.units import round_up
+from edgeinfer.bundle import file_offsets
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.registry import each, settled
@@ -16,6 +18,7 @@ from .kv_pool import ALIGNED, kv_region, place_kv, pool_sizes
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
 from .reasons import rotary, scored
+from .shared_allocations import allocation_bytes
 from .state import plan_state
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
@@ -62,6 +65,8 @@ class Planner:
         self.weight_bytes = weight_bytes
         self.beside = beside
         self._offsets = offsets
+        home = graph.buffers()
+        self._logits = [name for name in home if home[name] == home[graph.logits.name]]  # those that are capped, too
         self._kinds = one_of_each(graph)
         self._accesses = [*(access for op in graph.ops if (access := op.kv)), *(beside.stores if beside else ())]
         self._stateful = [op for op in graph.ops if op.state_bytes]
@@ -116,9 +121,7 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        buffer_of = graph.buffers()  # of logits that are capped where they are, too
-        made = (name for name, home in buffer_of.items() if home == buffer_of[graph.logits.name])
-        allocations = {**placements, **dict.fromkeys(made, logits), **weights.allocations}
+        allocations = {**placements, **dict.fromkeys(self._logits, logits), **weights.allocations}
         return MemoryPlan(request, regions, allocations, request.kv_blocks, kv_layers, thread, splits, rope_row,
                           weights.parts, weights.cold, weights.experts, pruned, weights.filed, windowed, state,
                           boundaries)
@@ -140,8 +143,13 @@ class Planner:
         """Lay out weights, once for all contexts."""
         residency = (request.residency, request.hot, request.slots, request.expert_slots)
         if residency not in self._weights:
-            self._weights[residency] = place_weights(self.graph, self._offsets, request)
+            self._weights[residency] = place_weights(self.graph, *self._stored, request)
         return self._weights[residency]
+
+    @cached_property
+    def _stored(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Offset of each weight in its file, and the bytes of the allocation that it begins."""
+        return self._offsets or file_offsets(self.graph), allocation_bytes(self.graph)
 
     def _sized(self, request: Request) -> Request:
         """Return the request with the tokens that a KV pool of its bytes holds; one block at least."""

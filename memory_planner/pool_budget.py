@@ -72,7 +72,8 @@ def within(planner: Planner, request: Request, budget: int) -> MemoryPlan | None
     """
     if (plan := planner.plan(request)).total_bytes <= budget:
         return plan
-    return None if request.state_memory is not None else fewer_checkpoints(planner.plan, request, budget)
+    given = request.state_memory is not None
+    return None if given or not plan.state else fewer_checkpoints(planner.plan, request, budget)
 
 
 def fewer_checkpoints(plan_of: PlanOf, request: Request, budget: int) -> MemoryPlan | None:

@@ -15,7 +15,7 @@ def allocation_bytes(graph: Graph) -> dict[str, int]:
     found: dict[str, int] = {}
     strides, filled = graph.strides, 0
     for weight in graph.weights:
-        nbytes, stride = graph.types[weight.name].nbytes(weight.shape), strides.get(weight.name, 0)
+        nbytes, stride = graph.stored_bytes[weight.name], strides.get(weight.name, 0)
         found[weight.name] = (0 if filled else weight.pieces * stride) if weight.pieces else nbytes
         filled = (filled + nbytes // weight.pieces) % stride if weight.pieces else 0
     return found

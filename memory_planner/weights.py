@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.units import format_size, round_up
-from edgeinfer.bundle import file_offsets
 from edgeinfer.graph import Graph
 from edgeinfer.kernels import abi
 
@@ -16,7 +15,7 @@ from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement
 from .plan import LOCKED, MAPPED, STREAM_BUFFERS, Region, Request
 from .reasons import types_of
-from .shared_allocations import allocation_bytes, settle
+from .shared_allocations import settle
 
 MAPPED_BYTES = 1 << 16
 """Linux maps the pages around one that is touched, up to the next multiples of it (fault_around_bytes)."""
@@ -52,16 +51,16 @@ class PlacedWeights:
         return streamed + cold + (self.experts.queue_bytes if self.experts else 0)
 
 
-def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Request) -> PlacedWeights:
-    """Place each weight; without offsets, as a conversion would place it."""
-    types, residency, whole = graph.types, dict(request.residency), allocation_bytes(graph)
-    offsets = offsets or file_offsets(graph)
+def place_weights(graph: Graph, offsets: Mapping[str, int], whole: Mapping[str, int], request: Request
+                  ) -> PlacedWeights:
+    """Place each weight, of which the file has them at `offsets`; `whole` are their `allocation_bytes`."""
+    residency = dict(request.residency)
     allocations: dict[str, Placement] = {}
     resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
     hot = {ffn.weight.name: cold.hot[ffn.layer] for ffn in masked(graph)} if cold else {}
     experts = ExpertsPlan.of(graph, offsets, request.expert_slots) if request.expert_slots else None
     for weight in graph.weights:
-        name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
+        name, nbytes = weight.name, graph.stored_bytes[weight.name]
         if cold and name in hot:
             nbytes = hot[name] * cold.neuron_bytes
         kind = "rows" if weight.kind == "rows" else "*"
@@ -71,7 +70,7 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
         allocations[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
         if home == "resident":
             resident = round_up(resident + (nbytes if name in hot else whole[name]), 64)
-    parts, buffer = _place_streamed(graph, offsets, allocations, whole)
+    parts, buffer = _place_streamed(graph, offsets, allocations, whole) if "streamed" in residency.values() else ((), 0)
     settle(graph, allocations)
     filed = tuple(w.name for w in graph.weights if w.kind == "rows" and allocations[w.name].region == "weights")
     return PlacedWeights(allocations, parts, resident, buffer, cold, experts, filed)
@@ -86,17 +85,16 @@ def _place_streamed(graph: Graph, offsets: Mapping[str, int],
     for name, layer in layers.items():
         if allocations[name].region == "streamed":
             parts.setdefault(layer, []).append(name)
-    buffer = 0
+    begins, buffer = {name: allocations[name].offset for names in parts.values() for name in names}, 0
     for names in parts.values():  # as far after the beginning of a page as in the file
         end = 0
         for name in filter(whole.get, names):
-            within = offsets[name] % PAGE_BYTES
-            allocations[name] = replace(allocations[name], offset=end + within)
-            end = round_up(end + within + whole[name], PAGE_BYTES)
+            begins[name] = end + offsets[name] % PAGE_BYTES
+            end = round_up(begins[name] + whole[name], PAGE_BYTES)
         buffer = max(buffer, end)
     for number, names in enumerate(parts.values()):
         for name in names:
-            at = allocations[name].offset + number % STREAM_BUFFERS * buffer
+            at = begins[name] + number % STREAM_BUFFERS * buffer
             allocations[name] = replace(allocations[name], offset=at)
     return tuple(map(tuple, parts.values())), buffer
 

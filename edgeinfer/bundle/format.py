@@ -179,6 +179,6 @@ def weights_file_bytes(graph: Graph) -> int:
 
 def _placed(graph: Graph) -> tuple[dict[str, int], int]:
     layout, strides = TensorLayout(), graph.strides
-    offsets = {weight.name: layout.add(graph.types[weight.name].nbytes(weight.shape), weight.pieces,
-                                       strides.get(weight.name, 0)) for weight in graph.weights}
+    offsets = {weight.name: layout.add(graph.stored_bytes[weight.name], weight.pieces, strides.get(weight.name, 0))
+               for weight in graph.weights}
     return offsets, layout.end

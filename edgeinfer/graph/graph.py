@@ -39,18 +39,23 @@ class Graph:
         """Values that go into and come out of the matrices of all layers for one token; of experts the active ones."""
         return sum(op.activation_values() for op in self.ops)
 
-    @property
+    @cached_property
+    def stored_bytes(self) -> dict[str, int]:
+        """Bytes of each weight as it is stored, padding included; raises `BundleError` as `WeightType.nbytes`."""
+        return {weight.name: self.types[weight.name].nbytes(weight.shape) for weight in self.weights}
+
+    @cached_property
     def strides(self) -> dict[str, int]:
         """Bytes from one expert's matrices to the next's, of each weight that shares an allocation
         (`Weight.pieces`)."""
         found: dict[str, int] = {}
         for pieces, run in groupby(self.weights, key=lambda weight: weight.pieces):
             if pieces:
-                nbytes = {weight.name: self.types[weight.name].nbytes(weight.shape) for weight in run}
-                found |= dict.fromkeys(nbytes, sum(nbytes.values()) // pieces)
+                names = [weight.name for weight in run]
+                found |= dict.fromkeys(names, sum(self.stored_bytes[name] for name in names) // pieces)
         return found
 
-    @property
+    @cached_property
     def chooses_values(self) -> bool:
         """Whether decoded tokens choose which rows of V they read."""
         return any(op.kv is not None and op.kv.topn is not None for op in self.ops)

@@ -19,6 +19,7 @@ from ..registry import with_techniques
 
 if TYPE_CHECKING:
     from edgeinfer.devices import Traffic
+    from edgeinfer.memory_planner import Planner
 
     from ..runtime import SparseFfn
 
@@ -53,6 +54,13 @@ class ModelDescription:
     """Treatment of the quantised weights, as the end of a sentence."""
     file_refused: str = ""
     """Why converting refuses the checkpoint as it is; empty if it does not."""
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Plans runs of the model alone, for any number of devices: what they have in common is laid out once."""
+        from edgeinfer.memory_planner import Planner
+
+        return Planner(self.graph, self.weight_bytes)
 
     @property
     def file_note(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ from edgeinfer.converters import SHAPES
 from edgeinfer.graph import (
     Attention,
     Graph,
-    ModelConfig,
     Op,
     RowOp,
     Tensor,
@@ -29,42 +27,43 @@ from edgeinfer.graph import (
 )
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import MemoryPlan, Planner, Request, place_activations
+from edgeinfer.quant import KV_TYPES
 from tests.helpers import golden_cases
 from tests.helpers.sessions import TINY, session, write_model
 
 STORAGE = [("f32", 32), ("f16", 32), ("int8", 64), ("q4", 32), ("q4", 128)]
+CONFIGS = {name: read_config(golden_cases.config_of(name)) for name in golden_cases.names()} | {
+    "one layer": replace(TINY, num_hidden_layers=1), "wide": replace(TINY, hidden_size=144, intermediate_size=30)}
+STORES: dict[str, TypeOf] = {
+    **{f"{weights}g{group_size}": requested_types(weights, group_size) for weights, group_size in STORAGE},
+    "f16 head q4": requested_types("f16", 32, embedding="q4", head="q4"),
+    "q4 head f32": requested_types("q4", 64, embedding="f32", head="f32"),
+}
+"""Kinds of storage; mixed ones have quantisations of their own in between."""
+MIXED = [(name, kind) for i, name in enumerate(CONFIGS) for kind in list(STORES)[i % 5 :: 5]]
+"""Every model in one or two of them."""
 
 
-def storages() -> Iterator[tuple[str, ModelConfig, TypeOf]]:
-    """All architectures in all kinds of storage; mixed ones have quantisations of their own in between."""
-    configs = {name: read_config(golden_cases.config_of(name)) for name in golden_cases.names()}
-    configs["one layer"] = replace(TINY, num_hidden_layers=1)
-    configs["wide"] = replace(TINY, hidden_size=144, intermediate_size=30)
-    for name, config in configs.items():
-        for weights, group_size in STORAGE:
-            yield f"{name} {weights}g{group_size}", config, requested_types(weights, group_size)
-        yield f"{name} f16 head q4", config, requested_types("f16", 32, embedding="q4", head="q4")
-        yield f"{name} q4 head f32", config, requested_types("q4", 64, embedding="f32", head="f32")
-
-
-CASES = {name: (config, types) for name, config, types in storages()}
-
-
-@functools.cache
-def graph_of(name: str) -> Graph:
-    return build_graph(*CASES[name])
+@functools.lru_cache(maxsize=len(STORES))
+def graph_of(name: str, kind: str) -> Graph:
+    return build_graph(CONFIGS[name], STORES[kind])
 
 
 def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     return Planner(graph, weight_bytes).plan(request)
 
 
-@pytest.mark.slow(keep=40)
-@pytest.mark.parametrize(("n_tokens", "n_outputs"), [(1, 1), (7, 3), (64, 64)])
-@pytest.mark.parametrize("name", CASES)
-def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: int, n_outputs: int) -> None:
+@pytest.mark.slow(keep=14)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_tensor_is_overwritten_before_its_last_reader(name: str) -> None:
+    """In all kinds of storage, for numbers of tokens around those of a chunk."""
+    for kind in STORES:
+        for n_tokens, n_outputs in ((1, 1), (7, 3), (64, 64)):
+            no_tensor_is_overwritten(graph_of(name, kind), n_tokens, n_outputs)
+
+
+def no_tensor_is_overwritten(graph: Graph, n_tokens: int, n_outputs: int) -> None:
     """Run the graph on memory that remembers who wrote each 64 bytes, rows and slack included."""
-    graph = graph_of(name)
     placed, arena = place_activations(graph, n_tokens, n_outputs)
     owner = np.full(arena // 64, "", dtype="U32")
     buffers = graph.buffers()
@@ -101,10 +100,14 @@ def test_buffers_are_shared_by_layers() -> None:
 
 
 @pytest.mark.slow(keep=60)
-@pytest.mark.parametrize("name", list(CASES)[::5])
-@pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
-def test_regions_add_up(name: str, kv: str) -> None:
-    graph, c = graph_of(name), graph_of(name).config
+@pytest.mark.parametrize(("name", "kind"), MIXED)
+def test_regions_add_up(name: str, kind: str) -> None:
+    for kv in KV_TYPES:
+        regions_add_up(graph_of(name, kind), kv)
+
+
+def regions_add_up(graph: Graph, kv: str) -> None:
+    c = graph.config
     filed = sum(graph.types[w.name].nbytes(w.shape) for w in graph.weights if w.kind == "rows")
     plan = make_plan(graph, Request(300, kv, 3, 17, 2, 4), 12345 + filed)
     assert plan.total_bytes == sum(region.nbytes for region in plan.regions)
@@ -140,7 +143,7 @@ def test_llama_2_7b(kv: str, element_bytes: int, scale_bytes: int) -> None:
 
 
 def test_half_the_context_is_half_the_kv() -> None:
-    graph = graph_of("qwen3 q4g32")
+    graph = graph_of("qwen3", "q4g32")
     plans = [make_plan(graph, Request(ctx, "int8", 1, 16, 1, 1), 0) for ctx in (4096, 2048)]
     assert plans[0].kv_blocks == 2 * plans[1].kv_blocks
 
@@ -162,9 +165,9 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
 
 
 @pytest.mark.slow(keep=50)
-@pytest.mark.parametrize("name", list(CASES)[::7])
-def test_every_tensor_and_weight_has_an_allocation_in_its_region(name: str) -> None:
-    graph = graph_of(name)
+@pytest.mark.parametrize(("name", "kind"), MIXED)
+def test_every_tensor_and_weight_has_an_allocation_in_its_region(name: str, kind: str) -> None:
+    graph = graph_of(name, kind)
     nbytes = weights_file_bytes(graph)
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
     assert set(plan.allocations) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
@@ -175,7 +178,7 @@ def test_every_tensor_and_weight_has_an_allocation_in_its_region(name: str) -> N
 
 
 def test_weights_in_memory_of_the_process() -> None:
-    graph, rest = graph_of("qwen3 q4g32"), {"python", "tables"}
+    graph, rest = graph_of("qwen3", "q4g32"), {"python", "tables"}
     nbytes = weights_file_bytes(graph)
     mapped, resident = (make_plan(graph, Request(64, "int8", 1, 8, 1, 1, residency=residency), nbytes)
                         for residency in ((), (("*", "resident"),)))
@@ -215,7 +218,7 @@ class Recurrent(RowOp):
 
 
 def test_recurrent_state_is_a_region_of_its_own() -> None:
-    graph = graph_of("qwen3 q4g32")
+    graph = graph_of("qwen3", "q4g32")
     assert "state" not in [region.name for region in make_plan(graph, Request(64, "int8", 1, 8, 1, 1), 0).regions]
 
     def make(op: Op) -> Op:
@@ -230,7 +233,8 @@ def test_recurrent_state_is_a_region_of_its_own() -> None:
 
 def test_a_draft_model_brings_regions_of_its_own() -> None:
     request = Request(64, "int8", 2, 8, 2, 1)
-    target, draft = make_plan(graph_of("qwen3 q4g32"), request, 9000), make_plan(graph_of("wide q4g32"), request, 5000)
+    target, draft = (make_plan(graph_of(name, "q4g32"), request, nbytes) for name, nbytes in
+                     (("qwen3", 9000), ("wide", 5000)))
     both = target.beside(draft)
     names = [region.name for region in both.regions]
     assert names[:8] == [region.name for region in target.regions] and len(set(names)) == len(names)

@@ -219,7 +219,7 @@ class _Run(NamedTuple):
 def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
             cards: Cards | None) -> _Run:
     """Return the run that `plan` plans for a device."""
-    from edgeinfer.memory_planner import RESIDENT, Planner, to_request
+    from edgeinfer.memory_planner import RESIDENT, to_request
 
     from ...llm.executors import placed, stored_traffic
 
@@ -234,8 +234,7 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
                     RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
     config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=asked.budget_bytes or profile.usable_bytes,
                      max_sequences=sequences)
-    planner = Planner(model.graph, model.weight_bytes)
-    plan, within = planner.plan(to_request(config)), placed(model, planner, config, profile)
+    plan, within = model.planner.plan(to_request(config)), placed(model, model.planner, config, profile)
     traffic = within and stored_traffic(model, within, profile, kv)
     total = (within or plan).total_bytes
     return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
