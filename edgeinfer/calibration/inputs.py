@@ -1,18 +1,17 @@
 """Statistics of each matrix's input over a text, by which its weights are rounded.
 
 The text goes through the model layer by layer: all of it through a group of layers, whose sums fit in memory, before
-any of it goes through the next. Between groups the residual rows of all tokens are kept aside. Sums are formed in
-fixed blocks, so that they are the same for any number of threads.
+any of it goes through the next. Between groups the residual rows of all tokens are kept aside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.errors import RequestError, UnsupportedModelError
 from edgeinfer.graph import ExpertsDown, ExpertsGated, Graph, HeadLinear, MatMul, Tensor, cut_before
@@ -24,17 +23,12 @@ from ..base.progress import OnStageProgress
 from ..runtime import Session
 from .hooks import View
 from .statistics import in_groups
+from .sums import BLOCK, EXPERT_ROWS, ROWS, Floats, Sums
 
-Floats = NDArray[np.float32]
 MEMORY_BYTES = 900 << 20
 """Most that the sums of a group of layers and the rows between groups take."""
 WIDEST = 14336
 """Columns above which a matrix gets no covariance, whose sums would take a gigabyte by themselves."""
-ROWS, EXPERT_ROWS = 1024, 256
-"""Rows of an input that are multiplied at a time; BLAS gives the same bits for any threads where these are a multiple
-of 256, so a last batch is filled up with zeros."""
-BLOCK = 512
-"""Columns of a covariance that are computed at a time, those after them left out."""
 PRIOR = 4
 """Inputs of an expert count as much as its own tokens and, of all tokens of the layer, a number of its columns / this
 (`blended`)."""
@@ -42,69 +36,6 @@ ROUTE_WORDS = routes.ROUTE_BYTES // 4
 """Words of an entry of the list of (token, expert)."""
 UNROUNDED = ("router", "rows")
 """Kinds of weights that are not judged by their inputs: they stay floats, or are not multiplied."""
-
-
-class Sums:
-    """Sums over the rows of an input; with `whole` the products of all pairs of columns too."""
-
-    def __init__(self, width: int, whole: bool, batch: int = ROWS):
-        self.tokens, self.width = 0, width
-        self.largest: Floats = np.zeros(width, np.float32)
-        self._squares: NDArray[np.float64] = np.zeros(width)
-        self._products: Floats | None = np.zeros((width, width), np.float32) if whole else None
-        self._waiting: Floats = np.zeros((batch if whole else 0, width), np.float32)
-        self._filled = 0
-
-    @staticmethod
-    def nbytes(width: int, whole: bool, batch: int = ROWS) -> int:
-        """Bytes that one takes, with those of a product on the way."""
-        return 16 * width + (4 * width * (width + batch + BLOCK) if whole else 0)
-
-    def add(self, rows: Floats) -> None:
-        """Add rows of shape (tokens, width)."""
-        self.tokens += len(rows)
-        if not len(rows):
-            return
-        np.maximum(self.largest, np.abs(rows).max(axis=0), out=self.largest)
-        self._squares += np.einsum("tc,tc->c", rows, rows, dtype=np.float64)
-        if self._products is None:
-            return
-        while len(rows):
-            n = min(len(rows), len(self._waiting) - self._filled)
-            self._waiting[self._filled :][:n] = rows[:n]
-            self._filled, rows = self._filled + n, rows[n:]
-            if self._filled == len(self._waiting):
-                self._multiply()
-
-    def _multiply(self) -> None:
-        assert self._products is not None
-        self._waiting[self._filled :] = 0
-        for start in range(0, self.width, BLOCK):
-            stop = min(start + BLOCK, self.width)
-            self._products[start:stop, :stop] += self._waiting[:, start:stop].T @ self._waiting[:, :stop]
-        self._filled = 0
-
-    @property
-    def finite(self) -> bool:
-        """Whether no value was NaN or infinite."""
-        return bool(np.isfinite(self._squares).all())
-
-    def statistics(self) -> InputStatistics:
-        """Return the means; the sums are used up."""
-        n = max(self.tokens, 1)
-        covariance, self._products = self._products, None
-        if covariance is not None:
-            self._products = covariance
-            if self._filled:
-                self._multiply()
-            self._products = None
-            for start in range(0, self.width, BLOCK):
-                stop = min(start + BLOCK, self.width)
-                covariance[start:stop, start:stop] = np.tril(covariance[start:stop, start:stop]) \
-                    + np.tril(covariance[start:stop, start:stop], -1).T
-                covariance[:start, start:stop] = covariance[start:stop, :start].T
-            covariance /= np.float32(n)
-        return InputStatistics(self.tokens, (self._squares / n).astype(np.float32), self.largest, covariance)
 
 
 class MatrixInput(NamedTuple):
@@ -224,6 +155,13 @@ def blended(own: InputStatistics, together: InputStatistics) -> InputStatistics:
                            mixed(own.covariance, together.covariance))
 
 
+class Stop(NamedTuple):
+    """Stop a forward pass before an instruction, to take rows of these tokens."""
+
+    instruction: int
+    take: Callable[[View, slice], None]
+
+
 class _Run:
     """The text's way through the model."""
 
@@ -251,10 +189,14 @@ class _Run:
     def through(self, group: list[MatrixInput], sums: list[list[Sums]], start: tuple[int, Tensor | None],
                 following: tuple[int, Tensor | None] | None) -> Iterator[int]:
         """Let all tokens go through a group of layers, up to where the next one begins; yields how many have."""
-        stops = [(self._instruction(one.op), one, own) for one, own in zip(group, sums, strict=True)]
-        end = following if following and following[1] else None
-        left = np.zeros((len(self._ids), end[1].width), np.float32) if end and end[1] and not len(self._rows) \
-            else self._rows
+        stops = [Stop(self._instruction(one.op), partial(_add, one=one, sums=own))
+                 for one, own in zip(group, sums, strict=True)]
+        left = self._rows
+        if following and following[1]:
+            left = self._rows if len(self._rows) else np.zeros((len(self._ids), following[1].width), np.float32)
+            # A group may begin within a layer, whose first inputs the group before it takes after these rows.
+            stops.append(Stop(following[0], partial(_keep, rows=following[1], left=left)))
+            stops.sort(key=lambda stop: stop.instruction)
         for window in range(0, len(self._ids), self._window):
             ids = self._ids[window : window + self._window]
             sequence = self._session.new_sequence()
@@ -269,13 +211,10 @@ class _Run:
                         view.floats(start[1])[:] = self._rows[here]
                     segment = Segment(sequence, part, range(len(part)), PROMPT)
                     at = start[0]
-                    for stop, one, own in stops:
-                        self._session.forward_range(segment, at, stop, first)
-                        _add(view, one, own)
-                        at = stop
-                    if end and end[1]:
-                        self._session.forward_range(segment, at, end[0], first)
-                        left[here] = view.floats(end[1])
+                    for stop in stops:
+                        self._session.forward_range(segment, at, stop.instruction, first)
+                        stop.take(view, here)
+                        at = stop.instruction
                     yield len(part)
             finally:
                 self._session.truncate(sequence, 0)
@@ -283,7 +222,12 @@ class _Run:
         self._rows = left
 
 
-def _add(view: View, one: MatrixInput, sums: list[Sums]) -> None:
+def _keep(view: View, here: slice, rows: Tensor, left: Floats) -> None:
+    """Keep the rows of a forward pass, which go on from there in the next group."""
+    left[here] = view.floats(rows)
+
+
+def _add(view: View, _: slice, one: MatrixInput, sums: list[Sums]) -> None:
     """Add the rows of a forward pass to the sums that they belong to."""
     op = one.op
     rows = view.floats(op.x)

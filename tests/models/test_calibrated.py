@@ -56,6 +56,9 @@ def test_inputs_are_the_same_bits_for_any_groups_and_threads(tmp_path: Path, mod
     assert {"layers.0.qkv", "layers.1.o"} <= found.keys() and not any("router" in name for name in found)
     assert found.keys() & {"head", "embed"}
     assert bits(captured(tmp_path / "m", threads=1, limit=0)[0]) == bits(found)
+    for some in (2, 3):  # groups that begin and end within layers
+        limit = 4 * len(IDS) * model.hidden_size + some * max(one.nbytes for one in listed)
+        assert bits(captured(tmp_path / "m", limit=limit)[0]) == bits(found), some
 
 
 def test_inputs_are_those_of_the_hooks(tmp_path: Path) -> None:
@@ -76,10 +79,10 @@ def test_experts_see_the_tokens_that_chose_them(tmp_path: Path, monkeypatch: pyt
     write_random_bundle(MOE, tmp_path / "m", weights="f32")
     rows, add = [], inputs._add
 
-    def note(view, one, sums) -> None:  # type: ignore[no-untyped-def]
+    def note(view, here, one, sums) -> None:  # type: ignore[no-untyped-def]
         if one.weights == ("layers.1.experts_gate_up",):
             rows.append(view.floats(one.op.source).copy())
-        add(view, one, sums)
+        add(view, here, one, sums)
 
     monkeypatch.setattr(inputs, "_add", note)
     found, _ = captured(tmp_path / "m")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.calibration.inputs import BLOCK, PRIOR, MatrixInput, Sums, blended
+from edgeinfer.calibration.inputs import PRIOR, MatrixInput, blended
 from edgeinfer.calibration.kept import KeptStatistics, StatisticsWriter
+from edgeinfer.calibration.sums import BLOCK, Sums
 from edgeinfer.errors import BundleError
 from edgeinfer.quant import InputStatistics
 
