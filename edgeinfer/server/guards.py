@@ -15,8 +15,8 @@ from .settings import LOOPBACK
 if TYPE_CHECKING:
     from .server import Server
 
-OPEN_PATHS = ("/", "/health", "/v1/health")
-"""Paths that need no key: the page, which asks for one, and the state of the server."""
+OPEN_PATHS = ("/", "/plan", "/health", "/v1/health")
+"""Paths that need no key: the page, which asks for one, that of plans, and the state of the server."""
 SECURE = [(b"x-content-type-options", b"nosniff"), (b"server", b"edgeinfer")]
 SALT_BYTES = 16
 

@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ ANTHROPIC: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
+Planner = Callable[[Mapping[str, str]], tuple[bytes, str, int]]
 UPLOADS_AT_ONCE = 2
 """Files that are received together, as each is in memory; further ones wait."""
 SWITCH_SECONDS = 0.0005
@@ -63,7 +64,8 @@ async def openapi(call: Call) -> Reply:
 
 
 PUBLIC: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", status.page), ("GET", "/health", status.health), ("GET", "/v1/health", status.health),
+    ("GET", "/", status.page), ("GET", "/plan", status.plan), ("GET", "/health", status.health),
+    ("GET", "/v1/health", status.health),
     ("GET", "/metrics", status.metrics), ("GET", "/status", status.status), ("GET", "/openapi.json", openapi),
     ("GET", "/api/version", ollama.version),
 )
@@ -85,6 +87,7 @@ class Server:
     config : ServerConfig
     models : Models
     log : called with a line for each request
+    planner : returns the page of plans for a query of the address, its content policy and status
 
     Attributes
     ----------
@@ -96,8 +99,10 @@ class Server:
         Generations at work.
     """
 
-    def __init__(self, config: ServerConfig, models: Models, log: Callable[[str], object] = print_line):
-        self.config, self.models, self.log = config, models, log
+    def __init__(self, config: ServerConfig, models: Models, log: Callable[[str], object] = print_line,
+                 planner: Planner | None = None):
+        self.config, self.models, self.log, self.planner = config, models, log, planner
+        self.planning = asyncio.Semaphore(1)
         self.ready = self.draining = False
         self.requests: Counter[bytes] = Counter()
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)

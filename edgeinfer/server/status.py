@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 
 from .. import __version__
-from .errors import ending
+from .errors import NOT_FOUND, ApiError, ending
 from .http import Call, Reply
 from .metrics import CONTENT_TYPE
-from .models import Served, loading
+from .models import Served, in_thread, loading
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -81,4 +81,15 @@ async def page(call: Call) -> Reply:
     """Return the chat page."""
     data, policy = _page()
     return Reply(data, kind="text/html; charset=utf-8", headers={
+        "content-security-policy": policy, "referrer-policy": "no-referrer", "cache-control": "no-cache"})
+
+
+async def plan(call: Call) -> Reply:
+    """Return the page of plans: what a model needs on a device, and how fast it is there."""
+    planner = call.server.planner
+    if planner is None:
+        raise ApiError(404, "This server has no page of plans.", NOT_FOUND, code="not_found")
+    async with call.server.planning:  # a page takes a processor for a fraction of a second
+        data, policy, status = await in_thread(lambda: planner(call.query))
+    return Reply(data, status, "text/html; charset=utf-8", {
         "content-security-policy": policy, "referrer-policy": "no-referrer", "cache-control": "no-cache"})

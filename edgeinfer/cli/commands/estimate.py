@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import registry
 from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
@@ -18,6 +18,9 @@ from ..reports.estimate_object import all_devices_object, estimate_object
 from ..reports.on_gpu import Cards
 from ..reports.storage import print_skipping
 from . import estimate_options as options
+
+if TYPE_CHECKING:
+    from edgeinfer.devices import DeviceProfile
 
 DEFAULT_CTX, DEFAULT_PROMPT = 4096, 512
 
@@ -43,6 +46,7 @@ def estimate(
     explain: options.Explain = False,
     all_devices: options.AllDevices = False,
     plot: options.Plot = None,
+    html: options.Html = None,
     given: Given = NOTHING,
 ) -> None:
     """Predict the speed of a model on this or another machine.
@@ -63,18 +67,20 @@ def estimate(
       edgeinfer estimate llama-3.1-8b --nodes "m4 16gb,rpi5 16gb" --link 2.5GbE -p 2000 -n 500
       edgeinfer estimate qwen3-30b-a3b --machine "rpi5 8gb" --storage nvme
       edgeinfer estimate llama-2-7b --machine rpi5-8gb --sparsity 0.8 --rows 4KiB
+      edgeinfer estimate qwen3-8b --machine "m4 16gb" --html speed.html
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
     if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
         given.machine = None
-    options.check_request(given, prompt, all_devices, plot)
+    options.check_request(given, prompt, all_devices, plot, html)
     questions = options.questions_of(given, all_devices, users, answer, goodput, explain, energy, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
     questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate, all_devices, accepted)
     drafting = accepted, draft_cost
     if nodes is not None or link is not None:
-        options.check_alone(given, questions, {"--all-devices": all_devices, "--plot": plot, "--draft": draft,
-                                               "--speculate": questions.lookup, "--accepted": accepted != 1})
+        options.check_alone(given, questions, {"--all-devices": all_devices, "--plot": plot, "--html": html,
+                                               "--draft": draft, "--speculate": questions.lookup,
+                                               "--accepted": accepted != 1})
         _on_nodes(model, nodes, link or options.DEFAULT_LINK, prompt, answer, given)
         return
     from edgeinfer.devices import load_profile
@@ -95,6 +101,8 @@ def estimate(
         questions = replace(questions, draft=options.draft_of(draft, described, stored, replace(asked, ctx=ctx)))
     if one is not None:
         out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, questions)
+        if html is not None:
+            _save_page({**out, "decision": decided}, one, html)
         _report({**out, "decision": decided}, plot, given.json)
         return
     out = all_devices_object(described, devices_of(given), ctx, length, given.kv, drafting, asked, given.n,
@@ -123,6 +131,19 @@ def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answ
         print_json(out)
     else:
         print_ways(out)
+
+
+def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
+    """Write the page, of a built-in shape with all its types."""
+    from ...models import sizes
+    from ...models.spoken import spoken
+    from ..reports.comparison import compared
+    from ..reports.page import save_page
+
+    meant = None if Path(out["model"]).exists() else spoken(out["model"]).shape
+    known = meant is not None and meant.name in sizes.names()
+    types = compared(out["model"], meant.name, device, out["ctx"]) if meant and known else None
+    save_page(out, types, path)
 
 
 def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:

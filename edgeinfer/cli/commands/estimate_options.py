@@ -76,6 +76,8 @@ Explain = Annotated[bool, typer.Option(
 AllDevices = Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")]
 Plot = Annotated[Path | None, typer.Option(
     metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")]
+Html = Annotated[Path | None, typer.Option(
+    metavar="FILE", help="Write the report with plots as one self-contained page.", show_default=False)]
 
 ONE_MACHINE = {"users": "--users", "answer": "-n", "goodput": "--goodput", "explain": "--explain", "energy": "--energy"}
 """Questions about a single device."""
@@ -123,16 +125,20 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
     return nbytes
 
 
-def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Path | None) -> None:
+def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Path | None, html: Path | None) -> None:
     """Refuse what is wrong whatever the model and the machine."""
     for flag, value in (("--ctx", given.ctx), ("-p", prompt)):
         if value is not None and not 1 <= value <= MOST_CTX:
             raise UsageError(f"{flag} is {value}; it must be from 1 to {MOST_CTX} tokens.")
     if given.ctx is not None and prompt is not None and prompt > given.ctx:
         raise UsageError(f"-p {prompt} does not fit --ctx {given.ctx}; the prompt is part of the context.")
-    if all_devices and (given.machine is not None or plot is not None):
-        what = "--machine" if given.machine is not None else "--plot"
+    if all_devices and (given.machine is not None or plot is not None or html is not None):
+        what = "--machine" if given.machine is not None else "--plot" if plot is not None else "--html"
         raise UsageError(f"{what} applies to a single machine; omit --all-devices.")
+    if html is not None:
+        from ..reports.page import check_page
+
+        check_page(html)
     if plot is not None:
         from ..reports.plot import check_plot
 

@@ -208,6 +208,7 @@ def _sources(model: str, name: str | None, others: list[str]) -> dict[str, str]:
 def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, sequences: int,
            opening: Callable[..., Any] | None = None) -> int:
     from ...server import Models, Server, bound, serve
+    from ..reports.plan_page import plan_page
 
     techniques = registry.agreed(given.techniques, given.flags, 1)
     with bound(config.host, config.port) as listener:
@@ -216,7 +217,7 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
         models = Models(sources, opener, given.budget, config.keep_alive_seconds)
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        server = Server(config, models)
+        server = Server(config, models, planner=plan_page)
         serve(server, listener, lambda: _announce(where, models, config))
     return 0
 

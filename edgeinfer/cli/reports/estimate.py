@@ -20,25 +20,30 @@ from .users import users_rows
 if TYPE_CHECKING:
     from .plot import Chart
 
+BAR = 40
+"""Characters of the fastest speed of a plot on the terminal."""
+
 
 def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
     print(f"{printable(out['model'])}, {stored}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
-    for label, text in _rows(out):
+    for label, text in rows_of(out):
         print("\n".join(folded(text, f"{label:11}")))
     print()
-    steps = [("context", "tokens/s", "80 % band")]
+    steps, top = [("context", "tokens/s", "80 % band", "")], max(item["high"] for item in out["contexts"])
     for item in out["contexts"]:
-        steps.append((str(item["depth"]), speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
+        steps.append((str(item["depth"]), speed(item["decode_tok_per_s"]), _band(item["low"], item["high"]),
+                      _bar(item, top)))
     print_table(steps, right=[0, 1])
     if out["explain"]:
         print_explanation(out["explain"])
-    for line in _remarks(out):
+    for line in remarks_of(out):
         print("\n" + "\n".join(folded(line)))
 
 
-def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def rows_of(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each row, the answers to what was asked first."""
     pure = out["pure"]
     together = f" of {out['sequences']} sequences" if out["sequences"] > 1 else ""
     yield from _answers(out)
@@ -93,7 +98,8 @@ def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from drafting_rows(out["speculation"])
 
 
-def _remarks(out: dict[str, Any]) -> Iterator[str]:
+def remarks_of(out: dict[str, Any]) -> Iterator[str]:
+    """Yield the sentences below the rows."""
     if out.get("decision"):
         yield f"run: {out['decision']['said']}"
     if out["remark"]:
@@ -161,6 +167,12 @@ def chart(out: dict[str, Any]) -> Chart:
     columns = {key: [item[key] for item in found] for key in ("depth", "decode_tok_per_s", "low", "high")}
     line = Line("estimate, 80 % band", columns["depth"], columns["decode_tok_per_s"], columns["low"], columns["high"])
     return Chart(f"{out['model']} on {out['device_title']}", "tokens of context", "tokens/s", [line])
+
+
+def _bar(item: dict[str, Any], top: float) -> str:
+    """Return a speed and its band to scale: - from the low end to the high one, with # up to the estimate."""
+    low, middle, high = (round(BAR * item[key] / top) for key in ("low", "decode_tok_per_s", "high"))
+    return "".join("-" if low <= i < high and i != middle - 1 else "#" if i < middle else " " for i in range(high))
 
 
 def _limited(out: dict[str, Any]) -> str:

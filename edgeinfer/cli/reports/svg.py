@@ -1,0 +1,111 @@
+"""Plots as SVG text without a library: a curve with its band, and bars; all words are escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 30, 40
+ROW, BAR_LEFT = 24, 150
+STEPS = (1, 2, 2.5, 5, 10)
+
+
+class Bar(NamedTuple):
+    """One bar."""
+
+    name: str
+    value: float
+    text: str
+    """Written behind it."""
+    low: float | None = None
+    high: float | None = None
+    """Ends of its band."""
+    quiet: bool = False
+    """Whether it is drawn pale."""
+
+
+def curve(title: str, x: Sequence[float], y: Sequence[float], low: Sequence[float], high: Sequence[float],
+          x_label: str, y_label: str) -> str:
+    """Return a curve with its band over a logarithmic axis.
+
+    Parameters
+    ----------
+    title : str
+    x : sequence of float
+        Ascending; 0 is drawn where 1/2 of the next value would be.
+    y, low, high : sequence of float
+    x_label, y_label : str
+    """
+    places = [math.log2(max(value, x[1] / 2 if len(x) > 1 else 1)) for value in x]
+    first, last = places[0], max(places[-1], places[0] + 1)
+    top = _ceiling(max(high))
+
+    def at(place: float, value: float) -> str:
+        right = LEFT + (WIDTH - LEFT - RIGHT) * (place - first) / (last - first)
+        down = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top
+        return f"{right:.1f},{down:.1f}"
+
+    band = " ".join([*map(at, places, high), *reversed(list(map(at, places, low)))])
+    lines = " ".join(map(at, places, y))
+    parts = [*_axis(top, y_label),
+             f'<polygon class="band" points="{band}"/>', f'<polyline class="curve" points="{lines}"/>']
+    for i, (place, value) in enumerate(zip(places, x, strict=True)):
+        if i == len(x) - 1 or not (len(x) - 1 - i) % (len(x) // 7 + 1):
+            right = at(place, 0).split(",")[0]
+            parts.append(f'<text class="tick" x="{right}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
+                         f'{value:g}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
+    return _drawn(title, HEIGHT, parts)
+
+
+def _axis(top: float, label: str) -> Iterator[str]:
+    for i in range(5):
+        down = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * i / 4
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>'
+        yield (f'<text class="tick" x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">'
+               f'{top * i / 4:.3g}</text>')
+    yield f'<text class="tick" x="{LEFT - 44}" y="{TOP - 12}">{escape(label)}</text>'
+
+
+def bars(title: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None) -> str:
+    """Return horizontal bars, with a line at a limit if there is one."""
+    ends = [max(row.value, row.high or 0.0) for row in rows] + ([limit[0]] if limit else [])
+    top = max(*ends, 1e-9)
+    room = WIDTH - BAR_LEFT - 150
+
+    def length(value: float) -> float:
+        return room * value / top
+
+    parts = []
+    for i, row in enumerate(rows):
+        down = TOP + ROW * i
+        kind = "bar pale" if row.quiet else "bar"
+        parts.append(f'<text class="name" x="{BAR_LEFT - 8}" y="{down + 13}" text-anchor="end">'
+                     f'{escape(row.name[:24])}</text>')
+        parts.append(f'<rect class="{kind}" x="{BAR_LEFT}" y="{down + 2}" width="{max(length(row.value), 1):.1f}" '
+                     f'height="{ROW - 8}"/>')
+        if row.low is not None and row.high is not None:
+            parts.append(f'<line class="range" x1="{BAR_LEFT + length(row.low):.1f}" y1="{down + 10}" '
+                         f'x2="{BAR_LEFT + length(row.high):.1f}" y2="{down + 10}"/>')
+        end = BAR_LEFT + length(max(row.value, row.high or 0)) + 6
+        parts.append(f'<text class="tick" x="{end:.1f}" y="{down + 13}">{escape(row.text)}</text>')
+    height = TOP + ROW * len(rows) + 8
+    if limit:
+        right = BAR_LEFT + length(limit[0])
+        parts.append(f'<line class="limit" x1="{right:.1f}" x2="{right:.1f}" y1="{TOP - 4}" y2="{height - 4}"/>')
+        parts.append(f'<text class="tick" x="{right:.1f}" y="{TOP - 8}" text-anchor="middle">{escape(limit[1])}</text>')
+    return _drawn(title, height, parts)
+
+
+def _drawn(title: str, height: int, parts: Sequence[str]) -> str:
+    return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height}" role="img" '
+            f'aria-label="{escape(title)}">{"".join(parts)}</svg></figure>')
+
+
+def _ceiling(value: float) -> float:
+    """Return a round number of at least this value."""
+    power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
+    return next(step * power for step in STEPS if step * power >= value * 0.999)
