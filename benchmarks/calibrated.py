@@ -1,11 +1,15 @@
 """Divergence from float32 of types and ways of rounding the layers' matrices, on a text that was not calibrated on.
 
     python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE [--types q4,tableq] [--ways plain,gptq]
+    python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE --curve [--types q4,tableq]
 
 The model's own program runs the calibration text in float32 and gives the second moments of each matrix's inputs. Then
 `quant.rounding.quantise_matrix` rounds the matrices of the layers to each type: `plain` without statistics,
 `importance` with mean squares, `gptq` with all moments; embedding and head stay float32, as does KV. A line of the
 table has bits of a weight, KL divergence, and the output error of all matrices beside that of plain rounding.
+
+With `--curve` whole models are converted as `edgeinfer convert` does, embedding and head included: in each type alone,
+and with `--size` for the bytes of that. The exit code is 1 if a type alone is better.
 """
 
 from __future__ import annotations
@@ -27,14 +31,16 @@ from benchmarks.quality import measure
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.calibration.hooks import open_plain
 from edgeinfer.calibration.statistics import Covariance, capture
-from edgeinfer.converters import convert
-from edgeinfer.quant import InputStatistics, WeightType, layouts, packed, rounding
+from edgeinfer.converters import BitBudget, convert
+from edgeinfer.models.calibrated import by_text, calibration_text
+from edgeinfer.quant import TYPES, InputStatistics, WeightType, layouts, packed, rounding
 from edgeinfer.text import Tokenizer
 
 WINDOW, PIECE = 512, 6000
 """Tokens of a window of the calibration text, and the characters that they are taken from."""
 Statistics = dict[str, InputStatistics]
 OWN_FILES = ("bundle.json", "weights.bin")
+CURVE = "type | bits | KLD alone | KLD by size | ratio | expected | gap | size met"
 HEADINGS = "type | rounding | bits | KLD | 99 % | same top | output error / plain | s"
 
 
@@ -112,6 +118,31 @@ def rows(folder: Path, known: Statistics, types: list[WeightType], ways: list[st
     return found
 
 
+def curve(folder: Path, model: Path, calibrate: Path, types: list[WeightType], text: str, tokens: int,
+          max_tokens: int | None) -> tuple[list[str], bool]:
+    """Convert to each type and, with types by budget, to the size of that; False if a type alone was better."""
+    stream, found, best = calibration_text(model, calibrate, tokens).stream, list[str](), True
+    quiet = by_text(model, stream, lambda *_: None, effects=True)
+    for stored in types:
+        name, kld = stored.dtype, dict[str, float]()
+        alone = convert(model, folder / "alone", weights=name, group_size=stored.group_size if len(
+            stored.storage.groups) > 1 else None, embedding=name, head=name, calibration=quiet, overwrite=True)
+        size = (folder / "alone" / "weights.bin").stat().st_size
+        mixed = convert(model, folder / "mixed", chooser=BitBudget(size=size), calibration=quiet, overwrite=True)
+        filled = (folder / "mixed" / "weights.bin").stat().st_size / size
+        assert mixed.chosen and mixed.chosen.gap is not None and filled <= 1
+        for which in ("alone", "mixed"):
+            result = measure(folder / which, "f32", folder / "f32", text, max_tokens=max_tokens).divergence
+            assert result is not None
+            kld[which] = result.kld_mean
+        best = best and kld["mixed"] < kld["alone"]
+        found.append(row(str(stored), f"{alone.bits:.3f}", f"{kld['alone']:.5f}", f"{kld['mixed']:.5f}",
+                         f"{kld['mixed'] / kld['alone']:.2f}", f"{mixed.chosen.cost:.5f}", f"{mixed.chosen.gap:.1%}",
+                         f"{filled:.2%}"))
+        print(found[-1], file=sys.stderr, flush=True)
+    return found, best
+
+
 def main() -> int:
     """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,16 +153,27 @@ def main() -> int:
     parser.add_argument("--ways", default="plain,importance,gptq")
     parser.add_argument("--tokens", type=int, default=200_000, help="of the calibration text")
     parser.add_argument("--max-tokens", type=int, help="of the text that is measured")
+    parser.add_argument("--curve", action="store_true", help="whole models, beside types by budget")
     given = parser.parse_args()
+    types = [_type_of(name) for name in given.types.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         convert(given.model, folder / "f32", weights="f32", embedding="f32", head="f32")
-        known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
-        found = rows(folder, known, [WeightType.of(name, 32) for name in given.types.split(",")],
-                     given.ways.split(","), given.text.read_text(), given.max_tokens)
+        text, best = given.text.read_text(), True
+        if given.curve:
+            found, best = curve(folder, given.model, given.calibrate, types, text, given.tokens, given.max_tokens)
+        else:
+            known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
+            found = rows(folder, known, types, given.ways.split(","), text, given.max_tokens)
     print(f"{given.model.name}, measured on {machine()}.\n")
-    print(table(HEADINGS, found))
-    return 0
+    print(table(CURVE if given.curve else HEADINGS, found))
+    return 0 if best else 1
+
+
+def _type_of(name: str) -> WeightType:
+    """Return the type of a name with its group size, as in q4g128; without one it is 32, where there are several."""
+    kind, _, group = name.partition("g") if name not in TYPES else (name, "", "")
+    return WeightType.of(kind, int(group or 32))
 
 
 if __name__ == "__main__":

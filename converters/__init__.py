@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
+    from .bit_budget import BitBudget
     from .calibration import CALIBRATION_FILE, Calibration
     from .checkpoint.directory import Checkpoint
     from .checkpoint.json_file import read_json
+    from .chosen_types import ChosenTypes
     from .conversion import convert, open_checkpoint
     from .gguf.describe import FileDescription, check_tokenizer, describe_gguf, gguf_purpose, gguf_structure
     from .gguf.file import gguf_origin, gguf_parts, is_gguf, read_headers
@@ -25,13 +27,51 @@ if TYPE_CHECKING:
     from .synthetic.random_bundle import SHAPES, write_random_bundle
     from .synthetic.random_neurons import Sparsity
 
-__all__ = ["CALIBRATION_FILE", "SHAPES", "Calibration", "Checkpoint", "ConversionReport", "FileDescription", "Found",
-           "GgufHeader", "GgufTokenizer", "PassedOver", "Sparsity", "TensorReport", "by_imatrix", "cached_gguf",
-           "check_tokenizer", "convert", "convert_apart", "describe_gguf", "describe_packed", "fetch", "fetch_config",
-           "fetch_gguf", "find_models", "gguf_origin", "gguf_parts", "gguf_purpose", "gguf_structure", "gguf_type",
-           "is_gguf", "lm_studio_folders", "models_below", "ollama_file", "ollama_models", "open_checkpoint",
-           "read_gguf_tokenizer", "read_headers", "read_imatrix", "read_json", "write_random_bundle"]
+__all__ = [
+    "CALIBRATION_FILE",
+    "SHAPES",
+    "BitBudget",
+    "Calibration",
+    "Checkpoint",
+    "ChosenTypes",
+    "ConversionReport",
+    "FileDescription",
+    "Found",
+    "GgufHeader",
+    "GgufTokenizer",
+    "PassedOver",
+    "Sparsity",
+    "TensorReport",
+    "by_imatrix",
+    "cached_gguf",
+    "check_tokenizer",
+    "convert",
+    "convert_apart",
+    "describe_gguf",
+    "describe_packed",
+    "fetch",
+    "fetch_config",
+    "fetch_gguf",
+    "find_models",
+    "gguf_origin",
+    "gguf_parts",
+    "gguf_purpose",
+    "gguf_structure",
+    "gguf_type",
+    "is_gguf",
+    "lm_studio_folders",
+    "models_below",
+    "ollama_file",
+    "ollama_models",
+    "open_checkpoint",
+    "read_gguf_tokenizer",
+    "read_headers",
+    "read_imatrix",
+    "read_json",
+    "write_random_bundle",
+]
 __getattr__ = lazily(__name__, {
+    "bit_budget": "BitBudget", "chosen_types": "ChosenTypes",
     "gguf.imatrix": "by_imatrix read_imatrix", "calibration": "CALIBRATION_FILE Calibration",
     "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint", "checkpoint.json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub.download": "fetch fetch_config",

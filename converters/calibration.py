@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ from edgeinfer.graph import Graph, Weight
 from edgeinfer.quant import InputStatistics, WeightType, layouts, packed, quantise, rounding
 
 from .checkpoint.directory import Checkpoint
-from .report import TensorReport
+from .chosen_types import ChosenTypes
+from .report import TensorReport, mean_bits
 
 CALIBRATION_FILE = "calibration.json"
 BLOCK_WEIGHTS = 48 << 20
@@ -44,16 +46,25 @@ class Calibration:
     """Whether factors may move between weights where that is expected to help (scaling.py)."""
     scaled: tuple[str, ...] = ()
     """Names of the matrices whose columns have such factors."""
+    effects: Mapping[str, tuple[float, float]] | None = None
+    """By a weight's name the divergence in nats that an error as large as its output, and as its rows where tokens look
+    them up, would cause if it grew with the square of the error; None if that was not measured."""
 
-    def record(self, tensors: Sequence[TensorReport]) -> bytes:
-        """Return the content of the file in which a bundle records its calibration."""
+
+def record(calibration: Calibration | None, tensors: Sequence[TensorReport], chosen: ChosenTypes | None) -> bytes:
+    """Return the content of the file in which a bundle records how its weights were rounded."""
+    data: dict[str, Any] = {"method": "plain"}
+    if calibration:
         rounded = [one for one in tensors if one.calibrated]
-        data = {"method": self.method, "text": self.text, "sha256": self.sha256, "tokens": self.tokens,
-                "output_error": sum(one.output_error for one in rounded),
+        data = {"method": calibration.method, "text": calibration.text, "sha256": calibration.sha256,
+                "tokens": calibration.tokens, "output_error": sum(one.output_error for one in rounded),
                 "output_error_plain": sum(one.output_error_plain for one in rounded),
-                "scaled": list(self.scaled),
+                "scaled": list(calibration.scaled),
                 "tensors": {one.name: [one.output_error, one.output_error_plain] for one in rounded}}
-        return (json.dumps(data, indent=1) + "\n").encode()
+    if chosen:
+        data |= {"request": chosen.request, "bits": mean_bits(tensors), "gap": chosen.gap, "cost": chosen.cost,
+                 "bits_of": {one.name: one.bits for one in tensors if one.weights}}
+    return (json.dumps(data, indent=1) + "\n").encode()
 
 
 def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph) -> None:

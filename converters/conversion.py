@@ -26,9 +26,10 @@ from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
-from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free
+from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free, record
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
+from .chosen_types import ChosenTypes
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
 from .packing import WeightReader, stored_bytes, with_levels
@@ -38,6 +39,8 @@ from .scaling import find_scaling
 
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
 """Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
+Choose = Callable[[WeightReader, Graph, Calibration | None], ChosenTypes]
+"""Chooses types that differ from matrix to matrix."""
 ENTRY_BYTES = 1024
 """Room requested per tensor and file, for its line in the header and the rest of its last block on the disk."""
 
@@ -54,6 +57,7 @@ def convert(
     overwrite: bool = False,
     origin: str = "",
     calibration: Callable[[Checkpoint], Calibration] | None = None,
+    chooser: Choose | None = None,
     announce: Callable[[str], None] | None = None,
     progress: OnStageProgress | None = None,
 ) -> ConversionReport:
@@ -85,6 +89,9 @@ def convert(
     calibration : callable, optional
         Called with the checkpoint, once it is known that a bundle can be made of it; returns the statistics by which
         matrices are rounded.
+    chooser : callable, optional
+        Called with what reads weights, the graph and the calibration or None; returns the type of each matrix, such as
+        `BitBudget`. The options of types above then are left out.
     announce : callable, optional
         Called with a sentence on the size of the bundle and the time it takes, once the disk is known to have space.
     progress : callable, optional
@@ -108,38 +115,45 @@ def convert(
     given, began = plain(locals(), CONVERSION), time.perf_counter()
     types = given["weights"], given["group_size"], given["embedding"], given["head"], given["ffn_layout"] or "tile16"
     requested_types(types[0] or "q4", types[1] or 32, *types[2:])  # or it is refused
+    types = ("q4", *types[1:]) if chooser else types  # of what has no choice
     with open_checkpoint(source) as checkpoint:
         type_of, asked = checkpoint.storage(*types)
         graph, drafts = checkpoint.graph(type_of), checkpoint.draft_head(type_of)
         remarks = [*checkpoint.check(graph), *checkpoint.remarks, *_instead(graph, asked)]
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
-        if calibration:
+        if calibration and not chooser:
             check_something_is_rounded(checkpoint, graph)
         both = graph if drafts is None else replace(
             graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
         reading = WeightReader(checkpoint, both, progress)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
-            nbytes = bundle_bytes(graph, list(files.values())) + sum(map(len, made.values()))
-            nbytes += graph_bytes(drafts) if drafts else 0
-            writer.reserve(nbytes)
-            if announce:
-                announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, both)))
-            for name, path in files.items():
-                writer.copy_file(path, name)
-            for name, content in made.items():
-                writer.add_file(name, content)
-            if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
+            beside = sum(map(len, made.values())) + (graph_bytes(drafts) if drafts else 0)
+
+            def reserve(graph: Graph, said: bool) -> None:
+                nbytes = bundle_bytes(graph, list(files.values())) + beside
+                writer.reserve(nbytes)
+                if announce and said:
+                    announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, both)))
+
+            reserve(graph, said=chooser is None)  # else the choice says how large it becomes
+            if not _write_texts(writer, checkpoint, files, made):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
-            found = scaled(calibration(checkpoint), reading, graph) if calibration else None
+            found = calibration(checkpoint) if calibration else None
+            mixed = chooser(reading, graph, found) if chooser else None
+            if mixed:
+                graph = checkpoint.graph(mixed.type_of())
+                writer.quantisation = mixed.quantisation(graph)
+                reserve(graph, said=True)
+            found = scaled(found, reading, graph) if found else None
             tensors = _write_weights(writer, reading, graph, drafts, found)
-            if found:
-                writer.add_file(CALIBRATION_FILE, found.record(tensors))
-                remarks += [*found.remarks, *(remark for tensor in tensors for remark in tensor.remarks)]
+            if found or mixed:
+                writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))
+            remarks += [*(found.remarks if found else ()), *(remark for one in tensors for remark in one.remarks)]
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
-        tuple(tensors), tuple(remarks),
+        tuple(tensors), tuple(remarks), mixed,
     )
 
 
@@ -151,6 +165,16 @@ def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Cal
         return calibration
     reading.scaling = scaling
     return replace(calibration, of=scaling.of(calibration.of), scaled=tuple(scaling.columns))
+
+
+def _write_texts(writer: BundleWriter, checkpoint: Checkpoint, files: Mapping[str, Path],
+                 made: Mapping[str, bytes]) -> bool:
+    """Write tokenizer, chat templates and licences; False without a tokenizer."""
+    for name, path in files.items():
+        writer.copy_file(path, name)
+    for name, content in made.items():
+        writer.add_file(name, content)
+    return open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint)
 
 
 def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, head: Graph | None,

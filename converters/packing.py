@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Weight
+from edgeinfer.graph import Weight, parameters
 from edgeinfer.quant import WeightType, layouts, levels, quantise, rounding
 
 from .assembly import assembled, block_of, block_ranges
@@ -77,7 +77,8 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
         return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
                             checkpoint.file_types(weight), not errors.squared_error, moved is not None,
                             sum(part.output_error for part in own), sum(part.output_error_plain for part in own),
-                            bool(own), tuple(dict.fromkeys(remarks)))
+                            bool(own), tuple(dict.fromkeys(remarks)),
+                            0 if weight.kind in ("vector", "router") else parameters(weight))
 
     return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
 

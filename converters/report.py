@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.quant import TYPES, quantise
 
+from .chosen_types import ChosenTypes
 from .gguf import types
 from .quantized import kinds as packed_kinds
 
@@ -38,6 +40,13 @@ class TensorReport:
     """Whether it was rounded by the statistics of its input."""
     remarks: tuple[str, ...] = ()
     """Sentences on how it was rounded."""
+    weights: int = 0
+    """Its weights, without padding; 0 of what is no matrix."""
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, scales and padding included; 0 of what is no matrix."""
+        return 8 * self.nbytes / self.weights if self.weights else 0.0
 
     @property
     def was_quantised(self) -> bool:
@@ -68,6 +77,13 @@ class ConversionReport:
     tensors: tuple[TensorReport, ...]
     remarks: tuple[str, ...] = ()
     """Sentences about omitted or missing parts."""
+    chosen: ChosenTypes | None = None
+    """Types, where they were chosen matrix by matrix."""
+
+    @property
+    def bits(self) -> float:
+        """Mean bits of a weight of all matrices."""
+        return mean_bits(self.tensors)
 
     @property
     def rounded(self) -> tuple[TensorReport, ...]:
@@ -132,6 +148,12 @@ class ConversionReport:
         """Share of the squared error of max-based scales that the search has removed, over all quantised tensors."""
         sums = sum((t.errors for t in self.tensors if TYPES[t.dtype].quantised), quantise.ErrorSums())
         return sums.gain
+
+
+def mean_bits(tensors: Sequence[TensorReport]) -> float:
+    """Return the mean bits of a weight of those tensors that are matrices."""
+    matrices = [one for one in tensors if one.weights]
+    return 8 * sum(one.nbytes for one in matrices) / max(sum(one.weights for one in matrices), 1)
 
 
 def own_error(kind: str) -> float:

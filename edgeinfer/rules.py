@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = {
     "ffn_layout": choice(FFN_LAYOUTS), "origin": instance(str, "text"),
     "overwrite": FLAG, "reuse": FLAG, "template_options": OBJECT,
     "progress": FUNCTION, "announce": FUNCTION, "on_progress": FUNCTION, "in_tiles": FUNCTION,
-    "calibration": FUNCTION,
+    "calibration": FUNCTION, "chooser": FUNCTION,
     "max_queue": integer(1, float("inf"), "1 or more"),
     "rank": integer(1, float("inf"), "1 or more"), "epochs": integer(0, 100, "from 0 to 100"),
 }

@@ -59,7 +59,8 @@ class BundleWriter(Destination):
                  overwrite: bool = False, source: str = "", waiting: Callable[[], object] | None = None):
         super().__init__(destination, overwrite, waiting)
         self._config = config
-        self._quantisation = quantisation
+        self.quantisation = quantisation
+        """The types that were requested, as the header says, which is written last."""
         self._source = source
         self._file: BinaryIO | None = None
         self._write_back: WriteBack | None = None
@@ -178,7 +179,7 @@ class BundleWriter(Destination):
             self._write_back.wait()
         _sync(self._weights)
         self._weights.close()
-        header = Header(self._config, self._quantisation, tuple(self._tensors), tuple(self._files.values()), end,
+        header = Header(self._config, self.quantisation, tuple(self._tensors), tuple(self._files.values()), end,
                         self._source, f"edgeinfer {__version__}")
         text = header_to_json(header)
         header_from_json(text)  # what this version writes, it reads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,10 @@ from edgeinfer.quant import InputStatistics
 
 from ..base.atomic_write import Destination
 from ..errors import BundleError
+from .effects import Effect
 from .inputs import BLOCK, MatrixInput
 
-INDEX_FILE = "statistics.json"
+INDEX_FILE, EFFECTS_FILE = "statistics.json", "effects.json"
 VERSION = 1
 Arrays = dict[str, NDArray]
 
@@ -89,6 +90,21 @@ class KeptStatistics:
     def nbytes(self) -> int:
         """Bytes on the disk."""
         return sum(path.stat().st_size for path in self.path.iterdir())
+
+    @property
+    def effects(self) -> dict[str, Effect] | None:
+        """Effects of the errors of weights, by name; None if they were not measured."""
+        try:
+            found = json.loads((self.path / EFFECTS_FILE).read_text(encoding="utf-8"))
+            return {name: Effect(*map(float, each)) for name, each in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None  # they are measured again
+
+    def keep_effects(self, effects: Mapping[str, Effect]) -> None:
+        """Keep effects beside the statistics."""
+        unfinished = self.path / f"{EFFECTS_FILE}.{os.getpid()}"
+        unfinished.write_text(json.dumps(effects), encoding="utf-8")
+        os.replace(unfinished, self.path / EFFECTS_FILE)
 
     def of(self, weight: str) -> Pieces | None:
         """Return the statistics of a weight's input, of each of its experts or heads; None if there are none."""

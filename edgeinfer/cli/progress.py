@@ -23,7 +23,7 @@ STAGES = {
     "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage", "neurons": "measuring FFNs",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
-    "ranks": "comparing ranks", "screen": "computing the screen",
+    "effects": "measuring effects of errors", "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
     "answer": "answering requests",
 }

@@ -55,7 +55,7 @@ from .quantize_activations import quantize_activations
 from .recurrent import RecurrentConfig
 from .steps import Affine, Columns, Decay, HeadOrder, RopeHalves, Rows, Step, Tap, Transposed
 from .tensors import Tensor, Types
-from .weight_types import ORDER, ROUTER, TypeOf, expected_types, requested_types
+from .weight_types import ORDER, ROUTER, TypeOf, expected_types, fitting, requested_types
 from .weights import Source, Weight
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ __all__ = ["DIGITS", "DRAFT_WORDS", "GPT2", "INSTEAD", "LAYER_RANGE", "MOST_OF_A
            "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias", "alibi_slopes", "apply",
            "approximate", "approximates", "build_draft_head", "build_graph", "builtin_shapes", "check",
            "check_runnable", "cut_before", "draft_head_prefix", "expected_types", "family_of", "fill_rope_tables",
-           "find_head", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
+           "find_head", "fitting", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
            "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters", "plain_value",
            "pre_tokenizers",
            "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",

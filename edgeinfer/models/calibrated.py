@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..calibration.kept import KeptStatistics, StatisticsWriter
     from ..graph import Weight
     from ..quant import InputStatistics
+    from ..runtime import Session
     from ..text import Tokenizer
 
 GPTQ, IMPORTANCE = "gptq", "importance"
@@ -127,15 +128,19 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
         yield Path(path, "f16")
 
 
-def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ
+def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False
             ) -> Callable[[Checkpoint], Calibration]:
-    """Return what `convert` calls for the statistics of a text's run: those that are kept, or new ones."""
+    """Return what `convert` calls for the statistics of a text's run: those that are kept, or new ones.
+
+    With `effects` it also has those of the errors of each matrix, by which bits are shared out.
+    """
     def calibration(checkpoint: Checkpoint) -> Calibration:
         from edgeinfer.converters import Calibration
 
-        kept = kept_statistics(source, stream, progress)
-        return Calibration(method, stream.name, stream.sha256(), len(stream.ids),
-                           partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
+        kept = kept_statistics(source, stream, progress, effects)
+        found = Calibration(method, stream.name, stream.sha256(), len(stream.ids),
+                            partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
+        return replace(found, effects=kept.effects) if effects else found
 
     return calibration
 
@@ -161,18 +166,28 @@ def _remarks(kept: KeptStatistics) -> Iterator[str]:
                "all experts of their layer too; a longer text says more of them.")
 
 
-def kept_statistics(source: Path, stream: Stream, progress: OnProgress) -> KeptStatistics:
-    """Return the statistics of a text's run from the cache; run it if they are not there."""
+def kept_statistics(source: Path, stream: Stream, progress: OnProgress, effects: bool = False) -> KeptStatistics:
+    """Return the statistics of a text's run from the cache; run it if they are not there, or `effects` are not."""
     from ..calibration.kept import KeptStatistics, StatisticsWriter
 
     path = cache_root() / "calibration" / f"{stamped_name(source)}-{stream.sha256()[:16]}"
     try:
-        return KeptStatistics(path)
+        kept: KeptStatistics | None = KeptStatistics(path)
     except BundleError:
-        with in_floats(source, progress) as bundle, StatisticsWriter(path) as writer:
-            _capture(bundle, stream, writer, progress)
+        kept = None
+    if kept and not (effects and kept.effects is None):
+        return kept
+    with in_floats(source, progress) as bundle, _opened(bundle, progress) as session:
+        if kept is None:
+            with StatisticsWriter(path) as writer:
+                _capture(session, stream, writer, progress)
+        kept = KeptStatistics(path)
+        if effects:
+            from ..calibration.effects import measure_effects
+
+            kept.keep_effects(measure_effects(session, stream.ids, partial(progress, "effects")))
     _forget(path)
-    return KeptStatistics(path)
+    return kept
 
 
 def _forget(newest: Path) -> None:
@@ -188,10 +203,11 @@ def _forget(newest: Path) -> None:
         total -= sizes[one]
 
 
-def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:
+@contextmanager
+def _opened(bundle: Path, progress: OnProgress) -> Iterator[Session]:
+    """Open a bundle so that all activations, and the logits of all tokens, can be read."""
     from ..bundle import Bundle
     from ..calibration.hooks import open_plain
-    from ..calibration.inputs import capture_inputs, stored_bytes
 
     with Bundle.open(bundle) as opened:
         vocab, longest = opened.config.vocab_size, opened.config.max_position_embeddings
@@ -199,7 +215,13 @@ def _capture(bundle: Path, stream: Stream, writer: StatisticsWriter, progress: O
     session = open_plain(bundle, min(WINDOW, longest), kv="f32", outputs=chunk, chunk=chunk,
                          loading=partial(progress, "load"), progress=partial(progress, "compile"))
     try:
-        writer.reserve(stored_bytes(session.graph))
-        capture_inputs(session, stream.ids, writer.add, progress=partial(progress, "capture"))
+        yield session
     finally:
         session.close()
+
+
+def _capture(session: Session, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:
+    from ..calibration.inputs import capture_inputs, stored_bytes
+
+    writer.reserve(stored_bytes(session.graph))
+    capture_inputs(session, stream.ids, writer.add, progress=partial(progress, "capture"))

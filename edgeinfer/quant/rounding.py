@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from ..base.process import usable_cores
 from . import packed
 from .fitting import FP16_MAX, Fit, Floats, Grid, inverse
 from .group_factors import GroupFactors
-from .input_statistics import InputStatistics
+from .input_statistics import DAMPING, Feedback, InputStatistics
 from .levels import fit_levels
 from .quantise import ErrorSums, check_finite, quantise
 from .table import SUPER_COLUMNS
@@ -34,10 +34,6 @@ BLOCK_ROWS = 512
 """Rows that one thread rounds at a time."""
 PLAIN_ROWS = 8
 """Of a large matrix one row of so many is rounded plainly, to say what has been gained."""
-WIDE = 4096
-"""Columns beyond which C is factored in float32, for its size."""
-DAMPING = 0.01
-"""Share of the mean of C's diagonal that is added to it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def quantise_matrix(
     if statistics is not None:
         by = _damped(statistics.mean_square)
         if statistics.covariance is not None:
-            feedback = _feedback(statistics.covariance)
+            feedback = statistics.feedback
             if feedback is None:
                 remark = (f"{name}: the second moments of its inputs over {statistics.tokens} tokens are not positive "
                           "definite, so its codes are the nearest ones.")
@@ -124,7 +120,7 @@ def quantise_matrix(
     return Rounded(codes, factors, errors, stored, remark)
 
 
-def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, feedback: _Feedback | None,
+def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, feedback: Feedback | None,
            threads: int | None, search: bool = True) -> tuple[NDArray[np.int8], packed.Factors]:
     """Codes and factors of all rows, in blocks that threads share."""
     codes = np.empty(weights.shape, np.int8)
@@ -143,7 +139,7 @@ def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, f
         return codes, packed.Factors.joined(list(pool.map(block, starts)))
 
 
-def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: _Feedback | None,
+def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: Feedback | None,
                 codes: NDArray[np.int8]) -> packed.Factors:
     """Round some rows, into `codes`; gives their factors."""
     (rows, cols), stored, grid = weights.shape, factors.stored, factors.grid
@@ -195,36 +191,6 @@ def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int
         np.subtract(w[j], value, out=left[j])
 
 
-class _Feedback(NamedTuple):
-    """Factors by which columns pass on what they leave."""
-
-    matrix: Floats
-    """R with each column divided by its diagonal element, of shape (cols, cols)."""
-    by: Floats
-    """R_jj^2: what the squared error that is left at column j counts."""
-
-
-def _feedback(covariance: Floats) -> _Feedback | None:
-    """Return R of C = R R^T, upper triangular; None if C is not positive definite in spite of the damping."""
-    wide = len(covariance) > WIDE
-    flipped: NDArray[Any] = np.array(covariance[::-1, ::-1], np.float32 if wide else np.float64)
-    mean = float(np.trace(flipped, dtype=np.float64)) / len(flipped)
-    if not np.isfinite(mean) or mean <= 0:
-        return None
-    flipped[np.diag_indices_from(flipped)] += DAMPING * mean
-    try:
-        flipped = np.linalg.cholesky(flipped)
-    except np.linalg.LinAlgError:
-        return None
-    diagonal = np.diagonal(flipped)[::-1].copy()
-    by = np.square(diagonal, dtype=np.float64)
-    flipped /= diagonal[::-1]
-    matrix = np.ascontiguousarray(flipped[::-1, ::-1], np.float32)
-    if not np.isfinite(matrix).all():
-        return None
-    return _Feedback(matrix, (by / by.mean()).astype(np.float32))
-
-
 def _damped(mean_square: Floats) -> Floats:
     """Return what the squared error of each column counts; of columns that were always zero a little, too."""
     mean = float(mean_square.mean(dtype=np.float64))
@@ -250,14 +216,6 @@ def _errors(weights: Floats, codes: NDArray[np.int8], factors: packed.Factors, s
         rows = slice(start, start + BLOCK_ROWS)
         difference = weights[rows] - packed.values(codes[rows], factors.of_rows(rows), stored)
         squares += float(np.einsum("rc,rc->", difference, difference))
-        output += _output_error(difference, statistics)
+        output += statistics.error_of(difference) if statistics else 0.0
         norm += float(np.einsum("rc,rc->", weights[rows], weights[rows]))
     return RoundingErrors(squares, squares, norm, output)
-
-
-def _output_error(difference: Floats, statistics: InputStatistics | None) -> float:
-    if statistics is None:
-        return 0.0
-    if statistics.covariance is None:
-        return float((np.square(difference).sum(axis=0, dtype=np.float64) * statistics.mean_square).sum())
-    return float(np.einsum("rc,rc->", difference @ statistics.covariance, difference))

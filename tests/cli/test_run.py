@@ -238,7 +238,7 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     report = done.json
     assert done.code == 0 and set(report) == set(FIELDS["convert"])
     assert 0 < report["error_mean"] <= report["error_worst"] < 0.01 and report["error_worst_tensor"]
-    assert set(report["tensors"][0]) == {"name", "type", "bytes", "error", "gain", "file_types", "exact",
+    assert set(report["tensors"][0]) == {"name", "type", "bytes", "bits", "error", "gain", "file_types", "exact",
                                          "output_error", "output_error_plain"}
     assert not any(tensor["file_types"] for tensor in report["tensors"])  # of a GGUF file alone
     assert all(tensor["exact"] == (tensor["type"] == "f32") for tensor in report["tensors"])

@@ -50,6 +50,7 @@ CONVERT = {
     "head": TYPES, "ffn_layout": one_of("tile16", "neuron"), "overwrite": flag,
     "origin": lambda value: isinstance(value, str), "announce": callable, "progress": callable,
     "calibration": callable,
+    "chooser": callable,
 }
 SPARSIFY = {
     "source": lambda value: False, "destination": name_of, "stream": lambda value: False,

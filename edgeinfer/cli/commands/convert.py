@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...base.units import format_size
+from ...base.validation import checked
 from ...config import FFN_LAYOUTS
 from ...errors import UsageError, printable
+from ...rules import RULES
 from ..options import GroupSize, Json, Weights
 from ..output import print_json, print_table, say
 from ..progress import ProgressLine
@@ -35,12 +37,15 @@ JSON_FIELDS = {
         "remarks": "sentences about what was left out or missing",
         "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that this "
         "removed, mean over the tensors; else null",
+        "bits": "mean bits of a weight of all matrices, scales and padding included",
+        "gap": "with --bits or --size: share by which other types of these bytes could lower the expected loss, at "
+        "most; else null",
         "compared": "with --compare, per method `method`, `bits` of a weight of the layers, `bytes`, `perplexity` and, "
         "against weights in f16, `kld_mean`, `kld_p99`, `same_top`; else null",
-        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
-        "checkpoint, those that it is made of), `exact` (whether every value is that of the source), `output_error` "
-        "and `output_error_plain` (squared error of what the matrix gives over the calibration text, calibrated and "
-        "with plain rounding; null without calibration)",
+        "tensors": "per tensor `name`, `type`, `bytes`, `bits` (of a weight of a matrix; else null), `error`, `gain`, "
+        "`file_types` (of a GGUF file or a quantised checkpoint, those that it is made of), `exact` (whether every "
+        "value is that of the source), `output_error` and `output_error_plain` (squared error of what the matrix gives "
+        "over the calibration text, calibrated and with plain rounding; null without calibration)",
     },
 }
 """Fields of the JSON object, by command."""
@@ -68,6 +73,16 @@ def convert(
         typer.Option(metavar="|".join(FFN_LAYOUTS),
                      help="Layout of FFN weights: matrix tiles, or neuron by neuron to skip inactive neurons."),
     ] = "tile16",
+    bits: Annotated[
+        float | None,
+        typer.Option("--bits", metavar="N", show_default=False,
+                     help="Choose a type for each matrix, N bits per weight on average, by what changes least."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="SIZE", show_default=False,
+                     help="Choose types likewise, for weights of SIZE, such as 2.5GB."),
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option("--calibrate", metavar="[FILE]", show_default=False,
@@ -104,12 +119,16 @@ def convert(
     text in calibration.json. --imatrix weights errors by mean squares alone. --compare prints perplexity and the KL
     divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in all of them.
 
+    --bits N and --size SIZE choose a type of 3.25 to 8.5 bits for each matrix, embedding and head included, so that
+    predictions change least at this size; with --calibrate the effect of each matrix's errors is measured.
+
     \b
     Examples:
       edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
       edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
       edgeinfer convert model-Q8_0.gguf ./model
       edgeinfer convert ./TinyLlama-1.1B-Chat ./calibrated --calibrate --compare held_out.txt
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./smaller --calibrate --bits 4.5
     """
     from edgeinfer.converters import convert as convert_checkpoint
 
@@ -119,11 +138,14 @@ def convert(
         from ...models.comparison import check_text
 
         check_text(compare)
+    chooser = _budget(bits, size, {"--weights": weights, "--group-size": group_size, "--embedding": embedding,
+                                   "--head": head, "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout})
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
-                       ffn_layout=ffn_layout, progress=partial(progress, "convert"))
-        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress)
+                       ffn_layout=ffn_layout, progress=partial(progress, "convert"),
+                       chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
+        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=chooser is not None)
         method, calibration = ways.popitem()
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
         rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
@@ -140,8 +162,23 @@ def convert(
     print(printable(_summary(report)))
 
 
-def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine
-                  ) -> dict[str, Any]:
+def _budget(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
+    """Return what chooses types for a number of bytes, if one is given; without others that say the types."""
+    if bits is None and size is None:
+        return None
+    from edgeinfer.converters import BitBudget
+
+    given = f"--bits {bits:g}" if bits is not None else f"--size {size}"
+    if bits is not None and size is not None:
+        raise UsageError(f"{given} and --size {size} both say how large the bundle becomes; give one of them.")
+    for flag, value in types.items():
+        if value is not None:
+            raise UsageError(f"{given} chooses the type of each matrix, and {flag} {value} says one; leave one out.")
+    return BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]))
+
+
+def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine,
+                  effects: bool) -> dict[str, Any]:
     """Return what gives a conversion the statistics of inputs, by method: the one that was requested last."""
     ways: dict[str, Any] = {"plain": None}
     if imatrix is not None:
@@ -157,7 +194,7 @@ def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | Non
     read = calibrated.calibration_text(path, Path(text) if text else calibrated.BUILT_IN, tokens)
     if read.changed:
         say(f"{read.stream.name}: {read.changed}.")
-    return {**ways, **{method: calibrated.by_text(path, read.stream, progress, method)
+    return {**ways, **{method: calibrated.by_text(path, read.stream, progress, method, effects)
                        for method in (calibrated.IMPORTANCE, calibrated.GPTQ)}}
 
 
@@ -196,10 +233,11 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
         "gain": report.gain, "output_gain": report.output_gain if report.calibrated else None,
+        "bits": report.bits, "gap": report.chosen.gap if report.chosen else None,
         "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
         "tensors": [
-            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
-             "file_types": t.file_types, "exact": t.exact,
+            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "bits": t.bits or None, "error": t.relative_error,
+             "gain": t.gain, "file_types": t.file_types, "exact": t.exact,
              "output_error": t.output_error if t.calibrated else None,
              "output_error_plain": t.output_error_plain if t.calibrated else None}
             for t in report.tensors
@@ -208,17 +246,21 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
 
 
 def _print_tensors(report: ConversionReport) -> None:
-    rows: list[tuple[str, ...]] = [("tensor", "type", "size", "error", "gain", "output")]
+    rows: list[tuple[str, ...]] = [("tensor", "type", "bits", "size", "error", "gain", "output")]
     for t in report.tensors:
         output = f"{t.output_error / t.output_error_plain - 1:+.1%}" if t.calibrated and t.output_error_plain else ""
-        rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}", output))
+        bits = f"{t.bits:.2f}" if t.bits else ""
+        rows.append((t.name, t.dtype, bits, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}", output))
     if not report.calibrated:
         rows = [row[:-1] for row in rows]
-    print_table(rows, right=[2, 3, 4, 5][: len(rows[0]) - 2])
+    print_table(rows, right=[2, 3, 4, 5, 6][: len(rows[0]) - 2])
 
 
 def _summary(report: ConversionReport) -> str:
     sizes = f"{format_size(report.source_bytes)} to {format_size(report.bundle_bytes)} in {report.seconds:.1f} s"
+    if report.chosen:
+        sizes += f", {report.bits:.3g} bits per weight"
+        sizes += "" if report.chosen.gap is None else f" (at most {report.chosen.gap:.1%} above the least loss)"
     worst = report.worst
     if worst is None:
         return f"{report.destination}: {sizes}; no weight was rounded."

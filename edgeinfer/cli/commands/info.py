@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ... import registry, technique
+from ...base.strict_json import parse_json
 from ...base.units import format_size
 from ...config import DEFAULT_DRAFT_TOKENS, RuntimeConfig
-from ...errors import EdgeInferError, UsageError, printable
+from ...errors import BundleError, EdgeInferError, UsageError, printable
 from ...quant import WeightType
 from ..options import NOTHING, Given, MaybeConverted, takes
 from ..output import print_json, print_table
@@ -36,6 +38,8 @@ JSON_FIELDS = {
         **registry.fields("info"),
         "decision": FIELD + "; `sparse` and `program` are of that way",
         "weights_bytes": "length of weights.bin",
+        "rounding": "content of the bundle's calibration.json: how weights were rounded and types chosen; null "
+        "without one",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
         "header": info_gguf.FIELD,
@@ -122,6 +126,7 @@ def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
         **registry.reports(technique.Reported("info", config, model=bundle)),
         "weights_bytes": bundle.weights_bytes,
+        "rounding": _rounding(bundle),
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
             {
@@ -133,6 +138,20 @@ def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any
             for entry in bundle.tensors.values()
         ],
     }
+
+
+def _rounding(bundle: Bundle) -> dict[str, Any] | None:
+    """Return what a bundle says of the rounding of its weights; nothing else reads it."""
+    from ...converters import CALIBRATION_FILE
+
+    path = bundle.file(CALIBRATION_FILE)
+    try:
+        found = parse_json(path.read_bytes()) if path else None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path} cannot be read ({error}); convert the model again.") from None
+    if found is not None and not isinstance(found, dict):
+        raise BundleError(f"{path} is not a JSON object; convert the model again.")
+    return found
 
 
 def instructions(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
@@ -149,6 +168,21 @@ def instructions(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
         ]
     finally:
         session.close()
+
+
+def _rounding_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the types by their bytes where there are several, and how weights were rounded."""
+    nbytes: Counter[str] = Counter()
+    for one in report["tensors"]:
+        if one["layout"] != "plain":
+            nbytes[WeightType.of(one["type"], one["group_size"] or None, one["layout"]).suffix] += one["bytes"]
+    rows = [("types", ", ".join(f"{name} {format_size(size)}" for name, size in nbytes.most_common()))]
+    found, said = report["rounding"] or {}, []
+    if "request" in found:
+        said.append(f"types by {found['request']}, {found['bits']:.3g} bits per weight")
+    if "text" in found:
+        said.append(f"rounded by {found['text']} ({found['method']}, {found['tokens']} tokens)")
+    return [*(rows if len(nbytes) > 1 else []), *([("rounding", printable("; ".join(map(str, said))))] if said else [])]
 
 
 def _part_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -177,6 +211,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{report['parameters']:,}"),
         ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
+        *_rounding_rows(report),
         *_part_rows(report),
         *([("run", report["decision"]["said"])] if report["decision"] else []),
         *registry.said("info", report),

@@ -1,0 +1,192 @@
+"""Effects of errors of single matrices on a model's predictions, by which bits are shared out between them.
+
+An error of rounding is close to noise in what a matrix gives, and the divergence that it causes is close to linear in
+the noise's square (arXiv 2411.17525). So noise of a known share of the output's square is put there, for one matrix at
+a time, and the predictions of a short text are compared with the model's own: no weight is rounded, and no gradient is
+needed. With fables-5m-silu the effects are within 30 % of those of matrices rounded to 3.5 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, MatMul, Op, Tensor, cut_before
+from edgeinfer.kernels import reference, routes
+from edgeinfer.quant import TILE_ROWS, layouts
+from edgeinfer.runner import PROMPT, Segment
+
+from ..base.progress import OnStageProgress
+from ..runtime import Session
+from .hooks import View
+from .inputs import UNROUNDED
+
+Floats = NDArray[np.float32]
+TOKENS = 512
+"""Most tokens that are run for each matrix."""
+SHARE = 0.01
+"""Square of the noise over that of the output."""
+ROUTE_WORDS = routes.ROUTE_BYTES // 4
+
+
+class Effect(NamedTuple):
+    """Divergence in nats that errors of a weight cause, by the square of their share."""
+
+    output: float
+    """Errors of what it gives as a matrix."""
+    rows: float = 0.0
+    """Errors of its rows, where tokens look them up."""
+
+
+def measure_effects(session: Session, ids: Sequence[int], progress: OnStageProgress | None = None
+                    ) -> dict[str, Effect]:
+    """Return the effects of the matrices of a model, and of its embedding, by their names.
+
+    Parameters
+    ----------
+    session : Session
+        With weights in floats, and logits for as many tokens as a forward pass has (`open_plain`).
+    ids : tokens of a text; pieces of it that are spread over it are run, `TOKENS` in all
+    progress : called with (done, total, item) in matrices
+    """
+    step = max(min(int(session.plan.request.tokens), TOKENS // 2), 2)
+    firsts = np.linspace(0, max(len(ids) - step, 0), max(1, min(TOKENS, len(ids)) // step), dtype=int)
+    parts = [ids[first : first + step] for first in firsts]
+    ops = [op for op in session.graph.ops if isinstance(op, Embed)
+           or (isinstance(op, MatMul) and op.weight.kind not in UNROUNDED)]
+    sums = dict.fromkeys(ops, 0.0)
+    for number, part in enumerate(parts):
+        run = _Run(session, part)
+        for done, op in enumerate(ops):
+            sums[op] += run.divergence(op, np.random.default_rng(number)) * len(part)
+            if progress:
+                progress(number * len(ops) + done + 1, len(parts) * len(ops), op.label)
+    found: dict[str, Effect] = {}
+    for op, total in sums.items():
+        effect = total / sum(map(len, parts)) / SHARE
+        assert isinstance(op, Embed | MatMul)
+        name = op.table.name if isinstance(op, Embed) else op.weight.name
+        before = found.get(name, Effect(0.0))
+        found[name] = before._replace(rows=effect) if isinstance(op, Embed) else \
+            before._replace(output=before.output + effect)
+    return found
+
+
+class _Run:
+    """Some tokens on their way through the model, layer by layer, again and again."""
+
+    def __init__(self, session: Session, ids: Sequence[int]):
+        self._session, self._ids = session, ids
+        self._instructions = session.program.instructions
+        self._view = View(session, len(ids))
+        self._start, self._kept = 0, np.zeros(0, np.float32)
+        self._rows: Tensor | None = None
+        self._own = _log_softmax(self._through(0, (len(self._instructions), None)))
+
+    def divergence(self, op: Op, random: np.random.Generator) -> float:
+        """Return the mean divergence of the predictions with noise in what an operation gives."""
+        self._begin_layer(op)
+        at = [i for i, one in enumerate(self._instructions) if one.op is op]
+        before: list[Floats] = []
+
+        def remember() -> None:
+            before.append(self._view.floats(op.over).copy() if op.over is not None else np.zeros((), np.float32))
+
+        def noise() -> None:
+            _add_noise(self._session, self._view, op, before[0], random)
+
+        logits = self._through(self._start, (at[0], remember), (at[-1] + 1, noise), (len(self._instructions), None))
+        other = _log_softmax(logits)
+        return float(np.einsum("tv,tv->t", np.exp(self._own), self._own - other).mean())
+
+    def _begin_layer(self, op: Op) -> None:
+        """Keep the rows that go into the layer of an operation, if more than these does not."""
+        graph = self._session.graph
+        try:
+            first, rows = cut_before(graph, graph.config.num_hidden_layers - 1 if op.layer is None else op.layer)
+        except UnsupportedModelError:
+            return
+        start = next(i for i, one in enumerate(self._instructions) if one.op is graph.ops[first])
+        if isinstance(op, Embed) or rows is None or start <= self._start:
+            return
+        self._through(self._start, (start, None))
+        self._kept, self._start, self._rows = self._view.floats(rows).copy(), start, rows
+
+    def _through(self, start: int, *stops: tuple[int, Callable[[], None] | None]) -> Floats:
+        """Run the instructions from one on, to each stop in turn, where something may be called; gives the logits."""
+        session = self._session
+        sequence = session.new_sequence()
+        try:
+            session.reserve(sequence, len(self._ids))
+            segment = Segment(sequence, self._ids, range(len(self._ids)), PROMPT)
+            if self._rows is not None:
+                self._view.floats(self._rows)[:] = self._kept
+            logits: Floats = np.zeros((0, 0), np.float32)
+            for stop, call in stops:
+                logits, start = session.forward_range(segment, start, stop), stop
+                if call:
+                    call()
+            return np.array(logits)
+        finally:
+            session.truncate(sequence, 0)
+            session.release(sequence)
+
+
+def _add_noise(session: Session, view: View, op: Op, before: Floats, random: np.random.Generator) -> None:
+    """Add noise to what an operation gives: of a gate and what it multiplies before the activation."""
+    out = view.floats(op.out)
+    if isinstance(op, GatedLinear | ExpertsGated):
+        for rows, weights in _gated_parts(session, view, op):
+            out[rows, :] = _noisy_gates(session, op, view.floats(op.x)[rows], weights, out.shape[1], random)
+        return
+    own = out - before
+    noise = random.standard_normal(out.shape, np.float32)
+    if op.layer is None and isinstance(op, MatMul):  # the head: rows of rare tokens are small, and so are their errors
+        norms = np.linalg.norm(_values(session, op), axis=1)[: out.shape[1]]
+        noise *= norms / np.sqrt(np.square(norms).mean())
+    out += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean())
+
+
+def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated) -> Iterator[tuple[slice, Floats]]:
+    """Yield the rows of an input that share a matrix, and the matrix."""
+    weights = _values(session, op)
+    if isinstance(op, GatedLinear):
+        yield slice(0, view.tokens), weights
+        return
+    entries = len(view.floats(op.x))
+    experts = view.words(op.listed, ROUTE_WORDS * entries)[routes.ROUTE_EXPERT // 4 :: ROUTE_WORDS]
+    bounds = np.searchsorted(experts, np.arange(op.experts + 1))
+    for number, (a, b) in enumerate(pairwise(bounds)):
+        if a < b:
+            yield slice(a, b), weights.reshape(op.experts, -1, weights.shape[1])[number]
+
+
+def _noisy_gates(session: Session, op: GatedLinear | ExpertsGated, x: Floats, weights: Floats, width: int,
+                 random: np.random.Generator) -> Floats:
+    """Return act(x G^T + noise) * (x U^T + noise), of tiles of gate and up that alternate."""
+    own = x[:, : weights.shape[1]] @ weights.T
+    own += random.standard_normal(own.shape, np.float32) * np.sqrt(np.float32(SHARE) * np.square(own).mean())
+    tiles = own.reshape(len(x), -1, 2, TILE_ROWS)
+    gate, up = (tiles[:, :, i].reshape(len(x), -1) for i in (0, 1))
+    nothing = np.zeros((len(x), 0)), np.zeros((gate.shape[1], 0))  # the products are in the biases
+    values, _ = reference.gated_values(nothing[0], nothing[1], nothing[1], op.activation, gate.astype(np.float64),
+                                       up.astype(np.float64), limit=op.limit)
+    return values[:, :width].astype(np.float32)
+
+
+def _values(session: Session, op: MatMul) -> Floats:
+    """Return a matrix as the bundle has it."""
+    stored = session.graph.types[op.weight.name]
+    data = np.concatenate(list(session.bundle.stored(op.weight.name)))
+    shape = op.weight.shape[0], op.weight.shape[-1]
+    return np.asarray(layouts.unpack_tile16(data, stored.dtype, 0, shape), np.float32)
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)

@@ -1,0 +1,21 @@
+"""Effects of errors beside the statistics that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from edgeinfer.calibration.effects import Effect
+from edgeinfer.calibration.kept import EFFECTS_FILE, INDEX_FILE, VERSION, KeptStatistics
+
+
+def test_effects_are_kept_and_measured_again_where_they_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"version": VERSION, "files": {}}))
+    kept = KeptStatistics(tmp_path)
+    assert kept.effects is None
+    effects = {"head": Effect(1.5), "embed": Effect(0.25, 0.5)}
+    kept.keep_effects(effects)
+    assert kept.effects == effects and [path.name for path in tmp_path.iterdir() if "." + "json." in path.name] == []
+    for damaged in ("{", "[]", '{"head": 3}', '{"head": ["much"]}'):
+        (tmp_path / EFFECTS_FILE).write_text(damaged)
+        assert kept.effects is None
