@@ -1,9 +1,10 @@
-"""Several processes on Ray: recovery, files of requests, routing, and prompts that are computed apart.
+"""Several processes on Ray: recovery, files of requests, and routing.
 
     python benchmarks/cluster.py --model BUNDLE --parts recovery,killed --document docs/measurements/several-machines.md
 
 Ray runs on this machine alone, so nothing is said of a network. `routing` has replicas that only wait, so that it
-measures the choice and not the machine. `killed` ends `edgeinfer batch` four times and starts it again.
+measures the choice and not the machine; beside it is the least that any choice can reach. `killed` ends `edgeinfer
+batch` four times and starts it again. Prompts that are computed apart have a script of their own, `prompts_apart.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import fill
@@ -32,7 +33,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import machine, publish, row, table
-from benchmarks.peers.http_server import HOST, HttpServer, Streamed, ask_all, free_port, running, streamed_request
+from benchmarks.peers.http_server import HOST, HttpServer, ask_all, free_port, running, streamed_request
 from edgeinfer.cluster.job import Done, Facts, Identity, Item, Job, Part, Speeds
 from edgeinfer.cluster.remote_engine import RemoteEngine
 from edgeinfer.cluster.tasks import RemoteGeneration
@@ -44,7 +45,8 @@ KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
 SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE, TURNS = 16, 32, 48, 8, 2
 REQUESTS, LOADS = 400, (0.1, 0.25, 0.5)
 LEAST_GAP = 0.05
-PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 160, 3
+LATE = 0.05
+"""Share of requests beyond a 95th percentile."""
 Row = tuple[str, str, str, str]
 """A line of a table: the quantity, its figure, the figure asked for, and a remark."""
 
@@ -236,78 +238,64 @@ def routing(model: str) -> list[Row]:
                                                       load)), 0.95) for n in (1, 3))
         rows.append((f"one of three replicas three times slower, at {load:.0%} of the even pool's speed: P95 TTFT in "
                      "that of an even pool", f"{uneven / even:.2f}", "at most 1.3",
-                     f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens"))
+                     f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens; the least of any choice is "
+                     f"{least(load, speeds) / even:.2f}"))
     return rows
+
+
+def arrivals(load: float, pool: int, speeds: Speeds) -> Iterator[tuple[list[int], float]]:
+    """Yield prompts, and the seconds until the next one."""
+    draw = random.Random(7)
+    for _ in range(REQUESTS):
+        yield [draw.randrange(100) for _ in range(256)], draw.expovariate(load * pool / (256 * speeds.prompt))
+
+
+def least(load: float, speeds: Speeds) -> float:
+    """Return the least P95 TTFT of two replicas and one that is three times slower, for who knows all arrivals.
+
+    Within less than three times a prompt's seconds only the two fast ones answer. Prompts are alike, so giving each in
+    its turn to the one that is free first, unless it would be late, leaves the fewest that are late.
+    """
+    prompt = 256 * speeds.prompt
+    for limit in (prompt * (1 + i / 50) for i in range(101)):
+        now, free, late = 0.0, [0.0, 0.0], 0
+        for _, gap in arrivals(load, 3, speeds):
+            free.sort()
+            end = max(free[0], now) + prompt
+            if end - now > limit * 1.000001:
+                late += 1
+            else:
+                free[0] = end
+            now += gap
+        if late <= LATE * REQUESTS:
+            return limit
+    return 3 * prompt
 
 
 async def _ttfts(speeds: list[Speeds], load: float) -> list[float]:
     """Return the times to first token of requests that come at random."""
     config = RuntimeConfig(ctx=1024, max_sequences=16)
     replicas = [Waiting(i, one, config) for i, one in enumerate(speeds)]
-    engine, draw, waits = RemoteEngine(replicas, 1 << 20, print), random.Random(7), []  # type: ignore[arg-type]
-    for _ in range(REQUESTS):
-        ids = [draw.randrange(100) for _ in range(256)]
+    engine, waits = RemoteEngine(replicas, 1 << 20, print), []  # type: ignore[arg-type]
+    for ids, gap in arrivals(load, len(speeds), min(speeds)):
         task = RemoteGeneration(replicas[0].facts, None, ids, GenerationConfig(max_tokens=32, ignore_eos=True), (),
                                 False, True)
         request: Request[Any] = Request(engine, task)  # type: ignore[arg-type]
         request.start()
         waits.append(request)
-        await asyncio.sleep(draw.expovariate(load * len(speeds) / (256 * speeds[0].prompt)))
+        await asyncio.sleep(gap)
     while not all(one.ended for one in waits):
         await asyncio.sleep(0.1)
     return [one.task.result().ttft_ms for one in waits]
 
 
-# -- prompts apart ---------------------------------------------------------------------------------------------------
-
-
-def apart(model: str) -> list[Row]:
-    """Measure the gaps of four streams alone, beside prompts, and beside prompts that are computed apart."""
-    gaps: dict[str, list[float]] = {}
-    rows: list[Row] = []
-    for name, more in (("apart", ("--prefill", "1", "--decode", "1")), ("together", ("--replicas", "1"))):
-        command, port = served(model, "-t", "1", "--ctx", "2048", "--budget", "4GB", *more)
-        with running(command, port):
-            if name == "apart":
-                gaps["alone"] = _gaps(ask_all(port, _streams(0), STREAMS)[0])
-            prompts = threading.Thread(target=ask_all, args=(port, _prompts(), 1))
-            threading.Timer(2.0, prompts.start).start()
-            gaps[name] = _gaps(ask_all(port, _streams(1), STREAMS)[0])
-            prompts.join()
-            if name == "apart":
-                received = sum(one["received_bytes"] for one in states(port))
-                expected = sum(one["expected_bytes"] for one in states(port))
-                rows.append(("bytes of prompts that went, in those of the plan", f"{received / max(expected, 1):.4f}",
-                             "within 0.01 of 1", f"{received / 1e6:.1f} MB"))
-        print(name, {one: (f"{percentile(all_, 0.5):.3f}", f"{percentile(all_, 0.99):.3f}")
-                     for one, all_ in gaps.items()}, file=sys.stderr)
-    tails = {one: percentile(found, 0.99) for one, found in gaps.items()}
-    middle = {one: percentile(found, 0.5) for one, found in gaps.items()}
-    what = ", ".join(f"{one} {1000 * middle[one]:.0f} and {1000 * tails[one]:.0f} ms" for one in gaps)
-    return [(f"{STREAMS} streams beside prompts of {PROMPT} that are computed apart: P99 ITL in that of the streams "
-             "alone", f"{tails['apart'] / tails['alone']:.2f}", "at most 1.1",
-             f"{Path(model).name}, replicas of one thread; median and P99: {what}"), *rows]
-
-
-def _streams(turn: int) -> list[dict[str, Any]]:
-    return [streamed_request([turn + 2, i + 3, *[9 + i] * 14], STREAM_TOKENS) for i in range(STREAMS)]
-
-
-def _prompts() -> list[dict[str, Any]]:
-    return [streamed_request([i + 20, *[31 + i] * (PROMPT - 1)], 2) for i in range(PROMPTS)]
-
-
-def _gaps(answers: list[Streamed]) -> list[float]:
-    return [gap for one in answers for gap in one.gaps]
-
-
-PARTS = {"recovery": recovery, "killed": killed, "speed": speed, "routing": routing, "apart": apart}
+PARTS = {"recovery": recovery, "killed": killed, "speed": speed, "routing": routing}
 
 
 def main() -> None:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="bundle of recovery, speed and apart")
+    parser.add_argument("--model", default="demo", help="bundle of recovery and speed")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--document", type=Path)
     options = parser.parse_args()

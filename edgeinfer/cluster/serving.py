@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 PROBES, PROBE_PROMPT, PROBE_TOKENS = 4, 64, 8
 """Runs that measure a replica when it opens, and their tokens."""
+AHEAD = 8
+"""Parts of a prompt that may wait until they are written."""
 
 
 def facts_of(llm: LLM) -> Facts:
@@ -83,19 +86,24 @@ class Serving:
 
     async def _receive(self, request: Request[Any], job: Job) -> Incoming | None:
         """Let the KV blocks of a prompt be written as they come; None if it is to be computed here."""
-        incoming, come = Incoming(job.handed, lambda: request.ended), True
+        incoming, writing = Incoming(job.handed, lambda: request.ended), deque[asyncio.Event]()
         try:
             async for part in incoming.parts():
-                if not (come := await _written(request, part)):
+                writing.append(_written(request, part))
+                if len(writing) > AHEAD:
+                    await writing.popleft().wait()
+                if _failed(request):
                     break
+            for one in writing:
+                await one.wait()
+            if not _failed(request):
+                return incoming
         except WorkerLost:  # the link is down, or the other one has failed
-            come = False
+            pass
         except BaseException:
-            request.receive(None, lambda: None)
+            _written(request, None)
             raise
-        if come and not request.ended:
-            return incoming
-        await _written(request, None)
+        await _written(request, None).wait()
         return None
 
     def prefill(self, job: Job) -> bool:
@@ -171,13 +179,21 @@ class Serving:
                    tuple(reader.read()) if reader else ())
 
 
-async def _written(request: Request[Any], part: bytes | None) -> bool:
-    """Return when a part of a prompt is in its blocks, or these are given back, and whether the rest is of use."""
+def _written(request: Request[Any], part: memoryview | None) -> asyncio.Event:
+    """Return what is set when a part of a prompt is in its blocks, or when these are given back."""
     told, loop = asyncio.Event(), asyncio.get_running_loop()
-    request.receive(part, lambda: loop.call_soon_threadsafe(told.set))
-    await told.wait()
-    assert request.remote_prompt is not None
-    return request.remote_prompt.error is None and not request.ended
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(told.set)
+
+    request.receive(part, tell)
+    return told
+
+
+def _failed(request: Request[Any]) -> bool:
+    """Return whether the rest of a prompt is of no use any more."""
+    return request.ended or (request.remote_prompt is not None and request.remote_prompt.error is not None)
 
 
 class Reader:

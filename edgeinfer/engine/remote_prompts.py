@@ -43,7 +43,7 @@ class Part(NamedTuple):
     """Blocks of a prompt; None gives back those that are there."""
 
     prompt: RemotePrompt
-    data: bytes | None
+    data: bytes | memoryview | None
     told: Callable[[], object]
     """Called when they are written, or will not be."""
 

@@ -96,7 +96,7 @@ class Request(Generic[Result]):
             self._leave()
             raise
 
-    def receive(self, part: bytes | None, told: Callable[[], object]) -> None:
+    def receive(self, part: bytes | memoryview | None, told: Callable[[], object]) -> None:
         """Let KV blocks of the prompt be written that another process computes, in order, before the request starts.
 
         They are those of all tokens but the last. None gives them back, so that the prompt is computed here.

@@ -95,7 +95,8 @@ class Caching:
         that the sequence has if its prompt is complete."""
         raise RequestError("This model cannot compute prompts for others.")
 
-    def write_blocks(self, sequence: Sequence, part: bytes, ids: Items[int]) -> Iterator[None]:
+    def write_blocks(self, sequence: Sequence, part: bytes | memoryview, ids: Items[int]
+                     ) -> Iterator[None]:
         """Write a part of a prompt, in order, into a sequence that is empty until the last one: then it has `ids`.
 
         The caller may do other things whenever the iterator stops. It truncates the sequence where a part is missing.

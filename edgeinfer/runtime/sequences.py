@@ -95,7 +95,7 @@ class SequenceOwner(ModelRunner):
         """Return parts of a prompt; see `Runner.read_blocks`."""
         return self._parts.read(sequence, first, complete)
 
-    def write_blocks(self, sequence: Sequence, part: bytes, ids: Items[int]) -> Iterator[None]:
+    def write_blocks(self, sequence: Sequence, part: bytes | memoryview, ids: Items[int]) -> Iterator[None]:
         """Write a part of a prompt; see `Runner.write_blocks`."""
         return self._parts.write(sequence, part, ids)
 

@@ -19,10 +19,11 @@ from edgeinfer.runner import GONE, Sequence
 from .cache_file import origin
 from .sequence import KVCache
 
-PART_BYTES = 4 << 20
+PART_BYTES = 1 << 20
 """Bytes of a part at most, unless a single block or a recurrent state has more."""
 ALL, WINDOW, STATE = "all", "window", "state"
 """Contents of a part: blocks of layers that keep all tokens, of layers with a window, or the recurrent state."""
+Buffer = bytes | memoryview
 _SIZE = struct.Struct("<Q")
 
 
@@ -63,7 +64,7 @@ class PromptParts:
             text = json.dumps(header | {"last": complete and number == len(ranges) - 1}).encode()
             yield b"".join([_SIZE.pack(len(text)), text, *self._read(sequence, kind, begin, stop)])
 
-    def write(self, sequence: Sequence, part: bytes, ids: Items[int]) -> Iterator[None]:
+    def write(self, sequence: Sequence, part: Buffer, ids: Items[int]) -> Iterator[None]:
         """Write a part into blocks of a sequence, and stop after each plane, so that the caller can do other things.
 
         The sequence has no tokens until the last part is written; then it has `ids`.
@@ -110,12 +111,12 @@ class PromptParts:
             sequence.blocks.append(self._kv.take())
         return sequence.blocks
 
-    def _parsed(self, part: bytes, n_blocks: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+    def _parsed(self, part: Buffer, n_blocks: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
         """Return the header of a part and what follows it, whose size is that of its planes."""
         size = _SIZE.unpack_from(part)[0] if len(part) >= _SIZE.size else 0
         start = _SIZE.size + size
         try:
-            header = parse_json(part[_SIZE.size : start])
+            header = parse_json(bytes(part[_SIZE.size : start]))
             found = {name: header[name] for name in self._origin}
             kind, first, end, last = (header[name] for name in ("kind", "first", "end", "last"))
             numbers = [first, end, header.get("gone", 0), header.get("base", 0)]
