@@ -32,7 +32,7 @@ RECORD = Path(__file__).parent / "data" / "kernels.json"
 _ONE_GROUP = tuple(end for end in WEIGHTS if end not in ("q4_g64", "q4m_g64", "q4m_g128", "int8_g64"))
 LOWER = {
     "linear": _ONE_GROUP,
-    "embed": _ONE_GROUP,
+    "embed": ("q4_g32", "q4_g128", "int8_g32", "q4k_g32", "q6_g16", "mxfp4_g32", "f16", "f32"),
     "gated": ("q4_g32", "q4_g128", "int8_g32", "q4k_g32", "q6_g16", "mxfp4_g32", "f16", "f32"),
     "experts_gated": ("q4_g32", "int8_g32", "mxfp4_g32", "f32"),
     "experts_down": ("q4_g32", "int8_g32", "mxfp4_g32", "f32"),

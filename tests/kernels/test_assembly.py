@@ -34,56 +34,44 @@ MACHINES = {"x86_64": 62, "aarch64": 183}
 """ELF's numbers of the architectures."""
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory):
-    """Give an ISA level's directory with the objects and assembly of KERNELS; each ISA level compiles once."""
-    done: dict[Isa, Path] = {}
-
-    def compile_some(level: Isa) -> Path:
-        if level not in done:
-            out = tmp_path_factory.mktemp(f"{level.machine}-{level.name}")
-            environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
-            environment |= {"NUMBA_CPU_NAME": level.cpu, "NUMBA_CPU_FEATURES": level.features,
-                            "EDGEINFER_ASSEMBLY": str(out)}
-            command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", level.machine, level.name]
-            names = "".join(f"{name}\n" for name in KERNELS).encode()
-            run = subprocess.run(command, input=names, env=environment, cwd=ROOT, capture_output=True)
-            assert run.returncode == 0, run.stderr
-            assert b"not a recognized" not in run.stderr  # a misspelt feature is only a warning to LLVM
-            rest = run.stdout
-            for name in KERNELS:
-                header, _, rest = rest.partition(b"\n")
-                assert header.split()[0] == name.encode()
-                (out / f"{name}.o").write_bytes(rest[: int(header.split()[1])])
-                rest = rest[int(header.split()[1]) :]
-            done[level] = out
-        return done[level]
-
-    return compile_some
+def compiled(level: Isa, out: Path) -> list[tuple[str, bytes]]:
+    """Compile KERNELS for an ISA level; gives the assembly and the object of each."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
+    environment |= {"NUMBA_CPU_NAME": level.cpu, "NUMBA_CPU_FEATURES": level.features, "EDGEINFER_ASSEMBLY": str(out)}
+    command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", level.machine, level.name]
+    names = "".join(f"{name}\n" for name in KERNELS).encode()
+    run = subprocess.run(command, input=names, env=environment, cwd=ROOT, capture_output=True)
+    assert run.returncode == 0, run.stderr
+    assert b"not a recognized" not in run.stderr  # a misspelt feature is only a warning to LLVM
+    made, rest = [], run.stdout
+    for name in KERNELS:
+        header, _, rest = rest.partition(b"\n")
+        assert header.split()[0] == name.encode()
+        size = int(header.split()[1])
+        made.append(((out / f"{name}.s").read_text(), rest[:size]))
+        rest = rest[size:]
+    return made
 
 
-@pytest.fixture(params=ISA_LEVELS, ids=lambda level: f"{level.machine}-{level.name}")
-def level(request: pytest.FixtureRequest) -> Isa:
-    return request.param
-
-
-def assembly(directory: Path, name: str) -> str:
-    return (directory / f"{name}.s").read_text()
+@pytest.mark.parametrize("level", ISA_LEVELS, ids=lambda level: f"{level.machine}-{level.name}")
+def test_machine_code(level: Isa, tmp_path: Path) -> None:
+    """One test for all that is looked for, since compiling takes by far the most of the time."""
+    for text, code in compiled(level, tmp_path):
+        matmuls_use_the_instruction_of_their_isa_level(text, level)
+        scales_are_converted_and_added_by_instructions(text, level)
+        nothing_beyond_the_isa_level_is_used(text, level)
+        objects_need_nothing_but_memory_functions(code, level)
 
 
 def found(pattern: str, text: str) -> bool:
     return re.search(pattern, text, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_matmuls_use_the_instruction_of_their_isa_level(compiled, level: Isa, name: str) -> None:
-    text = assembly(compiled(level), name)
+def matmuls_use_the_instruction_of_their_isa_level(text: str, level: Isa) -> None:
     assert {matmul for matmul, pattern in MATMULS.items() if found(pattern, text)} == USED[level.name]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_scales_are_converted_and_added_by_instructions(compiled, level: Isa, name: str) -> None:
-    text = assembly(compiled(level), name)
+def scales_are_converted_and_added_by_instructions(text: str, level: Isa) -> None:
     arm, plain = level.machine == "aarch64", level.machine == "x86_64" and level.name == "generic"
     assert found(r"^\tfcvtl\t", text) == arm
     assert found(r"^\tfmla\t", text) == arm
@@ -92,10 +80,8 @@ def test_scales_are_converted_and_added_by_instructions(compiled, level: Isa, na
     assert not found(r"__(extend|trunc)|__gnu_[hf]2[hf]", text)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_nothing_beyond_the_isa_level_is_used(compiled, level: Isa, name: str) -> None:
+def nothing_beyond_the_isa_level_is_used(text: str, level: Isa) -> None:
     """Registers and instructions that the machine may lack, or that belong to its system."""
-    text = assembly(compiled(level), name)
     if level.machine == "x86_64":
         widest = {"avx512vnni": "zmm", "generic": "xmm"}.get(level.name, "ymm")
         assert set(re.findall(r"%([xyz]mm)\d", text)) >= {widest}
@@ -109,8 +95,6 @@ def test_nothing_beyond_the_isa_level_is_used(compiled, level: Isa, name: str) -
             assert not found(r"^\t(ldadd|swp|cas)\w*\b", text)  # Armv8.0 has none but loads and stores
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_objects_need_nothing_but_memory_functions(compiled, level: Isa, name: str) -> None:
-    code = (compiled(level) / f"{name}.o").read_bytes()
+def objects_need_nothing_but_memory_functions(code: bytes, level: Isa) -> None:
     assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == MACHINES[level.machine]
     assert elf.undefined_symbols(code) <= {"memset", "memcpy", "memmove"}

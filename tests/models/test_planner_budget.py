@@ -80,9 +80,9 @@ def test_streaming_is_not_planned_where_all_weights_fit(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("weights", ["f32", "f16", "int8", "q4"])
-@pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
-@pytest.mark.parametrize("ctx", [16, 48, 250, 1000, 4096, 65536, 100_000])
+@pytest.mark.parametrize(("ctx", "kv", "weights"), [
+    (ctx, kv, weights) for i, ctx in enumerate((16, 48, 250, 1000, 4096, 65536, 100_000))
+    for j, kv in enumerate(("int8", "f16", "f32")) for weights in ("f32", "f16", "int8", "q4")[(i + j) % 2 :: 2]])
 def test_alternatives_fit_and_nothing_larger_does(ctx: int, kv: str, weights: str) -> None:
     """For budgets from hopeless to one byte short: each alternative is planned again with its options."""
     least, most = total(16, "int8", "q4", 128), total(ctx, kv, weights)

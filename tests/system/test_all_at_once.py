@@ -18,6 +18,7 @@ from tests.helpers.at_once import Asked, asked_for, each_alone, engine_of, forms
 from tests.helpers.offloaded import CONFIG, made
 from tests.helpers.screened import write_screened_demo
 from tests.helpers.sessions import HYBRID, TINY, WINDOWED, running, write_model
+from tests.kernel_selection import everything
 
 
 @dataclass
@@ -52,6 +53,10 @@ MODELS = {
     "sparse": sparse_model("exact"),
     "predicted": sparse_model("predict"),
 }
+
+
+WHOLE, PARTS = (True, True, 2, True), ((False, False, 1, False), (True, False, 3, True), (False, True, 1, True))
+"""Prefix cache, drafts, threads, and whether the pool is for few of the requests."""
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +114,13 @@ def test_some_at_once(folder: Path, name: str, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("reuse", "speculate", "threads", "crowded"), [
-    (True, True, 2, True), (False, False, 1, False), (True, False, 3, True), (False, True, 1, True),
-])
-def test_two_hundred_at_once(folder: Path, name: str, reuse: bool, speculate: bool, threads: int, crowded: bool,
-                             caplog: pytest.LogCaptureFixture) -> None:
-    """With prompts of 1 to 2000 tokens, if the model can be given so many."""
-    longest = MODELS[name].longest
-    compare(folder, name, 200, longest, reuse, speculate, threads, longest + 160 if crowded else None, caplog)
+def test_many_at_once(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With prompts of 1 to 2000 tokens, if the model can be given so many: all at a time, then one of its parts.
+
+    EDGEINFER_TEST_ALL=1 takes two hundred requests in place of one hundred, and every part with every model.
+    """
+    longest, turn = MODELS[name].longest, list(MODELS).index(name) % len(PARTS)
+    n, parts = (200, PARTS) if everything() else (100, PARTS[turn : turn + 1])
+    for reuse, speculate, threads, crowded in (WHOLE, *parts):
+        caplog.clear()
+        compare(folder, name, n, longest, reuse, speculate, threads, longest + 160 if crowded else None, caplog)

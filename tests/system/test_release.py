@@ -73,20 +73,27 @@ class Installed:
         """Run the command line, or with ``-c`` this interpreter; the cache is where `variables` say, and else empty."""
         environment = {key: value for key, value in os.environ.items()
                        if not key.startswith(("EDGEINFER_", "XDG_", "NUMBA_")) and (home or key != "HOME")}
-        environment |= {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"PYTHONPATH": str(self.site), "PYTHONPYCACHEPREFIX": f"{self.site}-bytecode"}
         environment |= variables or {"EDGEINFER_CACHE": str(self.elsewhere / "cache")}
         start = [sys.executable] if arguments[0] == "-c" else [sys.executable, "-m", "edgeinfer"]
         return subprocess.run([*start, *arguments], cwd=self.elsewhere, env=environment, capture_output=True, text=True)
 
 
-@pytest.fixture
-def installed(wheel: Path, tmp_path: Path) -> Installed:
-    """The wheel, newly installed."""
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("installed") / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
-    done = subprocess.run([*command, str(tmp_path / "site"), str(wheel)], capture_output=True, text=True)
+    done = subprocess.run([*command, str(folder), str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def installed(site: Path, tmp_path: Path) -> Installed:
+    """The installation, which tests leave as it is, and a new folder."""
     (tmp_path / "elsewhere").mkdir()
-    return Installed(tmp_path / "site", tmp_path / "elsewhere")
+    return Installed(site, tmp_path / "elsewhere")
 
 
 def test_the_wheel_carries_the_objects(wheel: Path) -> None:
@@ -144,6 +151,7 @@ def test_without_a_cache_it_runs_all_the_same(installed: Installed, home: bool) 
 
 def test_a_damaged_object_is_named_and_compiled_into_the_cache(installed: Installed) -> None:
     """The user's own set stands for the compiler, which would take half a minute: it lies in the cache already."""
+    installed = Installed(shutil.copytree(installed.site, installed.elsewhere.parent / "site"), installed.elsewhere)
     code = (file := installed.package / "quantize.o").read_bytes()
     file.write_bytes(code[:200] + bytes([code[200] ^ 1]) + code[201:])
     script = (
