@@ -6,7 +6,7 @@ The table is shape_sizes.json; ``python -m tests.make_sizes`` makes it from the 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from .description import ModelDescription
 
 TYPES = ("f16", "int8", "Q6_K", "Q5_K_M", "Q4_K_M", "q4", "Q4_0", "IQ4_XS")
-"""Types that edgeinfer makes, and those of files that are downloaded, the most exact first."""
+"""Types that people run: those that edgeinfer makes by default, and files that are downloaded, the most exact first."""
+MADE = ("f16", "int8", "q6", "q5m", "q5k", "q5", "q4m", "q4k", "iq4", "iq4k", "tableq", "q4", "mxfp4", "tableq3")
+"""Types that edgeinfer makes of a checkpoint, the most exact first."""
+COMPARED = ("f16", "int8", "q6", "Q6_K", "q5m", "q5k", "q5", "Q5_K_M", "q4m", "q4k", "Q4_K_M", "iq4", "iq4k", "IQ4_XS",
+            "tableq", "q4", "Q4_0", "mxfp4", "tableq3")
+"""All of them."""
 OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits")
 """Fields of the traffic that depend on the type."""
 KV, CTX = "int8", 4096
@@ -32,7 +37,7 @@ class Sized:
 
     name: str
     kind: str
-    """One of `TYPES`."""
+    """One of `COMPARED`."""
     parameters: int
     longest: int
     """Context that it was trained for."""
@@ -64,6 +69,13 @@ def of_type(model: ModelDescription) -> list[float]:
     return [model.weight_bytes, *(getattr(traffic, name) for name in OF_TYPE)]
 
 
+def of_description(model: ModelDescription, kind: str, total_bytes: int, ctx: int) -> Sized:
+    """Return a model that is no built-in shape; `total_bytes` are those of its plan with a context of `ctx`."""
+    sized = Sized(model.name, kind, model.parameters, model.config.max_position_embeddings, model.weight_bytes, 0,
+                  model.traffic(KV))
+    return replace(sized, other_bytes=round(total_bytes - sized.run_bytes(ctx)))
+
+
 @cache
 def _table() -> dict[str, Any]:
     return dict(json.loads(Path(__file__).with_name("shape_sizes.json").read_text(encoding="utf-8")))
@@ -75,10 +87,15 @@ def names() -> list[str]:
 
 
 def sized(name: str, kind: str) -> Sized:
-    """Return a built-in shape with one type of weights."""
+    """Return a built-in shape with one type of weights; a type that the table lacks takes 20 ms to describe."""
     from edgeinfer.devices import Traffic
 
     row = _table()[name]
+    if kind not in row["types"]:
+        from .describe import describe
+
+        model = describe(name, kind)
+        return replace(sized(name, "q4"), kind=kind, file_bytes=model.weight_bytes, traffic=model.traffic(KV))
     nbytes, *values = row["types"][kind]
     traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=True)))
     return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic)

@@ -43,7 +43,7 @@ def parse_link(text: str) -> Link:
         raise UsageError(f"--link is {text!r:.80}; give {', '.join(LINKS)}, or a rate such as 50MB/s or 1Gbit/s.")
     rate = float(found[1]) * _UNITS[found[2]] / (8 if found[3] == "bit" else 1)
     if not rate:
-        raise UsageError(f"--link is {text!r:.80}; the rate must be above 0.")
+        raise UsageError(f"--link is {text!r:.80}; the rate must be above 0, as in 1MB/s.")
     return Link(text.strip(), rate, RATE_SECONDS)
 
 

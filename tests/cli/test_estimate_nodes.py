@@ -69,7 +69,7 @@ def test_when_two_are_worse_than_one() -> None:
     (["--link", "1GbE"], "--link 1GbE is the network between --nodes; name them."),
     (["--nodes", "rpi5"], "--nodes is 'rpi5'; name two machines or more, as in rpi5,rpi5."),
     (["--nodes", "rpi5,"], "--nodes is 'rpi5,'; name two machines or more"),
-    (["--nodes", "rpi5,m4", "--link", "0MB/s"], "--link is '0MB/s'; the rate must be above 0."),
+    (["--nodes", "rpi5,m4", "--link", "0MB/s"], "--link is '0MB/s'; the rate must be above 0"),
     (["--nodes", "rpi5,m4", "--link", "string"], "--link is 'string'; give 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4"),
     (["--nodes", "rpi5,m4", "--machine", "m4"], "leave out --machine."),
     (["--nodes", "rpi5,m4", "--users", "2"], "leave out --users."),

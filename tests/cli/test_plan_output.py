@@ -23,8 +23,8 @@ def test_what_people_see(tmp_path: Path) -> None:
     lines = done.out.splitlines()
     assert done.code == 0
     assert lines[0].startswith("It fits, with 9 layers read from storage: 4.94 GB of 5.00 GB; ")
-    assert lines[0].endswith("s (edgeinfer, CPU)")
-    assert lines[1].startswith("llama-3.1-8b: 8.03 B parameters, built-in shape, as meta-llama/Llama-3.1-8B")
+    assert lines[1].endswith("s (edgeinfer, CPU)")
+    assert lines[2].startswith("llama-3.1-8b: 8.03 B parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("r  resident") and "private" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
     assert len(bar) == 64 and bar.count("r") > 40 and "K" in bar
@@ -48,10 +48,7 @@ def test_lines_fit_a_terminal(model: str) -> None:
     """80 columns, whatever the model; only the model's name and origin may need more."""
     for budget in ("1MB", "40GB"):
         out = edgeinfer("plan", model, "--machine", "rpi5", "--budget", budget, "--ctx", 1024).out
-        first, _, *rest = out.splitlines()
-        assert len(first) <= 130
-        wide = [line for line in rest if len(line) > 80 and not line.startswith("[")]
-        assert all(" private " in line for line in wide)  # regions, of which the reasons are long
+        assert all(line.startswith(f"{model}: ") for line in out.splitlines() if len(line) > 80)
         assert out.isascii()
     out = edgeinfer("estimate", model, "--machine", "rpi5", "--ctx", 1024).out
     assert not [line for line in out.splitlines() if len(line) > 80]

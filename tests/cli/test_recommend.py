@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.models import sizes
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import edgeinfer
+from tests.helpers.gguf_files import sizes_for, write_gguf
 from tests.make_sizes import TABLE, row
 
 SAMPLE = ("smollm2-135m", *random.Random(4).sample([name for name in builtin_shapes() if "deepseek-v3" not in name], 2))
@@ -59,16 +62,42 @@ def test_all_types_are_compared_in_one_table() -> None:
     shown, out = edgeinfer(*asked), edgeinfer(*asked, "--json").json
     assert shown.code == 0 and shown.out.startswith("int8 is the most exact that fits Apple M4, 16 GB")
     assert max(map(len, shown.out.splitlines())) <= 80
-    assert [found["weights"] for found in out["types"]] == list(sizes.TYPES)
-    for found in out["types"][1:4]:
-        planned = edgeinfer("plan", f"qwen3-8b {found['weights']}", "--machine", "m4 16gb", "--json").json
+    assert [found["weights"] for found in out["types"]] == list(sizes.COMPARED)
+    rows = {found["weights"]: found for found in out["types"]}
+    for found in (rows[kind] for kind in ("int8", "Q6_K", "Q4_K_M", "tableq", "tableq3", "q5m")):
+        how = ("qwen3-8b", "--weights", found["weights"]) if found["made"] else (f"qwen3-8b {found['weights']}",)
+        planned = edgeinfer("plan", *how, "--machine", "m4 16gb", "--json").json
         assert planned["total_bytes"] == pytest.approx(found["total_bytes"], rel=0.02)
         assert planned["fits"] == found["fits"]
     assert edgeinfer("plan", "llama-3.1-70b", "--machine", "rpi5", "--compare").code == 3
     for more, sentence in ((["--weights", "q4"], "--compare shows all types, and --weights q4 selects one"),
                            (["--budget", "0"], "--budget")):
         assert sentence in edgeinfer(*asked, *more).err
-    assert "'demo' is none; near ones are" in edgeinfer("plan", "demo", "--compare", "--machine", "m4").err
+    assert "'nosuch-9z'" in edgeinfer("plan", "nosuch-9z", "--compare", "--machine", "m4").sentence
+
+
+def test_models_on_disk_are_compared(tmp_path: Path) -> None:
+    """A bundle and a checkpoint with all types that can be made; a quantised file as it is and with smaller ones."""
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(dict(builtin_shapes()["tinyllama-1.1b"].config)))
+    out = edgeinfer("plan", checkpoint, "--compare", "--machine", "rpi5", "--json").json
+    shape = edgeinfer("plan", "tinyllama-1.1b", "--compare", "--machine", "rpi5", "--json").json
+    same = {kind["weights"]: kind for kind in shape["types"]}
+    assert [kind["weights"] for kind in out["types"]] == list(sizes.MADE) and out["shape"] is None
+    for found in out["types"]:
+        wanted = same[found["weights"]]
+        assert found["file_bytes"] == wanted["file_bytes"]
+        assert found["total_bytes"] == pytest.approx(wanted["total_bytes"], rel=0.02)
+        assert found["decode_tok_per_s"] == pytest.approx(wanted["decode_tok_per_s"], rel=0.02)
+    shown = edgeinfer("plan", "demo", "--compare", "--machine", "rpi5").out
+    assert "as it is" in shown and "made from its checkpoint" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    path = tmp_path / "model-q4_0.gguf"
+    write_gguf(path, make_checkpoint(tmp_path / "small", "llama", **sizes_for("Q4_0")), "Q4_0")
+    assert edgeinfer("plan", path, "--compare", "--machine", "rpi5").out.startswith("The file as it is fits")
+    rows = edgeinfer("plan", path, "--compare", "--machine", "rpi5", "--json").json["types"]
+    assert rows[0]["weights"] == "as it is" and all(one["file_bytes"] < rows[0]["file_bytes"] for one in rows[1:])
 
 
 def test_code_and_documents_have_other_models() -> None:

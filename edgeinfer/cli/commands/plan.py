@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +58,8 @@ def plan(
                                            "how many sequences fit.")
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare all types of weights of a built-in shape: memory, speed, loss.")
+        bool, typer.Option("--compare", help="Compare all types of weights that can be made or "
+                           "downloaded: memory, speed, loss.")
     ] = False,
     max_sequences: Annotated[
         int | None, typer.Option("--max-sequences", metavar="N", show_default=False,
@@ -139,22 +141,23 @@ def plan(
 
 
 def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -> int:
-    """Print a built-in shape with all types of weights and return the exit code."""
+    """Print a model with all types of weights and return the exit code."""
     from edgeinfer.devices import load_profile
 
-    from ...models import sizes
-    from ...models.spoken import near_shapes, spoken
-    from ..reports.comparison import compared, print_comparison
+    from ...models import DEMO, is_hub_id, sizes
+    from ...models.spoken import spoken
+    from ..reports.comparison import compared, compared_of, print_comparison
 
-    meant = spoken(model).shape
-    if meant is None or meant.name not in sizes.names():
-        near = ", ".join(map(repr, near_shapes(model)))
-        raise UsageError(f"--compare is of built-in shapes, and {model!r} is none; near ones are {near}.")
     if given.by_flag("weights"):
         raise UsageError(f"--compare shows all types, and --weights {given.weights} selects one; leave one out.")
     device = profile or load_profile("local")
-    longest = sizes.sized(meant.name, "q4").longest
-    out = compared(model, meant.name, device, given.ctx or min(longest, sizes.CTX), given.budget)
+    named = model != DEMO and not is_hub_id(model) and not Path(model).expanduser().exists()
+    meant = spoken(model).shape if named else None
+    if meant is None or meant.name not in sizes.names():
+        out = compared_of(model, device, given.ctx, given.budget)
+    else:
+        longest = sizes.sized(meant.name, "q4").longest
+        out = compared(model, meant.name, device, given.ctx or min(longest, sizes.CTX), given.budget)
     if given.json:
         print_json(out)
     else:

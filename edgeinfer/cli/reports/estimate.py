@@ -12,7 +12,7 @@ from ...registry import said
 from ..output import by, folded, print_table, speed, whose
 from .drafting import drafting_rows
 from .energy import energy_rows
-from .explain import print_explanation
+from .explain import limits_rows, print_explanation
 from .neurons import neurons_line
 from .storage import skipping_rows, storage_rows
 from .users import users_rows
@@ -94,6 +94,7 @@ def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from energy_rows(out, False)
     if out["users"]:
         yield from users_rows(out["users"])
+    yield from limits_rows(out["explain"])
     yield from skipping_rows(out)
     yield from drafting_rows(out["speculation"])
 

@@ -19,6 +19,7 @@ FIELD = ("with --explain: per formula `group`, `name`, `formula` (written out wi
 ACCEPTED, SPARSITY = 2.0, 0.8
 """Tokens per pass and share of zero rows for which techniques are shown."""
 LAYERS = 32
+LIMITS = "Limits"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,16 @@ def print_explanation(lines: list[dict[str, Any]]) -> None:
             print(f"\n{group}")
         print("\n".join(folded(f"{line['formula']} = {_shown(line['value'])}{' ' * bool(line['unit'])}{line['unit']}",
                                f"  {line['name']:17} ")))
+
+
+def limits_rows(lines: list[dict[str, Any]] | None) -> Iterator[tuple[str, str]]:
+    """Yield the row on which limit holds, memory or arithmetic, and how much of each is used."""
+    found = {line["name"]: line for line in lines or () if line["group"] == LIMITS}
+    if not found:
+        return
+    ffn = found["FFN"]["formula"].partition("; ")[2] if "FFN" in found else ""
+    used = ", ".join(f"{name} {found[name]['value']:.0f} %" for name in ("MBU", "MFU") if name in found)
+    yield "limits", f"{ffn}{'; ' if ffn else ''}{used}; the formulas are below"
 
 
 def _shown(value: float) -> str:
@@ -163,7 +174,7 @@ def _limits(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, c
     """Yield arithmetic intensities, the ridge point, and how much of bandwidth and peak is used."""
     from edgeinfer.devices import decode_terms, peak_of, prefill_terms
 
-    group, gbs, peak = "Limits", profile.bandwidth_gbs, peak_of(profile, constants)
+    group, gbs, peak = LIMITS, profile.bandwidth_gbs, peak_of(profile, constants)
     ridge = constants.mfu * peak / (constants.f_w * gbs) if peak else None
     if ridge and peak:
         yield Line(group, "ridge point", f"{constants.mfu:.3g} x {peak:.4g} G/s / ({constants.f_w:.3g} x {gbs:.4g} "

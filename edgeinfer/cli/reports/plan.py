@@ -9,7 +9,7 @@ from ... import registry
 from ...base.units import format_size
 from ...errors import printable
 from ...quant import WeightType
-from ..output import by, folded, print_json, print_table, say, speed, whose
+from ..output import by, folded, print_json, print_table, say, speed, table, whose
 from . import decision, neurons, nodes, serving, state, windows
 
 JSON_FIELDS = {
@@ -18,9 +18,11 @@ JSON_FIELDS = {
         "source": "where its description comes from",
         "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
         "itself; null with --device cuda where no GPU was found",
-        "types": "with --compare, instead of the regions: per type `weights`, `made` (by converting; "
-        "else downloaded as GGUF), `file_bytes`, `total_bytes`, `fits`, `decode_tok_per_s` with half the context "
-        "filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` (least and largest that was measured; null if none was)",
+        "types": "with --compare, instead of the regions: per type `weights`, `made` and `from` (by converting; "
+        "else downloaded as GGUF, or the model as it is), `file_bytes`, `total_bytes`, `fits`, `decode_tok_per_s` with "
+        "half the context filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` (least and largest that was measured; "
+        "null if none was); `shape`, the built-in one, or null; `quantised`, whether the weights are stored in "
+        "another type than floats; `bundle`",
         "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
         "refused where it does not fit",
         "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",
@@ -84,10 +86,13 @@ MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
-    print(verdict(report))
+    print("\n".join(folded(verdict(report))))
     print(printable(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}"))
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
-    print_table(_rows(report), right=[2])
+    rows = list(_rows(report))
+    lines = list(table((row[:-1] for row in rows), right=[2]))
+    for line, (*_, reason) in zip(lines, rows, strict=True):
+        print("\n".join(folded(reason, f"{line:{max(map(len, lines))}}  ")) if reason else line)
     print()
     if report["budget_bytes"] is not None:
         for line in bar_lines(report):

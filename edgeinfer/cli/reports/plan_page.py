@@ -61,7 +61,7 @@ def _report(query: Mapping[str, str]) -> str:
                       techniques=registry.settled(config.techniques, described.layers))
     out = estimate_object(described, profile, ctx, prompt, kv, (1.0, None), settled, 1, cards,
                           Questions(answer=answer, storage=storage))
-    return estimate_body({**out, "decision": None}, compared(model, model, profile, ctx))
+    return estimate_body({**out, "decision": None}, compared(model, model, profile, ctx, kinds=sizes.TYPES))
 
 
 def _one_of(query: Mapping[str, str], name: str, default: str, known: Iterable[str]) -> str:

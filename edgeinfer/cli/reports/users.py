@@ -17,7 +17,8 @@ FIELD = ("with --users: `users`, `prompt`, `answer` (tokens), `ttft_ms`, `tpot_m
          "`output_throughput` (tokens per second of all), `tok_per_s_each`, `requests_per_s`, `step_ms` of a step "
          "without prompts; `knee`, the users from which on arithmetic takes longer than reading; `memory_bytes` of all "
          "contexts and the weights, `budget_bytes`, and `most_users` that it holds; with --goodput `goodput`: `bounds`"
-         ", `met`, and `users` and `requests_per_s` at the most users that meet them, null if none does; else null")
+         ", `met`, `one` (what a single user gets), and `users` and `requests_per_s` at the most users that meet them, "
+         "null if none does; else null")
 MOST_USERS = 64
 
 
@@ -113,24 +114,34 @@ def _goodput(estimate: Callable[[int, int], Estimate], prompt: int, answer: int,
         return row if row and all(row[f"{metric}_ms"] <= most for metric, most in bounds) else None
 
     good = [row for users in range(1, memory.most_users + 1) if (row := met(users))]
-    last = good[-1] if good else None
-    return {"bounds": dict(bounds), "met": met(asked) is not None, "users": last and last["users"],
+    last, one = good[-1] if good else None, _of(estimate, 1, prompt, answer)
+    return {"bounds": dict(bounds), "one": {metric: one[f"{metric}_ms"] for metric, _ in bounds} if one else {},
+            "met": met(asked) is not None, "users": last and last["users"],
             "requests_per_s": last and last["requests_per_s"]}
 
 
 def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the report for people."""
-    rows = [(f"{out['users']} users", f"{out['tok_per_s_each']:.1f} tokens/s each, {out['output_throughput']:.1f} "
-             f"together, {out['requests_per_s']:.2g} requests/s; first token after {out['ttft_ms']:.0f} ms, then "
-             f"{out['tpot_ms']:.0f} ms per token ({out['prompt']} + {out['answer']} tokens)")]
+    lacks = "" if out["memory_bytes"] <= out["budget_bytes"] else (
+        f"memory holds {out['most_users']} users, so lower --users to that" if out["most_users"] else
+        "memory holds not even one, so choose a smaller model, -p or -n") + "; with enough of it "
+    rows = [(f"{out['users']} users", f"{lacks}{out['tok_per_s_each']:.1f} tokens/s each, "
+             f"{out['output_throughput']:.1f} together, {out['requests_per_s']:.2g} requests/s; first token after "
+             f"{out['ttft_ms']:.0f} ms, then {out['tpot_ms']:.0f} ms per token ({out['prompt']} + "
+             f"{out['answer']} tokens)")]
     knee = f"from {out['knee']} users on arithmetic is the limit, more users gain little" if out["knee"] else \
         "reading is the limit up to 64 users"
     fits = "" if out["memory_bytes"] <= out["budget_bytes"] else ", which does not fit"
     rows.append(("", f"{format_size(out['memory_bytes'])} of {format_size(out['budget_bytes'])}{fits}; it holds "
                      f"{out['most_users']} users; {knee}"))
     if good := out["goodput"]:
-        said = ", ".join(f"{metric.upper()} {most:g} ms" for metric, most in good["bounds"].items())
+        said = _bounds(good["bounds"])
         most = f"up to {good['users']} users do, {good['requests_per_s']:.2g} requests/s" if good["users"] else \
-            "not even one user does: allow more time, or a smaller model"
+            f"not even one user does; alone it is {_bounds(good['one'])}: allow that, or choose a smaller model"
         rows.append(("goodput", f"{out['users']} users {'meet' if good['met'] else 'do not meet'} {said}; {most}"))
     return rows
+
+
+def _bounds(times: dict[str, float]) -> str:
+    """Return times by metric as a sentence has them."""
+    return ", ".join(f"{metric.upper()} {ms:.4g} ms" for metric, ms in times.items())
