@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .device_classes import NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate, peak_of, prefill_terms
     from .gpus import SERVED, gpu_profile, served
+    from .known import profiles
     from .learning import fit_errors, learn, may_learn, with_runs
     from .neurons import (
         DEFAULT_CURVES,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         machine_name,
         processor_name,
         profile_table,
-        profiles,
         save_profile,
     )
     from .traffic import Traffic
@@ -68,8 +68,9 @@ __getattr__ = lazily(__name__, {
     "random_reads": "BreakEven break_even smallest_row",
     "speculation": "Drafted drafted least_acceptance pass_ms tokens_per_pass",
     "storage": "MEMORY_SPREAD STORAGE_SPREAD equipped slow_and_fast spread_of storage_report storages",
+    "known": "profiles",
     "gpus": "SERVED gpu_profile served",
-    "store": "load_profile local_path local_profile machine_name processor_name profile_table profiles "
+    "store": "load_profile local_path local_profile machine_name processor_name profile_table "
              "save_profile",
     "traffic": "Traffic",
     "units": "UNITS chosen processor_of",

@@ -18,7 +18,8 @@ from edgeinfer.errors import UsageError
 from .profile import DeviceProfile
 
 _STORAGE = re.compile(r"\b\d+ ?[gt]b (?:ssd|storage|nvme|emmc)\b")
-_MEMORY = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])(\d{1,3}) ?g\b")
+AMOUNT = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])([1-46-8]|1[0-268]|2[0-4]|32|36|4[08]|64|"
+                     r"80|96|128|192|256|512) ?g\b")
 _GENERATION = re.compile(r"\b1\dth gen\b")
 _SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
 _PLUS = re.compile(r"(?<=\d)\+")
@@ -31,6 +32,18 @@ _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
                    "google mediatek xiaomi graphics used new".split())
 """Words that tell no two devices apart."""
+_REWRITTEN = (
+    (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),
+    (re.compile(r"@? ?\b\d(?:\.\d+)? ?ghz\b"), " "),
+    (re.compile(r"[^\w.]+"), " "),
+    (re.compile(r"\brev(?:ision)? ?\d+(?:\.\d+)?\b"), " "),
+    (re.compile(r"\b(?:early |mid |late )?20[12]\d\b"), " "),
+    (re.compile(r"\b(?:rasp?berr?y|raspi|rasp|r) ?pi ?(?=\w)|\braspi ?(?=\w)"), "pi "),
+    (re.compile(r"\b(orange|banana|mango)pi ?"), r"\1 pi "),
+    (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
+    (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),
+)
+"""Spellings and what takes their place, in order: marks, clocks, revisions, years, and the ways to write a product."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
 _TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")
@@ -75,20 +88,32 @@ def unit_in_words(profile: DeviceProfile) -> str:
     return f"the {unit.upper()} ({language})" if language else f"the {unit.upper()}"
 
 
+def plain(text: str) -> str:
+    """Return a name in lower case and one spelling, without screens, storage and marks."""
+    text = _PLUS.sub(" plus", _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " ")))
+    for spelling, one in _REWRITTEN:
+        text = spelling.sub(one, text)
+    return _GENERATION.sub(" ", _STORAGE.sub(" ", text))
+
+
 def taken_apart(text: str) -> Typed:
     """Take a name apart."""
-    text = _PLUS.sub(" plus", _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " ")))
-    text = _GENERATION.sub(" ", _STORAGE.sub(" ", re.sub(r"[^\w.]+", " ", text)))
-    stated = _MEMORY.search(text)
+    text = plain(text)
+    stated = AMOUNT.search(text)
     memory = int(stated[1] or stated[3]) * (1024 if (stated[2] or "").startswith("t") else 1) if stated else None
-    text = _CASES.sub(" ", _MEMORY.sub(" ", text))
+    text = _CASES.sub(" ", AMOUNT.sub(" ", text))
     return Typed(tuple(word for word in _WORDS.findall(text) if word not in _NOISE), memory)
 
 
-def keys_of(profile: DeviceProfile) -> set[Key]:
-    """Return all that a device may be called: by its name, title and aliases, with and without its unit."""
+def cheap_key(text: str) -> Key:
+    """Return a name's words in no order, as they are written: enough to find names that are spelled like it."""
+    return tuple(sorted(word for word in _WORDS.findall(text.lower().replace("_", " ")) if word not in _NOISE))
+
+
+def keys_of(profile: DeviceProfile, others: Iterable[str] = ()) -> set[Key]:
+    """Return all that a device may be called: by its name, title, aliases and others, with and without its unit."""
     unit, found = unit_of(profile), set()
-    said = (profile.name, profile.title, *profile.aliases)
+    said = (profile.name, profile.title, *profile.aliases, *others)
     for text in dict.fromkeys((*said, *(_TIER.sub(r"\1 ", text.lower()) for text in said))):
         typed = taken_apart(text)
         for one in (typed, replace(typed, words=(*typed.words, unit))):
@@ -127,12 +152,20 @@ def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProf
     """
     if typed.memory_gib is not None and len(found) > 1:
         found = [one for one in found if typed.memory_gib in one.memory_gib] or found
+    if typed.memory_gib is None and len(found) > 1:  # a name with an amount is that of a version: "RTX 3080 12GB"
+        found = [one for one in found if typed.key in _without_memory(one)] or found
     said = typed.whole[0], "".join(filter(str.isalnum, text.lower()))
     own = [one for one in found if one.name.replace("-", "") in said]
     if len(found) == 1 or len(own) == 1:
         return [*own, *found][0]
     names = _either(f"{one.name!r} ({one.title})" for one in found)
     raise UsageError(f"{text!r} is the name of {len(found)} devices, {names}; name one of them.")
+
+
+def _without_memory(profile: DeviceProfile) -> set[Key]:
+    """Return the names of a device that state no memory."""
+    said = (taken_apart(text) for text in (profile.name, profile.title, *profile.aliases))
+    return {typed.key for typed in said if typed.memory_gib is None}
 
 
 def nearest(typed: Typed, known: Mapping[Key, str]) -> str:

@@ -1,4 +1,4 @@
-"""Profiles on disk: those that come with the program, files of the user, and the one that the probe saved."""
+"""Profiles by name or path: those that come with the program, files of the user, and the one that the probe saved."""
 
 from __future__ import annotations
 
@@ -18,68 +18,11 @@ from edgeinfer.base.cache_dir import cache_root, make_directories
 from edgeinfer.base.files import replacement
 from edgeinfer.errors import DestinationError, UsageError
 
-from .cores import cores_isa, cores_peak
-from .profile import PROCESSORS, TABLE_KEYS, Curve, DeviceProfile, parse_profile
+from .known import by_own_name
+from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
 from .toml_files import read_toml
 
 LOCAL = "local"
-
-
-def _paths() -> list[Path]:
-    return sorted((Path(__file__).parent / "profiles").iterdir())
-
-
-@cache
-def profiles() -> dict[str, DeviceProfile]:
-    """Profiles that come with the program, by name; read on first use."""
-    return {name: profile for path in _paths() for name, profile in _of_file(path).items()}
-
-
-def _of_own_name(name: str) -> DeviceProfile | None:
-    """Return the profile of a name without parsing files in which the name does not occur."""
-    for path in _paths():
-        if name in path.read_text(encoding="utf-8") and (found := _of_file(path).get(name)):
-            return found
-    return None
-
-
-@cache
-def _of_file(path: Path) -> dict[str, DeviceProfile]:
-    found: dict[str, DeviceProfile] = {}
-    tables = read_toml(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
-    tables.pop("about", None)
-    common = tables.pop("sources", {})  # where the figures of the whole file are from
-    shared_fields = tables.pop("common", {})
-    for name, row in tables.items():
-        table = _completed({**shared_fields, **row})
-        own = table.get("sources", {})
-        shared = {key: text for key, text in common.items() if key in table or key in table.get("figures", {})}
-        found[name] = parse_profile(name, {**table, "sources": {**shared, **own}}, f"{path.name}, [{name}]")
-    return found
-
-
-def _completed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with what follows from others of its fields: the smallest capacity, and sums over the cores."""
-    if table.get("memory_gib"):
-        table.setdefault("memory_bytes", table["memory_gib"][0] << 30)
-    if (processor := table.get("processor")) and table["device_class"] in PROCESSORS:
-        table.setdefault("cores", sum(number for number, _ in processor.values()))
-        table.setdefault("isa", cores_isa(processor))
-        for key, kind in (("int8_peak_gops", "int8"), ("f32_peak_gflops", "f32")):
-            table.setdefault(key, cores_peak(processor, kind))
-    return table
-
-
-@cache
-def _by_any_name() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Devices by all that they may be called; a few names are those of several."""
-    from .names import keys_of
-
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for profile in profiles().values():
-        for key in keys_of(profile):
-            found[key] = (*found.get(key, ()), profile.name)
-    return found
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
@@ -99,17 +42,16 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
-    if exact := _of_own_name(text.lower()):
-        return exact
-    from .names import meant, nearest, taken_apart, with_memory
+    if own := by_own_name(text.lower()):
+        return own
+    from .lookup import no_device, of_any_name
 
-    typed, names = taken_apart(text), _by_any_name()
-    if found := names.get(typed.key) or names.get(typed.whole):
-        return with_memory(meant(typed, text, [profiles()[name] for name in found]), typed.memory_gib)
+    if found := of_any_name(text):
+        return found
     path = Path(name_or_path)
     if path.suffix == ".toml" or os.sep in text or os.path.isfile(path):
         return _from_file(path, path.stem)
-    raise UsageError(f"There is no device {text!r}; {nearest(typed, {key: of[0] for key, of in names.items()})}")
+    raise no_device(text)
 
 
 def local_profile() -> DeviceProfile | None:

@@ -10,9 +10,10 @@ from edgeinfer.errors import UsageError
 from .cores import cores_isa, cores_peak
 from .device_classes import OURS, constants_of
 from .gpus import served
+from .known import profiles
 from .names import unit_of
 from .profile import DeviceProfile
-from .store import LOCAL, profiles
+from .store import LOCAL
 
 UNITS = ("cpu", "gpu", "npu")
 FOREIGN = ("riscv-sbc",)

@@ -1,0 +1,95 @@
+"""From a name as people type it to a device, without making the profiles of all devices that it cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import UsageError
+
+from .known import all_rows, profile_of
+from .names import AMOUNT, Key, Typed, cheap_key, keys_of, meant, nearest, plain, taken_apart, with_memory
+from .profile import DeviceProfile
+from .spellings import of_their_makers, within
+
+_NUMBERS = re.compile(r"\d+")
+
+
+def of_any_name(text: str) -> DeviceProfile | None:
+    """Return the device of a name, with the memory that the name states; None if it is no device's.
+
+    Raises
+    ------
+    UsageError
+        It is the name of several devices, or the device does not exist with that memory.
+    """
+    typed, known = taken_apart(text), _candidates(text)
+    names = _index(known)
+    exact = [known[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
+    found = of_their_makers(text, exact)
+    if not exact:
+        typed, found = within(text, names, known)
+    return with_memory(meant(typed, text, found), typed.memory_gib) if found else None
+
+
+def no_device(text: str) -> UsageError:
+    """Return what to say of a name that is no device's: near names."""
+    typed = taken_apart(text)
+    return UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
+
+
+@cache
+def _other_names() -> dict[str, tuple[str, ...]]:
+    """Return names of computers and phones, and further ones of devices, by the device that is in them."""
+    path = Path(__file__).with_name("other_names.json")
+    return {name: tuple(others) for name, others in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def _said(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    return name, row["title"], *row.get("aliases", ()), *_other_names().get(name, ())
+
+
+@cache
+def _numbers() -> dict[str, tuple[frozenset[str], ...]]:
+    """Return the numbers in each name of each device, amounts of memory left out."""
+    return {name: tuple({frozenset(_NUMBERS.findall(AMOUNT.sub("", said.lower()))) for said in _said(name, row)})
+            for name, (_, row) in all_rows().items()}
+
+
+def _candidates(text: str) -> dict[str, DeviceProfile]:
+    """Return the devices of which one name has no number that the text lacks."""
+    numbers, rows = {*_NUMBERS.findall(plain(text)), *_NUMBERS.findall(text)}, all_rows()
+    return {name: profile_of(rows[name][0], name) for name, needed in _numbers().items()
+            if any(one <= numbers for one in needed)}
+
+
+def _index(known: Mapping[str, DeviceProfile]) -> dict[Key, tuple[str, ...]]:
+    """Devices by all that they may be called; a few names are those of several."""
+    found: dict[Key, tuple[str, ...]] = {}
+    for name in known:
+        for key in _keys(name):
+            found[key] = (*found.get(key, ()), name)
+    return found
+
+
+@cache
+def _keys(name: str) -> frozenset[Key]:
+    return frozenset(keys_of(profile_of(all_rows()[name][0], name), _other_names().get(name, ())))
+
+
+def _near(typed: Typed) -> dict[Key, str]:
+    """Return names that may be meant: of listed devices, and of processors whose numbers begin like one."""
+    begins = tuple(word[:3] for word in typed.words if word.isdigit() and len(word) > 2)
+
+    def names() -> Iterator[tuple[str, str]]:
+        for name, (path, row) in all_rows().items():
+            listed = path.parent.name == "profiles"
+            for said in _said(name, row):
+                if listed or any(number.startswith(begins) for number in _NUMBERS.findall(said)):
+                    yield said, name
+
+    return {cheap_key(said): name for said, name in names()}

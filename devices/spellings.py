@@ -1,0 +1,141 @@
+"""Names that say more than which device it is: its kind, its cores, its maker, or the computer that it is built into.
+
+Each of these is left out only where it agrees with the device that the rest names: a "5700U laptop" is the processor of
+a laptop, a "9950X 16-Core Processor" has 16 cores, and the graphics card of a laptop is not that of a desktop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from .names import Key, Typed, plain, taken_apart
+from .profile import DeviceProfile
+
+Names = Mapping[Key, tuple[str, ...]]
+Allowed = Callable[[DeviceProfile], bool]
+CARDS = ("cuda-consumer", "cuda-datacentre", "radeon")
+_LAPTOPS = ("x86-laptop", "arm-laptop", "apple-gpu", "igpu")
+_PHONES = ("arm-phone", "apple-cpu")
+_KINDS = {
+    **dict.fromkeys(("laptop", "notebook", "ultrabook", "handheld", "ultraportable"), _LAPTOPS), "card": CARDS,
+    **dict.fromkeys(("phone", "smartphone", "tablet", "android"), _PHONES),
+    **dict.fromkeys(("desktop", "pc", "workstation"), ("x86-desktop", "x86-server", "igpu", *CARDS)),
+    **dict.fromkeys(("server", "vm", "instance"), ("x86-server", "arm-server", "cuda-datacentre")),
+    **dict.fromkeys(("board", "devkit", "kit"), ("arm-sbc", "cuda-embedded", "npu")),
+}
+"""Classes of the devices that a word names as a kind."""
+_MAKERS = {
+    "apple": ("apple",), "nvidia": ("cuda",), "geforce": ("cuda",), "radeon": ("radeon", "igpu", "x86-laptop"),
+    "ryzen": ("x86", "igpu", "radeon"), "amd": ("x86", "igpu", "radeon"), "intel": ("x86", "igpu", "npu", "radeon"),
+    **dict.fromkeys(("samsung", "galaxy", "xiaomi", "redmi", "google", "mediatek", "huawei", "motorola", "oppo"),
+                    ("arm", "npu")),
+}
+"""Beginnings of the classes that a maker's name allows; Intel's cards are of class radeon."""
+_OF_AMD = re.compile(r"ryzen|epyc|threadripper|athlon|steam deck|strix|radeon|instinct|\bmi\d|\brx\b", re.I)
+_CORES = re.compile(r"\b(\d{1,3}) ?cores?\b(?: processor| cpu)?|\b(\d{1,3})c ?\d{1,3}t\b")
+_OF_CARDS = re.compile(
+    r"\b(?:evga|msi|gigabyte|zotac|pny|palit|gainward|inno3d|sapphire|powercolor|xfx|asrock|colorful|igame|kfa2|galax|"
+    r"maxsun|yeston|sparkle|gunnir|leadtek|biostar|asus|rog|tuf|strix|aorus(?: master| elite| xtreme)?|oem|"
+    r"(?:ftw ?3?|xc ?3?)(?: ultra| black| hybrid)?|gaming(?: x)?(?: trio)?|x trio|trio|oc|windforce|eagle|"
+    r"ventus(?: [23]x)?|suprim(?: x)?|nitro(?: plus)?|pulse|red devil|hellhound|twin edge|amp|dual|phoenix|phantom|"
+    r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
+    r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|low profile)\b")
+"""Makers and series of graphics cards, and what their boxes say besides."""
+_COMPUTERS = frozenset(
+    "lenovo thinkpad thinkcentre thinkstation thinkbook ideapad ideacentre yoga legion loq dell xps inspiron "
+    "latitude precision optiplex alienware vostro hp elitebook elitedesk probook prodesk pavilion envy omen "
+    "victus spectre zbook asus zenbook vivobook rog tuf proart zephyrus nuc acer aspire swift predator nitro msi "
+    "stealth katana raider framework surface microsoft razer blade huawei matebook honor magicbook redmibook lg "
+    "gram beelink minisforum gmktec geekom topton aoostar acemagic chuwi gpd ayaneo onexplayer system76 tuxedo "
+    "medion fujitsu toshiba chromebook".split())
+"""Makers and series of computers."""
+_SHORT = 4
+"""Characters that a device's name needs in that of a computer: a Surface with a Core m3 is not an Apple M3."""
+
+
+def within(text: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> tuple[Typed, list[DeviceProfile]]:
+    """Return the devices that a name means that says more, and the name without that; none if it means none."""
+    clean, cores = plain(text), 0
+    if stated := _CORES.search(clean):
+        clean, cores = _CORES.sub(" ", clean), int(stated[1] or stated[2])
+    for typed, allowed in _shorter(clean):
+        found = [profiles[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
+        if found := [one for one in of_their_makers(text, found) if allowed(one) and cores in (0, *_cores_of(one))]:
+            return typed, found
+    return taken_apart(clean), [] if cores else of_their_makers(text, _in_a_computer(clean, names, profiles))
+
+
+def of_their_makers(text: str, found: Iterable[DeviceProfile]) -> list[DeviceProfile]:
+    """Return those of some devices that contradict no maker in a name: a Samsung A15 is not an Apple A15."""
+    said = {word for word in re.findall(r"[a-z]+", text.lower()) if word in _MAKERS}
+
+    def fits(profile: DeviceProfile) -> bool:
+        amd = bool(_OF_AMD.search(f"{profile.name} {profile.title}"))
+        if "ryzen" in said and profile.title.startswith("Radeon"):
+            return False
+        return (all(profile.device_class.startswith(_MAKERS[word]) for word in said)
+                and not (amd and "intel" in said) and not (not amd and {"amd", "ryzen", "radeon"} & said))
+
+    return [profile for profile in found if fits(profile)]
+
+
+def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
+    """Yield names without what may be left out, each with the devices for which it may be."""
+    typed = taken_apart(clean)
+    kinds = [_KINDS[word] for word in typed.words if word in _KINDS]
+    words = tuple(word for word in typed.words if word not in _KINDS)
+
+    def of_kind(profile: DeviceProfile) -> bool:
+        return all(profile.device_class in kind for kind in kinds)
+
+    yield replace(typed, words=words), of_kind
+    card = taken_apart(_OF_CARDS.sub(" ", clean))
+    yield (replace(card, words=tuple(word for word in card.words if word not in _KINDS)),
+           lambda profile: profile.device_class in CARDS and of_kind(profile))
+    for i, word in enumerate(words):
+        if typed.memory_gib is None and word.isdigit() and 2 <= (gib := int(word)) <= 1024:  # "m4 max 128"
+            yield Typed((*words[:i], *words[i + 1:]), gib), partial(_with_gib, gib, of_kind)
+
+
+def _with_gib(gib: int, of_kind: Allowed, profile: DeviceProfile) -> bool:
+    return of_kind(profile) and gib in (*profile.memory_gib, profile.memory_bytes >> 30)
+
+
+def _cores_of(profile: DeviceProfile) -> tuple[int, int]:
+    return profile.cores, sum(number for number, _ in profile.processor.values())
+
+
+def _in_a_computer(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+    """Return the device that the name of a computer ends, or begins, with; all if it has several."""
+    words = [*taken_apart(clean).words]
+    brands = [i for i, word in enumerate(re.findall(r"\d+(?:\.\d+)?|[^\W\d_]+", clean)) if word in _COMPUTERS]
+    if not brands:
+        return []
+    words = [word for word in words if word not in _KINDS and word not in _COMPUTERS]
+    runs = [words[i:] for i in range(len(words))] if brands[0] == 0 else [words[:i] for i in range(len(words), 0, -1)]
+    for run in runs:
+        found = _of(run, names, profiles)
+        if found and len("".join(run)) >= _SHORT:
+            others = words[:-len(run)] if brands[0] == 0 else words[len(run):]
+            return [*found, *_further(others, names, profiles)]
+    return []
+
+
+def _of(run: Sequence[str], names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+    """Return the devices of some words in the name of a computer: of cards those for laptops, and no Macs."""
+    found = [profiles[name] for name in names.get(tuple(sorted(run)), ())]
+    if any(one.device_class in CARDS for one in found):
+        found = [profiles[name] for name in names.get(tuple(sorted((*run, "laptop"))), ())]
+    return [one for one in found if not one.device_class.startswith("apple")]
+
+
+def _further(words: Sequence[str], names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+    """Return the devices that the other words of a computer's name mean, too."""
+    for n in range(len(words), 1, -1):
+        for i in range(len(words) - n + 1):
+            if len("".join(words[i:i + n])) >= _SHORT and (found := _of(words[i:i + n], names, profiles)):
+                return found
+    return []
