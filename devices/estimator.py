@@ -218,6 +218,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
                  sequences: int = 1) -> dict[str, float]:
     """Milliseconds of one token of each sequence by cause; causes that do not occur are left out."""
     weights_gbs, kv_gbs = constants.f_w * profile.bandwidth_gbs, constants.f_kv * profile.bandwidth_gbs
+    traffic = traffic.of_several(sequences)
     dense = traffic.weight_bytes
     fixed = constants.token_ms + constants.sequence_ms * sequences
     terms = {"overhead": fixed + constants.t0_ms * traffic.layers / LAYERS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
@@ -77,7 +76,7 @@ def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -
     tokens : int
     """
     constants = constants_of(profile)
-    terms = decode_terms(profile, _of_several(traffic, tokens), constants, depth)
+    terms = decode_terms(profile, traffic.of_several(tokens), constants, depth)
     streaming = terms.pop("streaming", None)
     if tokens > 1 and (peak := peak_of(profile, constants)):
         arithmetic = tokens * traffic.operations / (constants.mfu * peak) / 1e6
@@ -89,17 +88,6 @@ def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -
     if streaming is None:
         return whole
     return max(whole, traffic.streamed_bytes / storage_gbs(profile, 0) / 1e6)
-
-
-def _of_several(traffic: Traffic, tokens: int) -> Traffic:
-    """Return the traffic of a pass over several tokens, which choose experts independently of each other."""
-    every = traffic.prefill_weight_bytes - traffic.weight_bytes + traffic.ffn_bytes
-    if traffic.prefill_weight_bytes <= traffic.weight_bytes or not traffic.ffn_bytes:
-        return traffic
-    share = traffic.ffn_bytes / every
-    chosen = 1 - (1 - share) ** tokens
-    return replace(traffic, weight_bytes=traffic.weight_bytes + every * (chosen - share), ffn_bytes=every * chosen,
-                   flash_bytes=traffic.flash_bytes * chosen / share)
 
 
 def drafted(profile: DeviceProfile, traffic: Traffic, draft: Traffic, depth: int, acceptance: float,

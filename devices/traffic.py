@@ -7,7 +7,7 @@ fills it in. Per position means: for each token of context that a new token atte
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
@@ -111,6 +111,17 @@ class Traffic:
                 "exact": lambda density: self.gate_share + (1 - self.gate_share) * density}
         whole = math.fsum(read[mode](density) for mode, density in self.neuron_layers) / len(self.neuron_layers)
         return self.ffn_bytes * (1 - whole)
+
+    def of_several(self, tokens: int) -> Traffic:
+        """Return the traffic of a pass over several tokens: of a mixture of experts they choose independently, so that
+        each reads experts that those before it did not choose; else weights are read once for all."""
+        every = self.prefill_weight_bytes - self.weight_bytes + self.ffn_bytes
+        if tokens == 1 or self.prefill_weight_bytes <= self.weight_bytes or not self.ffn_bytes:
+            return self
+        share = self.ffn_bytes / every
+        chosen = 1 - (1 - share) ** tokens
+        return replace(self, weight_bytes=self.weight_bytes + every * (chosen - share), ffn_bytes=every * chosen,
+                       flash_bytes=self.flash_bytes * chosen / share)
 
     def left_out_at(self, depth: float) -> float:
         """Bytes of V that a decoded token does not read, because it chooses rows; those of a mean are read."""

@@ -75,3 +75,9 @@ def test_it_fits_the_terminal_and_a_device_without_a_peak() -> None:
 def test_every_shape_is_explained(name: str) -> None:
     out, found = lines(name, "--machine", "m3 ultra 512gb")
     assert found["Time of a token", "tokens/s"]["value"] == pytest.approx(out["decode_tok_per_s"])
+
+
+@pytest.mark.parametrize(("machine", "limit"), [("m4 16gb", "memory"), ("rpi5 4gb", "storage")])
+def test_the_limit_is_said_first(machine: str, limit: str) -> None:
+    shown = edgeinfer("estimate", "qwen3-8b", "--machine", machine, "--explain").out.splitlines()
+    assert shown[2].startswith(f"limits     {limit} is the limit in decoding, arithmetic is in a prompt of 512")

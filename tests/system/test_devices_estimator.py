@@ -247,3 +247,14 @@ def test_where_choosing_begins_to_pay():
     assert pays(point) and pays(4 * point) and not pays(point - 1)
     assert crossover(PLAIN, CHOSEN, point - 1) is None
     assert crossover(PLAIN, replace(CHOSEN, topn=TopNCost(0.0, 0, 1)), 1 << 20) is None
+
+
+def test_sequences_of_a_mixture_of_experts_read_more_experts():
+    """So that eight of them are not as fast as one; those of a dense model are, without arithmetic and keys."""
+    dense = Traffic(weight_bytes=2e9, layers=32, ffn_bytes=1.5e9)
+    mixture = replace(dense, prefill_weight_bytes=12.5e9)
+    assert dense.of_several(8) == dense and mixture.of_several(1) == mixture
+    assert mixture.of_several(8).weight_bytes == pytest.approx(0.5e9 + 12e9 * (1 - (1 - 1 / 8) ** 8))
+    speeds = [[estimate(PLAIN, one, sequences=n).decode_tok_per_s for n in (1, 8)] for one in (dense, mixture)]
+    assert speeds[0][0] == speeds[1][0] and speeds[0][1] == pytest.approx(8 * speeds[0][0])
+    assert speeds[0][1] > 3 * speeds[1][1]

@@ -94,7 +94,7 @@ def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from energy_rows(out, False)
     if out["users"]:
         yield from users_rows(out["users"])
-    yield from limits_rows(out["explain"])
+    yield from limits_rows(out)
     yield from skipping_rows(out)
     yield from drafting_rows(out["speculation"])
 

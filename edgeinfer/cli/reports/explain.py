@@ -70,12 +70,15 @@ def print_explanation(lines: list[dict[str, Any]]) -> None:
                                f"  {line['name']:17} ")))
 
 
-def limits_rows(lines: list[dict[str, Any]] | None) -> Iterator[tuple[str, str]]:
-    """Yield the row on which limit holds, memory or arithmetic, and how much of each is used."""
-    found = {line["name"]: line for line in lines or () if line["group"] == LIMITS}
+def limits_rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the row on which limit holds, memory, storage or arithmetic, and how much of each is used."""
+    found = {line["name"]: line for line in out["explain"] or () if line["group"] == LIMITS}
     if not found:
         return
     ffn = found["FFN"]["formula"].partition("; ")[2] if "FFN" in found else ""
+    token = {name: ms for name, ms in out["terms_ms"].items() if not name.startswith("prefill")}
+    if token.get("streaming", 0.0) + token.get("flash", 0.0) > sum(token.values()) / 2:
+        ffn = ffn.replace("memory is the limit in decoding", "storage is the limit in decoding")
     used = ", ".join(f"{name} {found[name]['value']:.0f} %" for name in ("MBU", "MFU") if name in found)
     yield "limits", f"{ffn}{'; ' if ffn else ''}{used}; the formulas are below"
 
