@@ -18,24 +18,25 @@ from ..graph import Shape, builtin_shapes, other_names
 FILE_TYPES = ("Q4_0", "Q4_K_S", "Q4_K_M", "IQ4_XS", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0")
 """GGUF file types that a shape can be described with."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?(i?q\d(?:[_-](?:0|1|k|nl|xxs|xs|s|m|l|xl))*|[bf]p?(?:16|32)|mxfp4|int[48]|"
-                   r"[48][ -]?bits?|w?[48]bit|awq|gptq)(?![a-z0-9])")
+                   r"[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?![a-z0-9])")
 _WORDS = re.compile(r"\d+(?:\.\d+)?(?:[bmkt](?![^\W\d_]))?|[^\W\d_]+")
 _FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\d\b")
 _SIZE = re.compile(r"\d+(?:\.\d+)?[bm]")
 _SPACED = re.compile(r"(?<=\d) (?=b\b)")
+_LLAMA = re.compile(r"(?<![a-z0-9])l(?=(?:2|3(?:\.[123])?)(?![.\w]))")
 _LEFT_OUT = (
     re.compile(r"(?<![a-z])(?:(?:nous|open|deep)[- ]?hermes|hermes|dolphin|tulu|chatqa|saiga|samantha|storm|stheno|"
                r"lexi|lumimaid|sauerkrautlm|swallow|elyza|calme|kunoichi|airoboros|openorca|josiefied|nous)"
                r"(?:[- ]?\d(?:\.\d+){0,2}(?![\d.]*[bm]\b))?(?:[- ](?:pro|theta))?(?![a-z])|"
                r"(?<![a-z])(?:uncensored|abliterated|heretic|dpo|sft|orpo|kto|rlhf|qat|beta|alpha|python|reasoning|"
-               r"distilled|finetune|finetuned|merged|japanese|german|vision|speculator|assistant)(?![a-z])"),
+               r"distilled|finetune|finetuned|merged|japanese|german)(?![a-z])"),
     re.compile(r"(?<![\d.])(?:2[3-6](?:0[1-9]|1[0-2])|(?:0[1-9]|1[0-2])(?:[0-2]\d|3[01]))(?![\d.]*[a-z]|\d)"),
     re.compile(r"(?<![a-z])v\d(?:\.\d)?(?!\.?\d)|(?<![\d.])(?:\d+k|1m)(?![a-z])"),
 )
 """Fine-tunes with their versions; dates such as 2507 and 0324; versions and lengths of context."""
 _NOISE = frozenset("instruct instruction chat it gguf ggml hf latest preview base pt text meta google microsoft qwenlm "
                    "alibaba mistralai openai ibm nvidia deepseekai tiiuae liquidai allenai huggingfacetb unsloth "
-                   "bartowski mlx onnx model the a fp imatrix thinking".split())
+                   "bartowski mlx onnx model the a fp imatrix thinking think quantized dynamic".split())
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4"}
 """Types of weights that edgeinfer makes, by what they are called."""
@@ -58,7 +59,7 @@ class Spoken:
 
 def key_of(text: str) -> tuple[str, ...]:
     """Return the words and numbers of a name that matter, in no order."""
-    words = _WORDS.findall(_SPACED.sub("", text.lower().replace("_", " ")))
+    words = _WORDS.findall(_LLAMA.sub("llama ", _SPACED.sub("", text.lower().replace("_", " "))))
     return tuple(sorted(word for word in words if word not in _NOISE))
 
 

@@ -9,7 +9,7 @@ _REPLACED = (
     "phi-3", "tinyllama", "deepseek-r1-distill-", "deepseek-v2", "deepseek-coder-", "deepseek-llm-", "olmoe",
     "olmo-2-", "smallthinker-", "llama-3.1-405b", "falcon", "yi-", "solar-", "gpt2", "gpt-neox-", "pythia-",
     "starcoder2-", "stablelm-", "glm-4-", "granite-3.3-", "command-r", "aya-", "mpt-", "bloom-", "opt-", "danube3-",
-    "nemotron-nano-4b",
+    "nemotron-nano-4b", "granite-3b-code", "granite-8b-code", "starcoder-", "gpt-neo-", "redpajama-",
 )
 """Beginnings of the names of generations that are not recommended for chats."""
 _CODE = {

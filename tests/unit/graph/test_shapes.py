@@ -48,6 +48,9 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "command-r-35b": 34.981, "mpt-7b": 6.6493, "bloom-560m": 0.55922, "bloom-1b1": 1.0653, "bloom-1b7": 1.7224,
     "bloom-3b": 3.0026, "bloom-7b1": 7.069, "opt-125m": 0.12524, "opt-1.3b": 1.3158, "opt-2.7b": 2.6516, "opt-6.7b":
     6.6585, "opt-13b": 12.853, "danube3-500m": 0.5136, "danube3-4b": 3.96,
+    "qwen1.5-72b": 72.288, "qwen1.5-110b": 111.2, "granite-3b-code": 3.483, "granite-8b-code": 8.055,
+    "starcoder-15b": 15.518, "stablelm-2-12b": 12.143, "gpt-neo-125m": 0.1252, "gpt-neo-1.3b": 1.3156,
+    "gpt-neo-2.7b": 2.6513, "mpt-30b": 29.958, "redpajama-3b": 2.776,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
