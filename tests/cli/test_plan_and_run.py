@@ -32,6 +32,7 @@ def modes(cases: Iterable[answers.Case], whole: bool = False) -> set[str]:
     return found
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(2))
 def test_they_agree(models: dict[str, Path], seed: int) -> None:
     assert len(modes(answers.cases(models, 12, seed))) > 1

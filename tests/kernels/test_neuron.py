@@ -258,6 +258,7 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
                 np.testing.assert_array_equal(ffn.down(isa, f), f @ w[:, 2])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS[::3])
 def test_more_neurons_than_are_searched_at_a_time(dtype: str, group: int) -> None:
     rng = np.random.default_rng(7)

@@ -44,6 +44,7 @@ def by_budget(source: Path, calibration: Calibration | None = None, **budget: fl
                    calibration=calibration and (lambda _: calibration))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("bits", [3.6, 4.5, 5, 6.25, 8])
 def test_bits_are_met_and_never_exceeded(source: Path, bits: float) -> None:
     report = by_budget(source, bits=bits)
@@ -68,6 +69,7 @@ def test_a_size_is_met_by_the_file_of_weights(source: Path) -> None:
         assert 0.97 * size < least.stat().st_size <= size
 
 
+@pytest.mark.slow
 def test_more_bits_lose_less(source: Path) -> None:
     costs = [by_budget(source, bits=bits).chosen.cost for bits in (3.6, 4.5, 5.5, 7)]  # type: ignore[union-attr]
     assert all(a > 1.5 * b for a, b in pairwise(costs))

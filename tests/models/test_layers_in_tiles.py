@@ -47,6 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse", "converted"])
 def test_these_layers_have_the_bytes_of_the_bundle_in_tiles(made: Path, name: str) -> None:
     with Bundle.open(made / "tile16") as source, Bundle.open(made / name) as bundle:
@@ -68,6 +69,7 @@ def test_these_layers_have_the_bytes_of_the_bundle_in_tiles(made: Path, name: st
             assert 0.3 < statistics.densities(False)[layer] < 0.7 and statistics.densities(True)[layer] == 1
 
 
+@pytest.mark.slow
 def test_a_run_has_no_predictor_there_and_the_commands_name_them(made: Path) -> None:
     with session(made / "sparse", recipe=PREDICT) as opened:
         kinds = [(type(op), getattr(op, "mask", None) is not None) for op in opened.graph.ops
@@ -81,6 +83,7 @@ def test_a_run_has_no_predictor_there_and_the_commands_name_them(made: Path) -> 
     assert "layers 0, 2 lie in tiles" in estimated.out
 
 
+@pytest.mark.slow
 def test_exact_has_the_bits_of_dense_and_a_step_names_layers(made: Path) -> None:
     rows = []
     for recipe in (recipe_with(sparse="off"), recipe_with(sparse="exact"), Recipe.parse("sparse:mode=exact,dense=1")):
@@ -89,6 +92,7 @@ def test_exact_has_the_bits_of_dense_and_a_step_names_layers(made: Path) -> None
     assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
 
 
+@pytest.mark.slow
 def test_cold_neurons_are_those_of_the_other_layers(made: Path) -> None:
     options = {**OPTIONS, "recipe": Recipe.parse("sparse:mode=predict,dense=none")}
     with session(made / "sparse", **options) as opened:
@@ -123,6 +127,7 @@ def test_time_is_that_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gates.layers() == (("exact", 0.6), ("tiles", 1.0))  # a threshold reads all gates
 
 
+@pytest.mark.slow
 def test_decisions_leave_these_layers_alone(made: Path) -> None:
     with Bundle.open(made / "sparse") as bundle:
         recipe, found = decide(PREDICT, bundle, measured(0.1, 0.3, 0.9))
