@@ -45,6 +45,7 @@ def test_an_answer_that_did_not_arrive_is_a_failure() -> None:
     assert shell(">&-", "--version") == (1, "", "edgeinfer: Standard output cannot be written: Bad file descriptor.\n")
 
 
+@pytest.mark.slow
 def test_unwanted_messages_do_not_become_part_of_the_answer() -> None:
     code, out, _ = shell("2>&-", *RUN)
     assert (code, out) == (0, process(*RUN, "--no-stats").out)

@@ -172,6 +172,7 @@ def test_unknown_models_get_the_nearest_names() -> None:
     assert "llama-2-7b" in outcome.sentence
 
 
+@pytest.mark.slow
 @needs_matplotlib
 def test_a_picture_of_the_curve(tmp_path) -> None:
     path = tmp_path / "speed.svg"

@@ -55,6 +55,7 @@ def test_a_prompt_here_and_tokens_there() -> None:
     assert slower["ttft_ms"] > 1.5 * apart["ttft_ms"] > 0
 
 
+@pytest.mark.slow
 def test_when_two_are_worse_than_one() -> None:
     shown = edgeinfer("estimate", *UNLIKE).out.splitlines()
     assert shown[0].startswith("m4 alone is the fastest: first word after ") and max(map(len, shown)) <= 80

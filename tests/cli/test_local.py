@@ -14,6 +14,7 @@ from tests.helpers.command_line import PYTHON, edgeinfer, environment, process
 from tests.helpers.hub_server import serve
 
 
+@pytest.mark.slow
 def test_a_model_is_pulled_used_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     make_checkpoint(tmp_path / "tiny")

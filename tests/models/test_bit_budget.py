@@ -62,6 +62,7 @@ def test_bits_are_met_and_never_exceeded(source: Path, bits: float) -> None:
     assert record["bits_of"] == {one.name: one.bits for one in matrices}
 
 
+@pytest.mark.slow
 def test_a_size_is_met_by_the_file_of_weights(source: Path) -> None:
     least = (source.parent / "bundle" / "weights.bin")
     for size in (210_000, 260_000, 330_000):
@@ -114,6 +115,7 @@ def test_the_command_says_what_contradicts(source: Path) -> None:
     assert not (source.parent / "made").exists()
 
 
+@pytest.mark.slow
 def test_the_command_reports_bits(source: Path) -> None:
     done = edgeinfer("convert", source, source.parent / "made", "--bits", 4.5, "--json")
     report = json.loads(done.out)

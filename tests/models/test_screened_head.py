@@ -28,6 +28,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.sparse import screen_head
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import edgeinfer
+from tests.helpers.screened import write_screened_demo
 from tests.helpers.sessions import session, write_model
 from tests.models.test_sparse_predict import with_predictor
 
@@ -48,8 +49,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def path(made: tuple[Path, dict[str, Any]]) -> Path:
+def measured(made: tuple[Path, dict[str, Any]]) -> Path:
     return made[0]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a screen that nothing was measured with."""
+    return write_screened_demo(tmp_path_factory.mktemp("fitted"))
 
 
 def sampler(opened: Session, **options: Any) -> Sampler:
@@ -201,6 +208,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("edgeinfer.quality.measurements.cache_root", lambda: tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[str, Any]], own_cache: None) -> None:
     path, report = made
     (measured,) = report["measured"]
@@ -222,8 +230,9 @@ def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[st
     assert said == "--max-kld is -1.0; it must be a finite number, 0 or more."
 
 
-def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own_cache: None) -> None:
-    with Bundle.open(path) as bundle:
+@pytest.mark.slow
+def test_all_techniques_together_need_a_measurement_of_their_own(measured: Path, own_cache: None) -> None:
+    with Bundle.open(measured) as bundle:
         config = RuntimeConfig()
         assert [one.recipe for one in judge(bundle, config).enabled] == [SCREENED]
         assert not judge(bundle, config, 0).enabled
@@ -261,14 +270,16 @@ def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cac
         assert [way.config.recipe for way in ways_of(bundle, both)] == [together, Recipe(), SCREENED]
 
 
-def test_where_the_screen_does_not_fit_the_run_is_exact(path: Path, own_cache: None) -> None:
-    with LLM(path, ctx=64) as llm, LLM(path, ctx=64, head="exact") as exact:
+@pytest.mark.slow
+def test_where_the_screen_does_not_fit_the_run_is_exact(measured: Path, own_cache: None) -> None:
+    with LLM(measured, ctx=64) as llm, LLM(measured, ctx=64, head="exact") as exact:
         assert llm.approximated and not exact.approximated
         between = (llm.plan.total_bytes + exact.plan.total_bytes) // 2
-    with LLM(path, ctx=64, budget=between) as llm:
+    with LLM(measured, ctx=64, budget=between) as llm:
         assert not llm.approximated and llm.session.config.recipe == Recipe()
 
 
+@pytest.mark.slow
 def test_eval_measures_it_as_a_run_decodes(made: tuple[Path, dict[str, Any]], own_cache: None) -> None:
     path, _ = made
     found = edgeinfer("eval", path, "--text", path.parent / "text.txt", "--decode", 8, "-c", 64, "--tokens", 200,
@@ -341,9 +352,10 @@ def test_a_checkpoint_keeps_its_ffns_in_tiles(tmp_path: Path, monkeypatch: pytes
     assert layouts == [{"tile16", "plain"}, {"tile16", "plain", "neuron"}]
 
 
-def test_what_cannot_be_screened_is_refused(path: Path, tmp_path: Path) -> None:
-    text = path.parent / "text.txt"
-    assert edgeinfer("sparsify", path, tmp_path / "again", "--head", "--text", text).sentence.endswith(
+@pytest.mark.slow
+def test_what_cannot_be_screened_is_refused(measured: Path, tmp_path: Path) -> None:
+    text = measured.parent / "text.txt"
+    assert edgeinfer("sparsify", measured, tmp_path / "again", "--head", "--text", text).sentence.endswith(
         "is screened already; give the bundle that it was made of.")
     said = edgeinfer("sparsify", "demo", tmp_path / "m", "--head", "--predictor", "sign", "--text", text).sentence
     assert said == "--head leaves FFNs as they are, and --predictor sign is for them; give one of the two."
@@ -360,5 +372,5 @@ def test_what_cannot_be_screened_is_refused(path: Path, tmp_path: Path) -> None:
             session(demo_path(), recipe=Recipe.parse("head:mode=screened,rank=8")):
         pass
     twice = Recipe.parse("head:mode=screened+head:mode=screened")
-    with pytest.raises(UsageError, match="has the pass head twice; name it once"), session(path, recipe=twice):
+    with pytest.raises(UsageError, match="has the pass head twice; name it once"), session(measured, recipe=twice):
         pass

@@ -51,6 +51,7 @@ def test_the_working_directory_is_not_searched(
     assert (tmp_path / "bundle").is_dir()
 
 
+@pytest.mark.slow
 def test_errors_keep_their_class_and_sentence(source: Path, tmp_path: Path) -> None:
     import json
 

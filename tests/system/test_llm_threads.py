@@ -259,6 +259,7 @@ def test_cancel_from_inside_the_loop(slow: LLM) -> None:
     assert stream.completion.completion_tokens < CTX // 10, "tokens went on for seconds"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to oneself are POSIX")
 def test_ctrl_c_in_a_users_program_leaves_the_model_usable(slow: LLM) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -135,6 +135,7 @@ def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
         assert [one["sent"] for one in found] == [len(one.jobs) for one in replicas]
 
 
+@pytest.mark.slow
 def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[Within]) -> None:
     said, lost, lock = list[str](), [0], threading.Lock()
 

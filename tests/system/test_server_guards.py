@@ -247,6 +247,7 @@ def test_it_starts_answers_and_drains() -> None:
     assert code == 0 and errors.count("edgeinfer: ") == 5 and "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_what_does_not_end_in_time_is_told_so() -> None:
     program = Program("demo", "--drain", "0.1")
     try:
@@ -267,6 +268,7 @@ def ask_in_vain(running: Running) -> None:
         running.ask(COMPLETIONS, {**LONG, "n": 16, "max_tokens": 900})
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once() -> None:
     program = Program("demo")
     try:

@@ -124,6 +124,7 @@ def test_the_command_says_who_holds_what_and_leaves_no_process_behind(number: in
     assert not psutil.wait_procs(children, 10)[1]
 
 
+@pytest.mark.slow
 def test_run_has_the_tokens_and_log_probabilities_of_one_process() -> None:
     arguments = ("run", "demo", "Once upon a time", "-n", "24", "--seed", "5", "--logprobs", "2", "--json", "-t", "1")
     one, several = (edgeinfer(*arguments, *more).json for more in ((), ("--split", "0,1-2,3-4")))
