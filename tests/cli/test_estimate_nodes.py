@@ -81,3 +81,9 @@ def test_when_two_are_worse_than_one() -> None:
 def test_what_cannot_be_is_refused(more: list[str], sentence: str) -> None:
     done = edgeinfer("estimate", "llama-3.1-8b", *more)
     assert done.code == 2 and sentence in done.sentence and not done.out
+
+
+def test_long_names_fit_the_terminal() -> None:
+    shown = edgeinfer("estimate", "falcon3-1b", "--nodes", "xeon-e5-2680-v4,dimensity-8400,ryzen-ai-hx-370").out
+    assert max(map(len, shown.splitlines())) <= 80 and "'a > b' has the prompt on a" in " ".join(shown.split())
+    assert any(line.startswith("xeon-e5-26 > dimensity-") for line in shown.splitlines())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ALONE, SPLIT, APART = "alone", "split", "apart"
 DEFAULT_ANSWER = 128
-ROW_BYTES = 4
+ROW_BYTES, NAME = 4, 23
 FIELD = ("with --nodes: `link`, `nodes` as in `plan --nodes`, `answer` tokens, and `ways`, the fastest first: `kind` "
          "(alone, split, or apart: the prompt on one node and tokens on another), `nodes`, `layers` of each in a "
          "split, `fits`, `ttft_ms`, `decode_tok_per_s` with the context full and its band `low`, `high`, `total_ms` of "
@@ -114,11 +114,11 @@ def print_ways(out: dict[str, Any]) -> None:
     """Print the object for people, the answer first."""
     link, ways = out["link"], out["ways"]
     print("\n".join(folded(_verdict(ways))) + "\n")
-    rows = [("way", "fits", "first word", "tokens/s", "80 % band", f"{out['answer']} tokens", "link")]
+    rows = [("way", "fits", "first", "tok/s", "80 % band", f"all {out['answer']}", "link")]
     for way in ways:
         first, total = way["ttft_ms"], way["total_ms"]
         sent = way["link_bytes"] or way["prompt_link_bytes"]
-        rows.append((_name(way)[:30], "yes" if way["fits"] else "no", "" if first is None else f"{first / 1000:.2f} s",
+        rows.append((_short(way), "yes" if way["fits"] else "no", "" if first is None else f"{first / 1000:.2f} s",
                      speed(way["decode_tok_per_s"]), f"{speed(way['low'])}-{speed(way['high'])}",
                      "" if total is None else f"{total / 1000:.1f} s", format_size(sent) if sent else ""))
     print_table(rows, right=[2, 3, 5, 6])
@@ -131,6 +131,14 @@ def _name(way: dict[str, Any]) -> str:
     if way["kind"] == APART:
         return f"prompt {way['nodes'][0]}, rest {way['nodes'][1]}"
     return "+".join(way["nodes"]) if way["kind"] == SPLIT else f"{way['nodes'][0]} alone"
+
+
+def _short(way: dict[str, Any]) -> str:
+    """Return the name of a way for the table, of long names the first letters."""
+    mark = {APART: " > ", SPLIT: "+", ALONE: ""}[way["kind"]]
+    room = NAME - len(mark) * (len(way["nodes"]) - 1)
+    full = mark.join(way["nodes"])
+    return full if len(full) <= NAME else mark.join(name[: room // len(way["nodes"])] for name in way["nodes"])
 
 
 def _verdict(ways: list[dict[str, Any]]) -> str:
@@ -158,7 +166,9 @@ def _remarks(out: dict[str, Any], link: dict[str, Any]) -> Iterator[str]:
            f"{printable(link['name'])} for a token ({format_size(round(link['bytes_per_s']))} a second, "
            f"{link['latency_ms']:g} ms a message) and {format_size(split['prompt_link_bytes'])} for the prompt of "
            f"{out['prompt']}.")
+    yield (f"'all {out['answer']}' is the time of an answer of so many tokens after the prompt. 'a > b' has the prompt "
+           "on a and tokens on b: keys and values go over the link once.")
     yield ("Tokens of one sequence go through one node after the other, so a split gains memory, and speed for several "
-           "sequences and long prompts alone. With the prompt apart its keys and values go over the link once.")
+           "sequences and long prompts alone.")
     if out["unlike"]:
         yield "The nodes' instruction sets compute different bits, so 'serve --split' refuses them together."
