@@ -119,6 +119,8 @@ def convert(
     text in calibration.json. --imatrix weights errors by mean squares alone. --compare prints perplexity and the KL
     divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in all of them.
 
+    --weights q4_k_m and q5_k_m give each matrix the type that it has in llama.cpp's files of these names.
+
     --bits N and --size SIZE choose a type of 3.25 to 8.5 bits for each matrix, embedding and head included, so that
     predictions change least at this size; with --calibrate the effect of each matrix's errors is measured.
 
@@ -138,14 +140,16 @@ def convert(
         from ...models.comparison import check_text
 
         check_text(compare)
-    chooser = _budget(bits, size, {"--weights": weights, "--group-size": group_size, "--embedding": embedding,
-                                   "--head": head, "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout})
+    others = {"--weights": weights, "--group-size": group_size, "--embedding": embedding, "--head": head,
+              "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout}
+    chooser, effects = _chooser(bits, size, others), bits is not None or size is not None
+    weights = None if chooser else weights
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
                        ffn_layout=ffn_layout, progress=partial(progress, "convert"),
                        chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
-        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=chooser is not None)
+        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=effects)
         method, calibration = ways.popitem()
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
         rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
@@ -162,19 +166,27 @@ def convert(
     print(printable(_summary(report)))
 
 
-def _budget(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
-    """Return what chooses types for a number of bytes, if one is given; without others that say the types."""
-    if bits is None and size is None:
-        return None
-    from edgeinfer.converters import BitBudget
+def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
+    """Return what chooses a type for each matrix, if that is wanted; options that say one type are refused then."""
+    from ...models.file_types import MIXED, mixed_types
 
-    given = f"--bits {bits:g}" if bits is not None else f"--size {size}"
+    mixed = str(types["--weights"]).lower()
     if bits is not None and size is not None:
-        raise UsageError(f"{given} and --size {size} both say how large the bundle becomes; give one of them.")
+        raise UsageError(f"--bits {bits:g} and --size {size} both say how large the bundle becomes; give one of them.")
+    if bits is not None or size is not None:
+        from edgeinfer.converters import BitBudget
+
+        given = f"--bits {bits:g}" if bits is not None else f"--size {size}"
+        chooser: Any = BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]))
+    elif mixed in MIXED:
+        given, chooser = f"--weights {mixed}", lambda reading, *_, **__: mixed_types(mixed, reading.checkpoint)
+        types = {flag: value for flag, value in types.items() if flag != "--weights"}
+    else:
+        return None
     for flag, value in types.items():
         if value is not None:
             raise UsageError(f"{given} chooses the type of each matrix, and {flag} {value} says one; leave one out.")
-    return BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]))
+    return chooser
 
 
 def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine,
