@@ -30,7 +30,7 @@ _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
-                   "google mediatek xiaomi graphics used new".split())
+                   "google mediatek graphics used new".split())
 """Words that tell no two devices apart."""
 _REWRITTEN = (
     (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),

@@ -34,7 +34,7 @@ _MAKERS = {
                     ("arm", "npu")),
 }
 """Beginnings of the classes that a maker's name allows; Intel's cards are of class radeon."""
-_OF_AMD = re.compile(r"ryzen|epyc|threadripper|athlon|steam deck|strix|radeon|instinct|\bmi\d|\brx\b", re.I)
+_OF_AMD = re.compile(r"ryzen|amd|epyc|threadripper|athlon|steam deck|strix|radeon|instinct|\bmi\d|\brx\b", re.I)
 _CORES = re.compile(r"\b(\d{1,3}) ?cores?\b(?: processor| cpu)?|\b(\d{1,3})c ?\d{1,3}t\b")
 _OF_CARDS = re.compile(
     r"\b(?:evga|msi|gigabyte|zotac|pny|palit|gainward|inno3d|sapphire|powercolor|xfx|asrock|colorful|igame|kfa2|galax|"
@@ -42,7 +42,8 @@ _OF_CARDS = re.compile(
     r"(?:ftw ?3?|xc ?3?)(?: ultra| black| hybrid)?|gaming(?: x)?(?: trio)?|x trio|trio|oc|windforce|eagle|"
     r"ventus(?: [23]x)?|suprim(?: x)?|nitro(?: plus)?|pulse|red devil|hellhound|twin edge|amp|dual|phoenix|phantom|"
     r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
-    r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|low profile)\b")
+    r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|le|low profile|"
+    r"pascal|volta|turing|ampere|lovelace|hopper|blackwell|kepler|maxwell|rdna ?\d?|battlemage|alchemist)\b")
 """Makers and series of graphics cards, and what their boxes say besides."""
 _COMPUTERS = frozenset(
     "lenovo thinkpad thinkcentre thinkstation thinkbook ideapad ideacentre yoga legion loq dell xps inspiron "
@@ -52,6 +53,10 @@ _COMPUTERS = frozenset(
     "gram beelink minisforum gmktec geekom topton aoostar acemagic chuwi gpd ayaneo onexplayer system76 tuxedo "
     "medion fujitsu toshiba chromebook".split())
 """Makers and series of computers."""
+_OF_MEMORY = re.compile(r"\b(?:lp)?ddr[345]x?(?: \d{4})?\b|\b(?:dual|quad) channel\b")
+_ENDINGS = re.compile(r"(?<=\d{4}k)[fs]\b|(?<=\d{4})f\b")
+"""Memory beside a processor, and the endings of those without graphics or with a higher clock."""
+_OF_PHONES = re.compile(r"\b[45]g\b|\blte\b")
 _SHORT = 4
 """Characters that a device's name needs in that of a computer: a Surface with a Core m3 is not an Apple M3."""
 
@@ -65,7 +70,18 @@ def within(text: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> tu
         found = [profiles[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
         if found := [one for one in of_their_makers(text, found) if allowed(one) and cores in (0, *_cores_of(one))]:
             return typed, found
-    return taken_apart(clean), [] if cores else of_their_makers(text, _in_a_computer(clean, names, profiles))
+    typed = taken_apart(clean)
+    found = _said_twice(typed.words, names, profiles) or ([] if cores else _in_a_computer(clean, names, profiles))
+    return typed, of_their_makers(text, found)
+
+
+def _said_twice(words: Key, names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+    """Return the devices of which two names follow each other, such as a name and the number of the part."""
+    for i in range(1, len(words)):
+        first = names.get(tuple(sorted(words[:i])), ())
+        if same := [name for name in names.get(tuple(sorted(words[i:])), ()) if name in first]:
+            return [profiles[name] for name in same]
+    return []
 
 
 def of_their_makers(text: str, found: Iterable[DeviceProfile]) -> list[DeviceProfile]:
@@ -94,10 +110,24 @@ def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
     yield replace(typed, words=words), of_kind
     card = taken_apart(_OF_CARDS.sub(" ", clean))
     yield (replace(card, words=tuple(word for word in card.words if word not in _KINDS)),
-           lambda profile: profile.device_class in CARDS and of_kind(profile))
+           lambda profile: _is_card(profile) and of_kind(profile))
+    for left_out, classes in ((_OF_MEMORY, ("x86-desktop", "x86-laptop", "x86-server")),
+                              (_ENDINGS, ("x86-desktop",)), (_OF_PHONES, _PHONES)):
+        if left_out.search(clean):
+            rest = taken_apart(left_out.sub(" ", clean))
+            yield (replace(rest, words=tuple(word for word in rest.words if word not in _KINDS)),
+                   partial(_of_class, classes))
     for i, word in enumerate(words):
         if typed.memory_gib is None and word.isdigit() and 2 <= (gib := int(word)) <= 1024:  # "m4 max 128"
             yield Typed((*words[:i], *words[i + 1:]), gib), partial(_with_gib, gib, of_kind)
+
+
+def _is_card(profile: DeviceProfile) -> bool:
+    return profile.device_class in CARDS or profile.title.startswith("Intel Arc ")
+
+
+def _of_class(classes: Sequence[str], profile: DeviceProfile) -> bool:
+    return profile.device_class in classes
 
 
 def _with_gib(gib: int, of_kind: Allowed, profile: DeviceProfile) -> bool:
@@ -127,7 +157,7 @@ def _in_a_computer(clean: str, names: Names, profiles: Mapping[str, DeviceProfil
 def _of(run: Sequence[str], names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
     """Return the devices of some words in the name of a computer: of cards those for laptops, and no Macs."""
     found = [profiles[name] for name in names.get(tuple(sorted(run)), ())]
-    if any(one.device_class in CARDS for one in found):
+    if any(map(_is_card, found)):
         found = [profiles[name] for name in names.get(tuple(sorted((*run, "laptop"))), ())]
     return [one for one in found if not one.device_class.startswith("apple")]
 
