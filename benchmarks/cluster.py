@@ -239,7 +239,7 @@ def routing(model: str) -> list[Row]:
         rows.append((f"one of three replicas three times slower, at {load:.0%} of the even pool's speed: P95 TTFT in "
                      "that of an even pool", f"{uneven / even:.2f}", "at most 1.3",
                      f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens; the least of any choice is "
-                     f"{least(load, speeds) / even:.2f}"))
+                     f"{1000 * least(load, speeds) / even:.2f}"))
     return rows
 
 

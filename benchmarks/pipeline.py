@@ -1,10 +1,10 @@
 """A model's layers in two processes of this machine beside one process: tokens per second, memory, what is predicted.
 
-    python benchmarks/pipeline.py --shape llama-2-7b --rounds 3 --document docs/how-to/several-machines.md
+    python benchmarks/pipeline.py --shape llama-2-7b --document docs/measurements/several-machines.md
 
-Both sides take turns, so that the weights are in memory once. Weights are random. The prediction is the measured speed
-of one process times what `plan --nodes local,local` expects of two relative to one, with the delay of a message that is
-measured here; it needs 'edgeinfer devices --probe'.
+Both sides take turns, so that the weights are in memory once. Weights are random. Both stages share the cores of this
+machine, so the prediction is the time of one process, and beside it that of a message for each token, step or chunk, as
+`plan --nodes` counts it; two machines would run two chunks or sequences at the same time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ from edgeinfer.bench import token_ids
 from edgeinfer.bundle import Bundle
 from edgeinfer.cli.commands.bench_run import find_bundle
 from edgeinfer.cli.progress import ProgressLine
-from edgeinfer.cli.reports.nodes import nodes_object
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.devices import local_profile
-from edgeinfer.models.describe import describe
-from edgeinfer.pipeline import Link, open_pipeline, split_of
+from edgeinfer.pipeline import open_pipeline, split_of
 from edgeinfer.runner import Runner
 from edgeinfer.runtime import Session
 
-PROMPT, DECODED, SEQUENCES = 256, 12, 4
-PIPE_BYTES = 2e9
-"""Bytes a second of a pipe."""
+PROMPT, DECODED, SEQUENCES, REPEATS = 256, 12, 4, 2
 TESTS = {"one sequence": 1, f"{SEQUENCES} sequences": SEQUENCES, f"prompt of {PROMPT}": 0}
 """Sequences that decode; 0 is a prompt."""
 
@@ -67,7 +62,7 @@ def speed(runner: Runner, sequences: int) -> float:
     """Return tokens per second of sequences that decode together after short prompts, or of a prompt."""
     ids = token_ids(runner.model.vocab_size)
     opened = [runner.new_sequence() for _ in range(sequences or 1)]
-    chunk = int(runner.config.prefill_chunk)
+    chunk = min(int(runner.config.prefill_chunk), PROMPT)
     if not sequences:
         began = time.perf_counter()
         for _ in range(0, PROMPT, chunk):
@@ -117,17 +112,23 @@ def measure(path: Path, config: RuntimeConfig, rounds: int, patience: float) -> 
                 speed(runner, 0)  # maps the weights
                 for test, sequences in TESTS.items():
                     speed(runner, sequences)  # tries other numbers of parts
-                    found[test][side].append(max(speed(runner, sequences) for _ in range(3)))
+                    found[test][side].append(max(speed(runner, sequences) for _ in range(REPEATS)))
+                    print(f"{test}: {found[test]}", file=sys.stderr)
                 if side:
                     stages, delay = held(runner), message_seconds(runner)
     return found, stages, delay
+
+
+def _predicted(one: float, tokens: int, delay: float) -> float:
+    """Return tokens per second of two processes: a message there and one back for so many tokens."""
+    return tokens / (tokens / one + 2 * delay)
 
 
 def main() -> None:
     """Measure, and print or publish a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-2-7b")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--patience", type=float, default=60)
     parser.add_argument("--document", type=Path)
@@ -136,15 +137,13 @@ def main() -> None:
         path = find_bundle(None, asked.shape, None, None, progress)
     config = RuntimeConfig(ctx=asked.ctx, max_sequences=SEQUENCES, kv_tokens=2 * asked.ctx, outputs=SEQUENCES)
     speeds, stages, delay = measure(path, config, asked.rounds, asked.patience)
-    predicted = {}
-    if profile := local_profile():
-        said = nodes_object(describe(path), RuntimeConfig(ctx=PROMPT), [profile] * 2, Link("pipe", PIPE_BYTES, delay))
-        share = said["decode_tok_per_s"] / said["nodes"][0]["alone_tok_per_s"]
-        predicted["one sequence"] = f"{share * statistics.median(speeds['one sequence'][0]):.2f}"
-    rows = [row(test, spread(one, ".2f"), spread(two, ".2f"),
-                spread([b / a for a, b in zip(one, two, strict=True)]), predicted.get(test, ""))
-            for test, (one, two) in speeds.items()]
-    text = table("tokens/s | one process | two processes | ratio | predicted for two", rows)
+    rows = []
+    for test, (one, two) in speeds.items():
+        predicted = _predicted(statistics.median(one), TESTS[test] or PROMPT, delay)
+        ratios = spread([b / a for a, b in zip(one, two, strict=True)])
+        rows.append(row(test, spread(one, ".2f"), spread(two, ".2f"), ratios, f"{predicted:.2f}",
+                        f"{statistics.median(two) / predicted:.2f}"))
+    text = table("tokens/s | one process | two processes | ratio | predicted for two | measured / predicted", rows)
     publish(f"{asked.shape}, {asked.rounds} rounds in turns, {machine()}; `python benchmarks/pipeline.py --shape "
             f"{asked.shape} --rounds {asked.rounds}`. {'; '.join(stages)}; a message takes {1000 * delay:.2f} ms.\n\n"
             f"{text}", asked.document, "pipeline")

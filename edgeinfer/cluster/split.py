@@ -62,8 +62,8 @@ class NodeSplit:
             parts = split or self._placed(bundle, config, [one.speed for one in facts],
                                           [place.budget for place in places])
 
-            def start(number: int, config: RuntimeConfig) -> NodeStage:
-                stages[number].open(self._stored, config, *parts[number])
+            def start(number: int, config: RuntimeConfig, nbytes: int) -> NodeStage:
+                stages[number].open(self._stored, config, *parts[number], nbytes)
                 return stages[number]
 
             runner = open_stages(bundle, config, parts, places, start)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
+from ..base.units import format_size
 from ..errors import ClosedError, EdgeInferError
 from ..pipeline import Stage, StageInfo, error_of
 from .connection import first_sentence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 0.02
 """Longest wait before a cancellation is looked at again."""
+START_SECONDS = 30.0
+"""Time in which Ray has to find memory for a stage: that of a server which has just ended is soon free."""
 SIGNALS = "signals"
 """Concurrency group of the calls that do not wait for a forward pass."""
 
@@ -59,13 +62,6 @@ class StageHost:
         self._last = 0
         self.given_up = 0
         self._end = threading.Event()
-
-    def facts(self, stored: Stored, ctx: int | None, kv: str) -> NodeFacts | Failure:
-        """Return what this machine is to a model."""
-        try:
-            return facts_here(stored, ctx, kv)
-        except EdgeInferError as error:
-            return _failure(error)
 
     def open(self, stored: Stored, config: dict[str, Any], first: int, last: int) -> StageInfo | Failure:
         """Open the layers of a model."""
@@ -128,6 +124,14 @@ def bundle_here(stored: Stored) -> Any:
     return resolve(stored.source, storage=Storage(stored.weights, stored.group_size))
 
 
+def facts_there(stored: Stored, ctx: int | None, kv: str) -> NodeFacts | Failure:
+    """Return what the machine of this process is to a model, or why that cannot be said."""
+    try:
+        return facts_here(stored, ctx, kv)
+    except EdgeInferError as error:
+        return _failure(error)
+
+
 def facts_here(stored: Stored, ctx: int | None, kv: str) -> NodeFacts:
     """Return what this machine is to a model; raises as `models.resolve`."""
     from edgeinfer.devices import estimate, local_profile
@@ -154,25 +158,36 @@ class NodeStage(Stage):
     def __init__(self, ray: Any, node: Node):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.where, self._ray, self._sent = f"node {node.name}", ray, 0
+        self.where, self._ray, self._node, self._sent = f"node {node.name}", ray, node, 0
         self._closed = False
-        self._actor = ray.remote(concurrency_groups={SIGNALS: 2})(StageHost).options(
-            num_cpus=0, max_restarts=0, max_concurrency=1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-        self._watched = self._actor.watch.options(concurrency_group=SIGNALS).remote()
+        self._actor: Any = None
+        self._there = NodeAffinitySchedulingStrategy(node.id, soft=False)
 
     def facts(self, stored: Stored, ctx: int | None, kv: str) -> NodeFacts:
         """Return the properties of the node; raises `EdgeInferError` with its sentence."""
-        found = NodeFacts(*self._found(self._actor.facts.remote(stored, ctx, kv)))
+        asked = self._ray.remote(facts_there).options(num_cpus=0, max_retries=0, scheduling_strategy=self._there)
+        found = NodeFacts(*self._found(asked.remote(stored, ctx, kv)))
         if found.version != __version__:
             raise EdgeInferError(f"The {self.where} has edgeinfer {found.version}, and this machine {__version__}; "
                                  "install the same on all.")
         return found
 
-    def open(self, stored: Stored, config: RuntimeConfig, first: int, last: int) -> None:
-        """Begin to open layers; `wait` waits for them."""
+    def open(self, stored: Stored, config: RuntimeConfig, first: int, last: int, nbytes: int) -> None:
+        """Begin to open layers, whose plan has so many bytes, which Ray reserves; `wait` waits for them."""
         from ..pipeline import plain_config
 
+        self._actor = self._ray.remote(concurrency_groups={SIGNALS: 2})(StageHost).options(
+            num_cpus=0, memory=nbytes, max_restarts=0, max_concurrency=1, scheduling_strategy=self._there).remote()
+        try:
+            self._ray.get(self._actor.__ray_ready__.remote(), timeout=START_SECONDS)
+        except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.ActorUnschedulableError):
+            raise EdgeInferError(
+                f"The stage on {self.where} cannot start: of the {format_size(self._node.memory)} that Ray gives to "
+                f"the processes there, {format_size(nbytes)} are not free; end what has them, or give the stage fewer "
+                "layers.") from None
+        except self._ray.exceptions.RayError as error:
+            raise self._ended(error) from None
+        self._watched = self._actor.watch.options(concurrency_group=SIGNALS).remote()
         self._opening = self._actor.open.remote(stored, plain_config(config), first, last)
 
     def wait(self) -> None:
@@ -218,7 +233,8 @@ class NodeStage(Stage):
         """End the process."""
         if not self._closed:
             self._closed = True
-            self._ray.kill(self._actor)
+            if self._actor is not None:
+                self._ray.kill(self._actor)
 
     def _call(self, name: str, arguments: tuple[Any, ...], answers: bool) -> Any:
         self._check_open()
@@ -235,8 +251,10 @@ class NodeStage(Stage):
             found = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             self._check_open()
-            raise EdgeInferError(f"The stage on {self.where} has ended ({first_sentence(error)}); open the model "
-                                 "again.") from None
+            raise self._ended(error) from None
         if isinstance(found, Failure):
             raise error_of(found.kind, f"The stage on {self.where}: {found.sentence}")
         return found
+
+    def _ended(self, error: Exception) -> EdgeInferError:
+        return EdgeInferError(f"The stage on {self.where} has ended ({first_sentence(error)}); open the model again.")

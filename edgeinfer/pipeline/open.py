@@ -34,8 +34,9 @@ class Place(NamedTuple):
     """Stages of the same machine have the same one."""
 
 
-Starter = Callable[[int, RuntimeConfig], Stage]
-"""Starts the stage of a number, counted from 0, with its settings; `Stage.wait` waits for it."""
+Starter = Callable[[int, RuntimeConfig, int], Stage]
+"""Starts the stage of a number, counted from 0, with its settings and the bytes of its plan; `Stage.wait` waits for it.
+"""
 
 
 def whole_graph(bundle: Bundle) -> Graph:
@@ -76,7 +77,7 @@ def open_pipeline(bundle: Bundle, config: RuntimeConfig, split: Split, processes
     """
     config = resolve(config, bundle.config)
 
-    def start(number: int, config: RuntimeConfig) -> Stage:
+    def start(number: int, config: RuntimeConfig, nbytes: int) -> Stage:
         if processes:
             return ProcessStage(bundle.path, config, *split[number])
         return LocalStage(StageSession(Bundle.open(bundle.path), config, *split[number]))
@@ -95,20 +96,22 @@ def open_stages(bundle: Bundle, config: RuntimeConfig, split: Split, places: Ite
     configs = configs_of(bundle, config, split, places)
     with ExitStack() as opened:
         before: list[Stage] = []
-        for number, one in enumerate(configs[:-1]):
-            before.append(start(number, one))
+        for number, (one, nbytes) in enumerate(configs[:-1]):
+            before.append(start(number, one, nbytes))
             opened.callback(before[-1].close)
-        last = LocalStage(StageSession(bundle, configs[-1], *split[-1], progress, loading))
+        own, _ = configs[-1]
+        last = LocalStage(StageSession(bundle, own, *split[-1], progress, loading))
         opened.callback(last.close)
         for stage in before:
             stage.wait()
-        runner = PipelineRunner(bundle, configs[-1], [*before, last])
+        runner = PipelineRunner(bundle, own, [*before, last])
         opened.pop_all()
     return runner
 
 
-def configs_of(bundle: Bundle, config: RuntimeConfig, split: Split, places: Items[Place]) -> list[RuntimeConfig]:
-    """Return the settings of each stage: one KV pool, and of a machine's memory what the stage needs.
+def configs_of(bundle: Bundle, config: RuntimeConfig, split: Split, places: Items[Place]
+               ) -> list[tuple[RuntimeConfig, int]]:
+    """Return the settings of each stage, and the bytes of its plan: one KV pool, and of a machine's memory its part.
 
     What is left of it is shared out, as is what lacks: then each stage's plan says what would fit.
     """
@@ -134,5 +137,6 @@ def configs_of(bundle: Bundle, config: RuntimeConfig, split: Split, places: Item
     if config.fill_budget:
         config = replace(config, fill_budget=False, kv_tokens=request.kv_tokens, kv_windows=request.kv_windows)
     left = {name: (room - total[name]) // count[name] for name, room in rooms.items()}
-    return [replace(config, threads=place.threads, budget_bytes=max(1, plan.total_bytes + left[place.name]))
+    return [(replace(config, threads=place.threads, budget_bytes=max(1, plan.total_bytes + left[place.name])),
+             plan.total_bytes)
             for plan, place in zip(found, places, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +110,18 @@ class _Live:
     def _replicas(self) -> Iterator[Any]:
         """Yield what the replicas of a model hold; nothing where none are elsewhere."""
         gauges = [GaugeMetricFamily(f"edgeinfer:{name}", text, labels=["model_name", "replica"]) for name, text in (
-            ("replica_up", "Whether a replica answers."), ("replica_requests", "Requests that a replica has."))]
+            ("replica_up", "Whether a replica answers."), ("replica_requests", "Requests that a replica has."),
+            ("replica_planned_bytes", "Memory of a replica by its plan."),
+            ("replica_tokens_per_second", "Speed of a text that a replica has alone."),
+            ("replica_prompt_tokens_per_second", "Speed of a prompt that a replica has alone."))]
+        counters = [CounterMetricFamily(f"edgeinfer:{name}", text, labels=["model_name", "replica"]) for name, text in (
+            ("replica_requests_sent", "Requests that a replica was given."),
+            ("replica_received_bytes", "KV blocks that a replica got from others."))]
         found = [(one.name, each) for one in self._server.models.open_models() for each in one.model.replicas()]
         for model, one in found:
-            for gauge, value in zip(gauges, (float(one.there), one.requests), strict=True):
-                gauge.add_metric([model, one.name], value)
-        yield from gauges if found else ()
+            values = (float(one.there), one.requests, one.planned_bytes, one.tok_per_s, one.prompt_tok_per_s, one.sent,
+                      one.received_bytes)
+            families: Iterable[Any] = (*gauges, *counters)
+            for family, value in zip(families, values, strict=True):
+                family.add_metric([model, one.name], value)
+        yield from (*gauges, *counters) if found else ()

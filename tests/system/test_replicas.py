@@ -130,7 +130,8 @@ def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
         assert all(len(one.jobs) > 5 for one in replicas) and all(one.free for one in replicas)
         metrics = running.ask("/metrics").body.decode()
         assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in metrics
-        assert metrics.count('edgeinfer:replica_up{model_name="chat",replica="replica ') == n
+        for name in ("up", "planned_bytes", "tokens_per_second", "requests_sent_total", "received_bytes_total"):
+            assert metrics.count(f'edgeinfer:replica_{name}{{model_name="chat",replica="replica ') == n
         found = running.ask("/status").json["models"][0]["replicas"]
         assert [one["sent"] for one in found] == [len(one.jobs) for one in replicas]
 

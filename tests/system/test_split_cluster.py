@@ -19,6 +19,7 @@ pytest.importorskip("starlette")
 from edgeinfer import LLM
 from edgeinfer.cluster import Ray, Stored, connected, stages
 from edgeinfer.cluster.connection import LOCAL, environment
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import EdgeInferError, UsageError
 from tests.helpers.ray_nodes import three_nodes
 from tests.helpers.serving import Running, chat_model, serving, until
@@ -78,6 +79,7 @@ def test_the_texts_of_one_process(cluster: Any, ray: Ray, model: str) -> None:
     with serving({"chat": model}, opener(ray, "auto", said)) as running:
         assert len(layers(running)) == 3 and len(hosts()) == 2
         assert len(set(stage.where for stage in running.llm().runner.stages)) >= 2
+        assert all(psutil.Process(one).nice() == psutil.Process().nice() for one in hosts())
         assert all_of(running) == right
         os.kill(hosts()[0], signal.SIGKILL)
         began = time.monotonic()
@@ -93,6 +95,17 @@ def test_one_node_has_several_stages_if_they_are_listed(ray: Ray, model: str) ->
         body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
         assert running.ask(COMPLETIONS, body).status == 200
         assert layers(running) == [(0, 0), (1, 1), (2, 2), (3, 4)] and len(hosts()) == 3
+    assert until(lambda: not hosts())
+
+
+def test_a_stage_whose_memory_ray_lacks_is_refused(ray: Ray, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "START_SECONDS", 3.0)
+    stage = stages.NodeStage(ray._ray, ray.nodes[0])
+    try:
+        with pytest.raises(EdgeInferError, match=r"cannot start: of the .* 17\.59 TB are not free; end what"):
+            stage.open(Stored(model, None, None), RuntimeConfig(ctx=512), 0, 1, 1 << 44)
+    finally:
+        stage.close()
     assert until(lambda: not hosts())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.cluster.stages import Failure, NodeFacts, StageHost, Stored
+from edgeinfer.cluster.stages import Failure, NodeFacts, StageHost, Stored, facts_there
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.pipeline import Part, StageInfo, StageSegment, plain_config
 from edgeinfer.runner import PROMPT
@@ -62,11 +62,11 @@ def test_a_part_that_was_given_up_is_cancelled() -> None:
 
 def test_what_a_node_cannot_open_is_a_sentence(tmp_path: Any) -> None:
     host = StageHost()
-    facts = host.facts(DEMO, None, "int8")
+    facts = facts_there(DEMO, None, "int8")
     assert isinstance(facts, NodeFacts) and facts.room > 0 and facts.threads >= 1
     missing = Stored(str(tmp_path / "none"), None, None)
     config = plain_config(RuntimeConfig(ctx=64))
-    for found in (host.facts(missing, None, "int8"), host.open(missing, config, 0, 1)):
+    for found in (facts_there(missing, None, "int8"), host.open(missing, config, 0, 1)):
         assert isinstance(found, Failure) and found.kind == "ModelNotFoundError" and "none" in found.sentence
     assert "the model has 0 to 4" in host.open(DEMO, config, 0, 9).sentence  # type: ignore[union-attr]
     waiting = threading.Thread(target=host.watch, daemon=True)
