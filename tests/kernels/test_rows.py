@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, reference_of
 from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import REFERENCES, Expected, InstructionView, compare, quantise_rows, rms_norm
 from edgeinfer.quant import WeightType, layouts
+from tests.helpers import kernel_bench
 from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
 from tests.kernels.test_matmul import TOKENS, WEIGHTS, kernel_name, random_weights, whole
 
@@ -127,6 +128,20 @@ def test_a_quantised_row_has_the_same_bits_in_any_block(name: str, group: int, i
     for tokens in TOKENS:
         for first in range(33 - tokens + 1) if tokens == 1 else (0, 33 - tokens):
             same(rows.run(isa, name, first=first, tokens=tokens), whole, first)
+
+
+def test_a_reference_is_asked_again_where_it_would_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(kernel_bench, "reference_of", lambda name: asked.append(name) or reference_of(name))
+    rows = Rows(np.ones((3, 40), np.float32))
+    for threads in (1, 2):
+        rows.run(ISAS[0], "rms_norm_f32", threads)
+    assert len(asked) == 1
+    rows.bench.array(rows.operands[0], np.float32, (3, 40), (rows.in_stride, 4))[1, 7] = 2
+    rows.run(ISAS[0], "rms_norm_f32")
+    assert len(asked) == 2
+    rows.run(ISAS[0], "rms_norm_f32", tokens=2)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("name", ["quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"])
