@@ -194,7 +194,7 @@ OPTIONS: tuple[Option, ...] = (
             group=MEMORY, commands=(_RUN, _PLAN)),
     _option("split", "auto|LAYERS", "Run the layers in several processes, such as 0-15,16-31, each with its part of "
             "the memory; auto is two that take equal time, or one on each node of --ray.", group=MEMORY,
-            commands=_REQUEST),
+            commands=(_RUN, _BENCH)),
     _option("kv_layout", "|".join(KV_LAYOUTS),
             "KV cache of onnxruntime devices: one slot per sequence, or pages shared by all sequences (cuda).",
             unset="slots for one sequence, else pages where the device has them", group=MEMORY,

@@ -230,6 +230,12 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+def test_requests_to_a_divided_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["bench", "demo", "--split", "0-2,3-4", "--concurrency", "1,2", "-p", "8", "-n", "4", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [one["total_output_tokens"] for one in out["serving"]] == [16, 32]
+
+
 @pytest.mark.usefixtures("small_reads")
 def test_a_shape_is_written_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -274,6 +280,8 @@ def test_a_model_without_tokenizer_has_no_first_token(tmp_path: Path, capsys: py
         (["--shape", "llama-2-7b", "--group-size", "48"], "--group-size is 48; choose one of 32, 64, 128"),
         (["demo", "--prefill-chunk", "0"], "--prefill-chunk is 0; it must be from 1 to 4096"),
         (["demo", "--repeat"], "There is no option --repeat"),
+        (["demo", "--split", "auto"], "--split requires --concurrency, such as --concurrency 1,4"),
+        (["demo", "--split", "0-1,3-4", "--concurrency", "1"], "leaves out layers 2 to 2"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

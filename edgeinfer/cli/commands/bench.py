@@ -145,6 +145,7 @@ def bench(
       edgeinfer bench ./my-bundle -d 0,4096 --profile
       edgeinfer bench --shape llama-2-7b -r 3 --json
       edgeinfer bench ./my-bundle --concurrency 1,4,8 -p 256 -n 128 --goodput ttft:2000,tpot:200
+      edgeinfer bench ./my-bundle --split auto --concurrency 1,4 -p 256 -n 64
       edgeinfer bench --serve http://localhost:8080 --concurrency 1,4,8 -p 256 -n 128
     """
     from ...bench import make_cases
@@ -158,6 +159,8 @@ def bench(
     if concurrency is not None:
         return bench_together(model, shape, asked, (numbers("-p", prompt), numbers("-n", generate)), given)
     asked.check_unused()
+    if given.split is not None:
+        raise UsageError("--split requires --concurrency, such as --concurrency 1,4.")
     check_speculation(speculate, draft, accept)
     device, (weights, group_size) = given.device or CPU, given.stored(model)
     provider = opening.provider(device)

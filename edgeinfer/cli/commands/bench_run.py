@@ -139,16 +139,19 @@ def run_tests(
 
 
 def open_runner(path: Path, config: RuntimeConfig, progress: ProgressLine,
-                provider: Provider | None) -> tuple[Runner, Bundle, float]:
-    """Open a bundle; returns the milliseconds that it took, too."""
+                provider: Provider | None, split: str | None = None) -> tuple[Runner, Bundle, float]:
+    """Open a bundle, in several processes if its layers are split; returns the milliseconds that it took, too."""
     from ...bundle import Bundle
     from ...llm import open as opening
 
     began = time.perf_counter()
     with ExitStack() as opened:
         bundle = opened.enter_context(Bundle.open(path))
-        runner = (opening.opened_on(provider, bundle, config, None, progress, opened)[0] if provider
-                  else opening.session(bundle, config, progress, None))
+        if split is not None:
+            runner = opening.in_stages(bundle, config, split, provider and provider.device, None, progress)
+        else:
+            runner = (opening.opened_on(provider, bundle, config, None, progress, opened)[0] if provider
+                      else opening.session(bundle, config, progress, None))
         opened.pop_all()
     return runner, bundle, 1000 * (time.perf_counter() - began)
 

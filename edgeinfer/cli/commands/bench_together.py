@@ -82,7 +82,7 @@ def bench_together(model: str | None, shape: str | None, asked: Together, length
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, given.budget)
         provider, config = opening.taken(device, provider, path, config, given.kv_on(device))
-        runner, bundle, load_ms = open_runner(path, config, progress, provider)
+        runner, bundle, load_ms = open_runner(path, config, progress, provider, given.split)
         with closing(runner):
             rows = [row.report() for row in measure_serving(runner, loads, MAX_ITL, partial(progress, "measure"))]
             out = {"model": model or shape, "serving": rows, "rows": [], "load_ms": load_ms, "isa": runner.isa,
