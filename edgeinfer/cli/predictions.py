@@ -56,6 +56,8 @@ class Prediction:
     """Memory of the run."""
     basis: str
     """Origin of the constants."""
+    joules_per_token: float | None
+    """Energy of a token at the end of the context; None where no power figure of the device is published."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
     return Prediction(
         out["device"], out["program"], out["unit"], length, out["decode_tok_per_s"], out["low"], out["high"],
         out["prompt"], out["prefill_tok_per_s"], out["ttft_ms"], times["tpot_ms"], times["total_ms"], out["fits"],
-        out["device_bytes"] or out["total_bytes"], out["basis"])
+        out["device_bytes"] or out["total_bytes"], out["basis"], out["energy"] and out["energy"]["joules_per_token"])
 
 
 def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, use: str = "chat",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import edgeinfer as library
 from edgeinfer.devices import load_profile, power_of, profiles
 from edgeinfer.devices.power import _tables
 from tests.helpers.command_line import edgeinfer
@@ -27,6 +28,13 @@ def test_joules_are_watts_over_tokens_a_second(name: str) -> None:
     spent = power.prompt * answer["ttft_ms"] + power.decoding * answer["tpot_ms"] * 499
     assert energy["total_wh"] == pytest.approx(spent / 3.6e6)
     assert energy["prompt_joules"] == pytest.approx(power.prompt * answer["ttft_ms"] / 1000)
+
+
+def test_from_python() -> None:
+    out = estimated("llama-3.2-3b", "--machine", "rpi5 8gb")
+    assert library.estimate("llama-3.2-3b", "rpi5 8gb").joules_per_token == pytest.approx(
+        out["energy"]["joules_per_token"])
+    assert library.estimate("llama-3.2-3b", "a19").joules_per_token is None
 
 
 def test_the_band_is_that_of_speed_and_power_together() -> None:
