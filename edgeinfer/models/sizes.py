@@ -22,9 +22,11 @@ TYPES = ("f16", "int8", "Q6_K", "Q5_K_M", "Q4_K_M", "q4", "Q4_0", "IQ4_XS")
 """Types that people run: those that edgeinfer makes by default, and files that are downloaded, the most exact first."""
 MADE = ("f16", "int8", "q6", "q5m", "q5k", "q5", "q4m", "q4k", "iq4", "iq4k", "tableq", "q4", "mxfp4", "tableq3")
 """Types that edgeinfer makes of a checkpoint, the most exact first."""
-COMPARED = ("f16", "int8", "q6", "Q6_K", "q5m", "q5k", "q5", "Q5_K_M", "q4m", "q4k", "Q4_K_M", "iq4", "iq4k", "IQ4_XS",
-            "tableq", "q4", "Q4_0", "mxfp4", "tableq3")
+COMPARED = ("f16", "int8", "q6", "Q6_K", "q5m", "q5k", "Q5_K_M", "q5", "q4m", "q4k", "Q4_K_M", "iq4", "iq4k", "tableq",
+            "IQ4_XS", "q4", "Q4_0", "mxfp4", "tableq3")
 """All of them."""
+EITHER = ("Q5_K_M", "Q4_K_M")
+"""Types of files that can be made too (``convert --weights q4_k_m``)."""
 OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits")
 """Fields of the traffic that depend on the type."""
 KV, CTX = "int8", 4096

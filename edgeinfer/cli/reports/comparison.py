@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STORED = "as it is"
 """Type of a file or bundle that is compared with others."""
-FILE, MAKE = "GGUF", "convert"
+FILE, MAKE, EITHER = "GGUF", "convert", "either"
 
 
 def compared(name: str, model: str, device: DeviceProfile, ctx: int, budget: int | None = None,
@@ -91,8 +91,9 @@ def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budge
         assert found is not None
         loss = LOSSES.get(model.kind)
         made = model.kind in sizes.MADE
+        source = MAKE if made else EITHER if model.kind in sizes.EITHER else "" if model.kind == STORED else FILE
         rows.append({
-            "weights": model.kind, "made": made, "from": MAKE if made else "" if model.kind == STORED else FILE,
+            "weights": model.kind, "made": made, "from": source,
             "file_bytes": model.file_bytes, "total_bytes": found["total_bytes"], "fits": found["total_bytes"] <= room,
             "low": found["low"], "high": found["high"], "decode_tok_per_s": found["decode_tok_per_s"],
             "ttft_ms": found["ttft_ms"], "kld": None if loss is None else list(loss), "program": found["program"],
@@ -127,5 +128,5 @@ def print_comparison(out: dict[str, Any]) -> None:
     own = " Other types than the bundle's own are made from its checkpoint." if out["bundle"] else ""
     print("\n" + "\n".join(folded(
         f"{out['ctx']} tokens of context, half of it filled; TTFT is of a prompt of {out['prompt']}; speeds are as if "
-        "all weights were in memory. KLD was measured on models of 5 million parameters; larger ones lose less; blank "
-        "is not measured." + own)))
+        "all weights were in memory. KLD was measured on models of 5 million parameters, of some types on the "
+        "layers alone; larger models lose less." + own)))

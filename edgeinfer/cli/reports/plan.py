@@ -18,11 +18,11 @@ JSON_FIELDS = {
         "source": "where its description comes from",
         "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
         "itself; null with --device cuda where no GPU was found",
-        "types": "with --compare, instead of the regions: per type `weights`, `made` and `from` (by converting; "
-        "else downloaded as GGUF, or the model as it is), `file_bytes`, `total_bytes`, `fits`, `decode_tok_per_s` with "
-        "half the context filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` (least and largest that was measured; "
-        "null if none was); `shape`, the built-in one, or null; `quantised`, whether the weights are stored in "
-        "another type than floats; `bundle`",
+        "types": "with --compare, instead of the regions: per type `weights`, `made` and `from` (by converting, "
+        "downloaded as GGUF, either, or the model as it is), `file_bytes`, `total_bytes`, `fits`, "
+        "`decode_tok_per_s` with half the context filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` "
+        "(least and largest that was measured; null if none was); `shape`, the built-in one, or null; "
+        "`quantised`, whether the weights are stored in another type than floats; `bundle`",
         "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
         "refused where it does not fit",
         "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",

@@ -98,7 +98,7 @@ def print_models(out: dict[str, Any]) -> None:
     print_table(table, right=[2, 3, 5])
     print("\n" + "\n".join(folded(
         f"With {asked}, half of it filled; TTFT is of a prompt of {min(PROMPT, out['ctx'])}. KLD was "
-        "measured on models of 5 million parameters; larger ones lose less; blank is not measured.")))
+        "measured on models of 5 million parameters; larger ones lose less.")))
 
 
 def print_devices(out: dict[str, Any]) -> None:
