@@ -1,175 +1,202 @@
 """Errors of the estimator on published speeds; fits the constants of classes of devices.
 
-    python benchmarks/estimator_fit.py [--output docs/measurements/estimator.md]
+    python benchmarks/estimator_fit.py [--output docs/measurements/estimator.md] [--list]
     python benchmarks/estimator_fit.py --rows FILE      judge rows that no constant was fitted to
 
-Rows are in benchmarks/published/speeds.tsv, each with its public source. If a group has at least three devices, each
-device is predicted with constants fitted to the others; elsewhere the constants of devices/classes.toml are judged by
-the rows that they come from, which is said. Beside them stand a model with one constant (a share of the bandwidth) and
-a formula of the number of parameters alone. The exit code is 1 if a group is over its bound.
+Rows are in benchmarks/published/speeds.tsv, each with its public source. Each device is predicted with constants that
+are fitted to the other devices of its group, and with nothing that was ever measured on it. Beside the estimator stand
+a model with one constant (a share of the bandwidth), a formula of the number of parameters alone, and the estimator
+without some of its parts. --list prints every row. The exit code is 1 if a group is over its bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import replace_section, row, table
+from benchmarks.published import prompts
 from benchmarks.published.fit import (
     Prediction,
+    Values,
+    error_of_known,
     fit,
-    in_sample,
+    held,
     leave_one_device_out,
     mean_miss,
-    predict_with_profile,
-    prediction,
+    parameters_only,
+    shipped,
 )
+from benchmarks.published.groups import GROUPS, SERVERS, Group
 from benchmarks.published.others import judge_file
-from benchmarks.published.prompts import Prompt, read_prompts
-from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.rows import Row, read_rows, usable
 from edgeinfer.devices import classes
 from edgeinfer.errors import UsageError
 
 SECTION = "published"
-OVERHEAD = ("t0_ms",)
+WORST = 5
+"""Rows of a group that the document shows."""
+PROMPTS = {
+    "GPUs, llama.cpp": ("apple", "nvidia", "nvidia-2024", "amd", "intel", "igpu"), "processors": ("edge",),
+    "neural units": ("npu",), "GPUs, LocalScore": ("localscore-nvidia", "localscore-apple", "localscore-amd"),
+}
+PROMPTS_BOUND = {"GPUs, llama.cpp": 0.25, "processors": 0.25}
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows that are judged together."""
+class Judged:
+    """A group's predictions, each without its device, and the constants that all its rows give."""
 
-    name: str
+    group: Group
     title: str
-    base: str
-    """The class whose constants start the fit, and which gets the result."""
-    free: tuple[str, ...] = ()
-    """Constants that are fitted; none: the class's are judged in-sample."""
-    bound: float | None = None
-    """Largest mean absolute error that passes."""
-    note: str = ""
-    predictions: list[Prediction] = field(default_factory=list)
-    fitted: dict[str, float] = field(default_factory=dict)
+    predictions: list[Prediction]
+    bound: float | None
+    fitted: Values = field(default_factory=dict)
+    simpler: dict[str, float] = field(default_factory=dict)
+    """Mean absolute errors of the estimator without some of its parts."""
+
+    @property
+    def error(self) -> float:
+        """Mean absolute error."""
+        return mean_miss(item.miss for item in self.predictions)
+
+    @property
+    def over(self) -> bool:
+        """Whether it misses its bound."""
+        return self.bound is not None and self.error > self.bound
 
 
-GROUPS = (
-    Group("apple", "Apple GPUs, llama.cpp on Metal", "apple-gpu", ("f_w", "t0_ms"), 0.06,
-          "t0 is the time of a token at a GPU clock of 1.4 GHz and shrinks with the clock."),
-    Group("cuda-2024", "NVIDIA GPUs, llama.cpp of 2024", "cuda-datacentre", ("f_w", "t0_ms", "issue_bytes_per_clock"),
-          0.10, "The A100's memory delivers more than its multiprocessors ask for: f_w is limited to so many bytes per "
-          "multiprocessor and clock. The L40S loses a sixteenth of its bandwidth to inline error correction."),
-    Group("cuda-2025", "NVIDIA GPUs, llama.cpp of 2025", "cuda-consumer", OVERHEAD, 0.10,
-          "f_w and the bytes per clock are those of 2024: the memory did not change, the fixed time of a token did."),
-    Group("radeon", "AMD RDNA 3 GPUs, llama.cpp", "radeon", OVERHEAD, 0.10,
-          "One row per device fits one constant; f_w is that of the class."),
-    Group("edge", "Boards, laptops, phones and the rest, many programs", "", (), 0.20,
-          "In-sample: the constants of the classes come from these rows. They stand alone here, although the profiles "
-          "of known devices carry figures of their own: cores limit the Raspberry Pi 4 and the Orion O6, not memory."),
-    Group("apple-2024", "Apple GPUs, llama.cpp of 2024, K-quants", "apple-gpu", (), None,
-          "An older program, kept apart, predicted with the constants above: its 4-bit K-quants were limited by "
-          "computation on the M1."),
-)
+def judge(rows: Sequence[Row], groups: Iterable[Group] = GROUPS, ablations: bool = True) -> list[Judged]:
+    """Fit and predict every group; servers are apart from the group that they are fitted with."""
+    found = []
+    for group in groups:
+        own = [row for row in rows if group.takes(row)]
+        if not group.priors:
+            found.append(Judged(group, group.title, shipped(own), group.bound))
+            continue
+        fitted = fit(own, group.priors)
+        apart, rest = _apart(group, leave_one_device_out(own, group.priors, fitted))
+        simpler = {title: _simpler(group, own, at) for title, at in group.ablations.items()} if ablations else {}
+        found.append(Judged(group, group.title, apart, group.bound, fitted, simpler))
+        if rest:
+            found.append(Judged(group, f"The same, {group.rest}", rest, None, fitted))
+    return found
 
 
-def judge(rows: Sequence[Row]) -> list[Group]:
-    """Fit and predict every group."""
-    groups = {group.name: group for group in GROUPS}
-    for group in GROUPS:
-        own = [row for row in rows if row.group == group.name]
-        if group.free:
-            base = dict(classes()[group.base])
-            if group.name == "cuda-2025":
-                base |= {key: groups["cuda-2024"].fitted[key] for key in ("f_w", "issue_bytes_per_clock")}
-            group.predictions[:] = leave_one_device_out(own, base, group.free)
-            table = fit(own, base, group.free)
-            group.fitted.update({key: value for key, value in table.items() if isinstance(value, float | int)})
-        elif group.name == "apple-2024":
-            table = {**classes()[group.base], **groups["apple"].fitted}
-            group.predictions[:] = [prediction(row, table, math.nan) for row in own]
-        else:
-            group.predictions[:] = in_sample(own)
-    return list(GROUPS)
+def _apart(group: Group, predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
+    rest = [item for item in predictions if group.rest and item.row.profile.device_class in SERVERS]
+    return [item for item in predictions if item not in rest], rest
 
 
-def band(predictions: Iterable[Prediction]) -> float:
+def _simpler(group: Group, rows: Sequence[Row], at: Values) -> float:
+    """Mean absolute error of a simpler model, each device left out."""
+    priors, start = held(group.priors, at)
+    apart, _ = _apart(group, leave_one_device_out(rows, priors, fit(rows, priors, start)))
+    return mean_miss(item.miss for item in apart)
+
+
+def band(misses: Iterable[float]) -> float:
     """Half-width that holds at least 80 % of the misses."""
-    misses = sorted(abs(item.miss) for item in predictions)
-    return misses[math.ceil(0.8 * len(misses)) - 1]
+    sizes = sorted(abs(miss) for miss in misses)
+    return sizes[math.ceil(0.8 * len(sizes)) - 1]
 
 
-def markdown(groups: Sequence[Group]) -> str:
+def inside(predictions: Sequence[Prediction]) -> float:
+    """Share of the rows that lie within the bands of their classes."""
+    return statistics.fmean(abs(item.miss) <= classes()[item.row.profile.device_class]["error"] for item in predictions)
+
+
+def markdown(judged: Sequence[Judged], rows: Sequence[Row], day: str) -> str:
     """The section of the document."""
+    used = usable(list(rows))
     lines = ["## Against published speeds", "", *_paragraph(
-        "Mean absolute error of decoding speeds. `python benchmarks/estimator_fit.py` makes this section from "
-        "benchmarks/published/speeds.tsv, which names the source of every row."), "",
-        table("group | judged | rows | devices | estimator | worst | one constant | parameters only", ())]
-    for group in groups:
-        found = group.predictions
-        ones = [item.one_constant / item.row.tok_per_s - 1 for item in found]
-        judged = "leave one device out" if group.free else "in-sample" if group.bound else "constants of newer programs"
-        cells = (
-            group.title, judged, len(found), len({item.row.device for item in found}),
-            f"{mean_miss(item.miss for item in found):.1%}",
-            f"{max((item.miss for item in found), key=abs):+.0%}",
-            "" if math.isnan(ones[0]) else f"{mean_miss(ones):.1%}",
-            f"{mean_miss(item.parameters_only / item.row.tok_per_s - 1 for item in found):.0%}",
-        )
-        lines.append(row(*cells))
-    lines += ["", *_paragraph(
-        "*One constant*: tokens/s = share x bandwidth / bytes, the share fitted to the same rows (leave-one-out where "
-        "the estimator is, by class for the mixed rows). *Parameters only*: llmfit's formula, tokens/s = K / 1e9 "
-        "parameters x factor of the quantisation; it knows no bandwidth."), ""]
-    for group in groups:
-        lines += _group_lines(group)
-    return "\n".join([*lines, *_prompt_lines(read_prompts())])
+        f"`python benchmarks/estimator_fit.py` made this section on {day} from benchmarks/published/speeds.tsv: "
+        f"{len(rows)} rows of {len({row.known.name for row in rows})} devices, each with its source; "
+        f"{len(rows) - len(used)} are marked as doubtful, with the reason, and not used. Each device is predicted from "
+        "its vendor's figures with constants fitted to the other devices of the group: nothing measured on it is used. "
+        "Errors are mean absolute errors of tokens per second of decoding; *within* is the share of rows inside the "
+        "bands of their classes."), "",
+        table("group | rows | devices | target | estimator | median | 80 % within | within | one constant | "
+              "parameters only", (_line(item) for item in judged)), "", *_paragraph(
+        "*One constant*: tokens/s = share x bandwidth / bytes, the share fitted to the other devices. *Parameters "
+        "only*: llmfit's formula, tokens/s = K / 1e9 parameters x factor of the quantisation; it knows no bandwidth."),
+        ""]
+    for item in judged:
+        lines += _group_lines(item)
+    return "\n".join([*lines, *_prompt_lines(judge_prompts(used))])
 
 
-def _prompt_lines(prompts: Sequence[Prompt]) -> list[str]:
+def _line(item: Judged) -> str:
+    misses = [found.miss for found in item.predictions]
+    rows = [found.row for found in item.predictions]
+    return row(
+        item.title, len(rows), len({of.known.name for of in rows}), item.group.target if item.bound else "",
+        f"{item.error:.1%}", f"{statistics.median(map(abs, misses)):.1%}", f"±{band(misses):.0%}",
+        f"{inside(item.predictions):.0%}",
+        f"{mean_miss(found.one_constant / found.row.tok_per_s - 1 for found in item.predictions):.0%}",
+        f"{mean_miss(parameters_only(of) / of.tok_per_s - 1 for of in rows):.0%}")
+
+
+def _group_lines(item: Judged) -> list[str]:
+    """One group: its constants, simpler models, and the rows that it misses most."""
+    said = item.group.note if item.bound or not item.fitted else ""
+    if item.fitted and said:
+        said = "Fitted: " + ", ".join(f"{key} = {value:.3g}" for key, value in item.fitted.items()) + f". {said}"
+    for title, error in item.simpler.items():
+        said += f" If {title}: {error:.1%}."
+    if item.group.name == "edge" and item.bound:
+        known = [abs(error_of_known(found.row)) for found in item.predictions if not found.row.threads]
+        said += (" With all that is known of a device, `edgeinfer estimate --machine` misses the rows whose threads "
+                 f"are not limited by {statistics.fmean(known):.1%} in the mean, {statistics.median(known):.1%} in the "
+                 "median.")
+    worst = sorted(item.predictions, key=lambda found: -abs(found.miss))[:WORST]
+    return [f"### {item.title}", "", *_paragraph(said), *([""] if said else []),
+            f"The {WORST} rows that it misses most:", "",
+            table("device | model | program | measured, t/s | estimated | miss | source", map(_cells, worst)), ""]
+
+
+def _cells(found: Prediction) -> str:
+    of = found.row
+    return row(of.device, f"{of.model} {of.type}", of.program, f"{of.tok_per_s:.4g}", f"{found.tok_per_s:.1f}",
+               f"{found.miss:+.0%}", of.source)
+
+
+def judge_prompts(rows: Sequence[Row]) -> dict[str, list[prompts.Prompt]]:
+    """Predict the prompts of every device with the shares of the others, by kind."""
+    known = prompts.with_peak(rows)
+    return {title: prompts.leave_one_device_out([row for row in known if row.group in groups])
+            for title, groups in PROMPTS.items()}
+
+
+def _prompt_lines(found: dict[str, list[prompts.Prompt]]) -> list[str]:
     """Prompts, which are known less well."""
-    held = sum(abs(item.miss) <= item.band for item in prompts)
-    lines = ["### Prompts", "", *_paragraph(
-        f"In-sample: mfu of a class is the middle of such rows, which are few. Mean absolute error "
-        f"{mean_miss(item.miss for item in prompts):.0%}; {held} of {len(prompts)} lie within their bands. mfu of "
-        "NVIDIA's classes is an assumption."), "",
-        table("device | model | tokens | measured, t/s | estimated | miss | band | source",
-              (row(item.device, item.model, item.tokens, f"{item.tok_per_s:.4g}", f"{item.estimated:.1f}",
-                   f"{item.miss:+.0%}", f"±{item.band:.0%}", item.source) for item in prompts))]
-    return lines
-
-
-def _group_lines(group: Group) -> list[str]:
-    """One group: its constants and all its rows."""
-    said = group.note
-    if group.free:
-        values = ", ".join(f"{key} = {group.fitted[key]:.3g}" for key in group.free)
-        said = f"Fitted to all rows: {values}. 80 % of the misses are within {band(group.predictions):.0%}. {said}"
-    own = {item.row: predict_with_profile(item.row) for item in group.predictions} if group.name == "edge" else {}
-    known = [speed / of.tok_per_s - 1 for of, speed in own.items() if speed is not None]
-    if known:
-        said += (f" *Its profile* is what `edgeinfer estimate --machine` says, in-sample too: {mean_miss(known):.1%} "
-                 f"over {len(known)} rows.")
-    lines = [f"### {group.title}", "", *_paragraph(said), "",
-             table("device | model | class | measured, t/s | estimated | miss | its profile | one constant | "
-                   "parameters only | source", ())]
-    for item in group.predictions:
-        of, profile, one = item.row, own.get(item.row), item.one_constant
-        lines.append(row(
-            of.device, of.model, of.device_class, f"{of.tok_per_s:.4g}", f"{item.tok_per_s:.1f}",
-            f"{item.miss:+.1%}", "" if profile is None else f"{profile:.1f}", "" if math.isnan(one) else f"{one:.1f}",
-            f"{item.parameters_only:.1f}", of.source,
-        ))
-    return [*lines, ""]
+    cells = []
+    for title, items in found.items():
+        misses = [item.miss for item in items]
+        held_by = statistics.fmean(
+            abs(item.miss) <= classes()[item.row.profile.device_class]["prefill_error"] for item in items)
+        cells.append(row(title, len(items), len({item.row.known.name for item in items}),
+                         f"{PROMPTS_BOUND[title]:.0%}" if title in PROMPTS_BOUND else "", f"{mean_miss(misses):.1%}",
+                         f"{statistics.median(map(abs, misses)):.1%}", f"±{band(misses):.0%}", f"{held_by:.0%}"))
+    return ["### Prompts", "", *_paragraph(
+        "The share of the peak that matrices reach is the median of the other devices: of the same generation, or of "
+        "processors with the same instructions, where there are two. Peaks follow from units, clocks and instructions. "
+        "Processors are judged with integer codes."), "",
+        table("kind | rows | devices | target | estimator | median | 80 % within | within", cells)]
 
 
 def _paragraph(text: str) -> list[str]:
-    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text.strip(), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def print_others(path: Path) -> int:
@@ -190,21 +217,22 @@ def main() -> int:
     """Judge all groups, write the section, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measurements" / "estimator.md")
+    parser.add_argument("--list", action="store_true", help="print every row beside its prediction")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="judge the rows of another file, and write nothing")
     given = parser.parse_args()
     if given.rows is not None:
         return print_others(given.rows)
-    groups = judge(read_rows())
-    replace_section(given.output, SECTION, markdown(groups))
-    failed = 0
-    for group in groups:
-        error = mean_miss(item.miss for item in group.predictions)
-        good = group.bound is None or error <= group.bound
-        failed |= not good
-        constants = {key: round(group.fitted[key], 3) for key in group.free}
-        over = "" if good else f"over its bound of {group.bound:.0%}"
-        print(f"{group.name}: {error:.1%}, 80 % within {band(group.predictions):.1%} {constants} {over}")
-    return int(failed)
+    rows = read_rows()
+    judged = judge(usable(rows))
+    replace_section(given.output, SECTION, markdown(judged, rows, date.today().isoformat()))
+    for item in judged:
+        over = f"over its bound of {item.bound:.0%}" if item.over else ""
+        constants = {key: round(value, 3) for key, value in item.fitted.items()}
+        print(f"{item.group.name}: {item.error:.1%}, 80 % within {band(found.miss for found in item.predictions):.1%} "
+              f"{constants} {over}")
+        for found in item.predictions if given.list else ():
+            print("   ", _cells(found))
+    return int(any(item.over for item in judged))
 
 
 if __name__ == "__main__":

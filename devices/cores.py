@@ -22,8 +22,10 @@ class Core:
     int8: int
     """Operations per cycle; likewise `f32`."""
     f32: int
-    gbs: float
-    """Bandwidth of one core while it decodes weights of 4 bits, in GB/s."""
+    group: str
+    """Cores that decode alike: of one set of instructions and width."""
+    bytes_per_clock: float
+    """Bytes of 4-bit weights that one core decodes in a cycle."""
     source: str
 
 
@@ -33,9 +35,16 @@ def core_kinds() -> dict[str, Core]:
     return {name: Core(**row) for name, row in read_toml(Path(__file__).with_name("cores.toml")).items()}
 
 
-def cores_gbs(processor: Mapping[str, tuple[int, float]]) -> float:
-    """Return what all cores of a processor draw together, whatever the memory delivers, in GB/s."""
-    return sum(number * core_kinds()[kind].gbs for kind, (number, _) in processor.items())
+def cores_gbs(processor: Mapping[str, tuple[int, float]], groups: Mapping[str, float] | None = None) -> float:
+    """Return what all cores of a processor draw together of 4-bit weights, whatever the memory delivers, in GB/s.
+
+    `groups` has other bytes per cycle than cores.toml (for fits), by group.
+    """
+    def each(kind: str) -> float:
+        core = core_kinds()[kind]
+        return core.bytes_per_clock if groups is None else groups.get(core.group, core.bytes_per_clock)
+
+    return sum(number * clock * each(kind) for kind, (number, clock) in processor.items())
 
 
 def cores_peak(processor: Mapping[str, tuple[int, float]], kind_of_number: str) -> float:

@@ -30,6 +30,11 @@ OWN_PROMPTS = {"mfu": 0.46, "mfu_attention": 0.15, "activation_cost": 400.0}
 """Prompts of edgeinfer on processors that were not probed: between llama.cpp's 0.2 of the peak and the 0.74 that a
 probed processor reached; attention and the values between matrices are those of the probed one."""
 
+GPU_SHARPNESS, CORES_SHARPNESS = 4.0, 2.5
+"""Exponents that join the two limits of decoding: where both are as low, less than either is reached."""
+NO_DOT_PRODUCTS, WIDE_CODES = 0.5, 1.4
+"""Bytes in a cycle of a GPU without dot products, an assumption, and of cores with codes of 8 bits and more, a fit."""
+
 NO_CONSTANTS = "constants"
 """Source of a probed profile that says why it has no constants of its own."""
 
@@ -72,35 +77,37 @@ def classes() -> dict[str, dict[str, Any]]:
     return read_toml(Path(__file__).with_name("classes.toml"))
 
 
-def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None) -> Constants:
+def with_family(table: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """Return a class's constants with those of a generation in place of the general ones."""
+    families = classes()[shared]["families"] if (shared := table.get("families_of")) else table.get("families", {})
+    return {**table, **families.get(family, {})}
+
+
+def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None, bits: float = 4.0) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile comes first. If the profile says what decoding draws, that share of the bandwidth comes
-    next, and f_kv keeps its ratio to f_w. The rest is the class's. On GPUs figures of the device change it: `ecc_share`
-    is what error correction in the same memory leaves of the bandwidth, `issue_bytes_per_clock` limits f_w where the
-    multiprocessors cannot ask for as many bytes as the memory could deliver, and t0_ms holds at `t0_clock_ghz`, for it
-    is spent in kernels that wait for no memory.
+    next, and f_kv keeps its ratio to f_w. The rest is the class's, and its generation's; `_drawn` changes its f_w by
+    figures of the device. t0_ms holds at `t0_clock_ghz`, for it is spent in kernels that wait for no memory.
 
     Parameters
     ----------
     profile : DeviceProfile
     table : mapping, optional
         Constants instead of those of the profile's class (for fits).
+    bits : float
+        Of a weight's code: those of 8 and more take less unpacking for each byte.
     """
     known = profile.device_class in classes()
-    table = table or classes()[profile.device_class if known else UNKNOWN]
+    table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
     rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
     values |= {name: float(table.get(name, 0.0)) for name in rest}
-    values["f_w"] *= profile.figures.get("ecc_share", 1.0)
     if clock := profile.figures.get("clock_ghz"):
-        if issue := table.get("issue_bytes_per_clock"):
-            values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
-        values["t0_ms"] *= table.get("t0_clock_ghz", clock) / clock
-    limit = cores_gbs(profile.processor) / profile.bandwidth_gbs if profile.device_class in PROCESSORS else 0.0
-    if limit and limit < values["f_w"]:  # the cores together draw less than the memory delivers
-        values["f_kv"] *= limit / values["f_w"]
-        values["f_w"] = limit
+        values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
+    share, values["f_w"] = values["f_w"], _drawn(profile, table, bits)
+    if profile.device_class in PROCESSORS:
+        values["f_kv"] *= values["f_w"] / share
     if profile.effective_gbs is not None:
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
@@ -130,6 +137,30 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
                   "edgeinfer was not measured there; derived from its cores and its memory")
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
                      basis=basis, error_source=source)
+
+
+def _drawn(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:
+    """Return the share of the bandwidth that weights draw: what the memory delivers, and what the unit asks for.
+
+    Error correction in the same memory (`ecc_share`), two dies that are joined and a processor beside the GPU leave
+    less of the memory. A unit asks for so many bytes in a cycle: its multiprocessors for `issue_bytes_per_clock`, half
+    as many without dot products of int8, its cores for those of cores.toml.
+    """
+    figures = profile.figures
+    share = float(table["f_w"]) * figures.get("ecc_share", 1.0)
+    if figures.get("dies", 1) > 1:
+        share *= table.get("joined", 1.0)
+    if figures.get("shared"):
+        share *= table.get("shared", 1.0)
+    limit, sharpness = 0.0, GPU_SHARPNESS
+    if (issue := table.get("issue_bytes_per_clock")) and (clock := figures.get("clock_ghz")):
+        limit = issue * clock * profile.cores * (1.0 if profile.int8_peak_gops else NO_DOT_PRODUCTS)
+    elif profile.device_class in PROCESSORS:
+        limit = cores_gbs(profile.processor, table.get("groups")) * (WIDE_CODES if bits >= 8 else 1.0)
+        sharpness = CORES_SHARPNESS
+    if not limit:
+        return share
+    return float((share**-sharpness + (limit / profile.bandwidth_gbs) ** -sharpness) ** (-1 / sharpness))
 
 
 def _calibrated_error(profile: DeviceProfile, figure: str, least: float) -> float:

@@ -125,11 +125,13 @@ def estimate(
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
     _check(depth, prompt, accepted, sequences, computed, drafting)
 
+    bits = traffic.pure_bits
+
     def passing(profile: DeviceProfile) -> dict[str, float]:
-        terms = decode_terms(profile, traffic, constants_of(profile), depth, sequences)
+        terms = decode_terms(profile, traffic, constants_of(profile, bits=bits), depth, sequences)
         return {**terms, **({"draft": drafting * math.fsum(terms.values())} if drafting else {})}
 
-    constants, terms = constants_of(profile), passing(profile)
+    constants, terms = constants_of(profile, bits=bits), passing(profile)
     yielded = 1000 * accepted * sequences
     speed = yielded / math.fsum(terms.values())
     others = {name: yielded / math.fsum(passing(other).values()) for name, other in _others(profile)}
@@ -188,7 +190,8 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
     """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None if none does."""
-    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0, topn=None)
+    constants = constants_of(profile, bits=traffic.pure_bits)
+    plain = replace(traffic, value_bytes=0.0, score_bytes=0.0, topn=None)
 
     def pays(depth: int) -> bool:
         chosen, whole = (math.fsum(decode_terms(profile, each, constants, depth).values()) for each in (traffic, plain))

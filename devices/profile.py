@@ -16,7 +16,7 @@ from .profile_checks import Curve as Curve
 CLASSES = (
     "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "riscv-sbc", "apple-cpu", "x86-desktop", "x86-laptop",
     "x86-server", "apple-gpu", "cuda-consumer", "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon",
-    "igpu", "npu", "local",
+    "arc", "igpu", "npu", "local",
 )
 """Classes of the estimator."""
 PROCESSORS = tuple(name for name in CLASSES if name.startswith(("arm-", "x86-", "riscv-", "apple-cpu")))
@@ -26,7 +26,7 @@ ISAS = (
     "npu",
 )
 """edgeinfer's instruction sets, and the programming interfaces of other devices."""
-OWN_MEMORY = ("cuda-consumer", "cuda-datacentre", "cuda-onnxruntime")
+OWN_MEMORY = ("cuda-consumer", "cuda-datacentre", "cuda-onnxruntime", "arc")
 """Classes of cards, on whose memory no system runs."""
 SYSTEM_BYTES = 1 << 30
 """Of other devices' memory, at most a quarter: what the system and its services keep, an assumption."""

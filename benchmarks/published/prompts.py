@@ -1,50 +1,91 @@
-"""Speeds of prompts that others published, beside what the estimator says of the same devices."""
+"""Speeds of prompts that others published: shares of the peak, each device left out of those that predict it."""
 
 from __future__ import annotations
 
-import csv
-from dataclasses import dataclass
-from pathlib import Path
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
-from edgeinfer.devices import Traffic, estimate, load_profile
+from edgeinfer.devices import Constants, constants_of, peak_of, prefill_terms
+from edgeinfer.devices.profile import PROCESSORS
 
-FILE = Path(__file__).with_name("prompts.tsv")
+from .rows import Row
+
+FLOATS = ("F16", "BF16")
+LEAST_OF_FAMILY = 2
+"""Other devices of a generation from which on its share is used, rather than its class's."""
+OF_ATTENTION = 0.5
+"""Share of the peak that attention reaches, of that of the matrices."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One published measurement of a prompt, and the estimate."""
+    """A row beside its prediction."""
 
-    device: str
-    """Name of the profile."""
-    model: str
-    tokens: int
+    row: Row
     tok_per_s: float
-    estimated: float
-    band: float
-    """Half-width of the estimate's band as a share."""
-    source: str
 
     @property
     def miss(self) -> float:
-        """Estimated over measured, less one."""
-        return self.estimated / self.tok_per_s - 1
+        """Predicted over measured, less one."""
+        return self.tok_per_s / self.row.tok_per_s - 1
 
 
-def read_prompts(path: Path = FILE) -> list[Prompt]:
-    """Return all rows with their estimates.
+def with_peak(rows: Sequence[Row]) -> list[Row]:
+    """Rows of prompts on devices whose peak is known or computed; processors have one for codes of integers alone."""
+    return [row for row in rows if not row.decodes and peak_of(row.profile, constants_of(row.profile))
+            and not (row.type in FLOATS and row.profile.device_class in PROCESSORS)]
 
-    The weights' bytes do not matter, for at these lengths the operations take longer than reading them.
-    """
+
+def _speed(row: Row, constants: Constants) -> float:
+    traffic = replace(row.traffic, prefill_weight_bytes=row.read_bytes)
+    return 1000 * row.tokens / math.fsum(prefill_terms(row.profile, traffic, constants, 0, row.tokens).values())
+
+
+@cache
+def reached(row: Row) -> float:
+    """The share of the peak that a row's matrices reached, if attention reaches half of it."""
+    low, high = 1e-4, 1e2
+    constants = constants_of(row.profile)
+    for _ in range(30):
+        share = math.sqrt(low * high)
+        faster = _speed(row, _with(constants, share)) > row.tok_per_s
+        low, high = (low, share) if faster else (share, high)
+    return low
+
+
+def _with(constants: Constants, share: float) -> Constants:
+    return replace(constants, mfu=share, mfu_attention=OF_ATTENTION * share)
+
+
+def shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Median share of devices' medians, by kind of device and by kind and generation ('cuda.ada', 'cpu.avx2')."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        for key in keys_of(row):
+            found.setdefault(key, {}).setdefault(row.profile.name, []).append(reached(row))
+    return {key: statistics.median(statistics.median(values) for values in devices.values())
+            for key, devices in found.items() if "." not in key or len(devices) >= LEAST_OF_FAMILY}
+
+
+def keys_of(row: Row) -> tuple[str, ...]:
+    """Kinds whose share a row takes, the narrowest last; of processors the set of instructions is the generation."""
+    profile = row.profile
+    if profile.device_class in PROCESSORS and profile.device_class != "apple-cpu":
+        return "cpu", f"cpu.{profile.isa}"
+    kind = "cuda" if profile.device_class.startswith("cuda-") else profile.device_class
+    return (profile.device_class, *((f"{kind}.{profile.family}",) if profile.family else ()))
+
+
+def leave_one_device_out(rows: Sequence[Row]) -> list[Prompt]:
+    """Predict the prompts of every device with the shares of the others."""
     found = []
-    with open(path, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t"):
-            parameters, layers, tokens = 1e9 * float(row["parameters_1e9"]), int(row["layers"]), int(row["tokens"])
-            traffic = Traffic(parameters * 0.56, layers, operations=2 * parameters,
-                              attention_operations=4.0 * int(row["width"]) * layers)
-            outcome = estimate(load_profile(row["device"]), traffic, prompt=tokens)
-            if outcome.prefill_tok_per_s is None or outcome.prefill_high is None:
-                raise ValueError(f"{row['device']} has no peak")
-            found.append(Prompt(row["device"], row["model"], tokens, float(row["tok_per_s"]), outcome.prefill_tok_per_s,
-                                outcome.prefill_high / outcome.prefill_tok_per_s - 1, row["source"]))
+    for device in dict.fromkeys(row.known.name for row in rows):
+        table = shares([row for row in rows if row.known.name != device])
+        for row in rows:
+            known = [table[key] for key in keys_of(row) if key in table]
+            if row.known.name == device and known:
+                found.append(Prompt(row, _speed(row, _with(constants_of(row.profile), known[-1]))))
     return found

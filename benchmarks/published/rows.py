@@ -1,57 +1,104 @@
-"""Speeds that others published, and the devices they were measured on."""
+"""Speeds that others published, and the devices they were measured on with nothing of them but the vendor's figures."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from edgeinfer.devices import DeviceProfile, Traffic
+from edgeinfer.devices import DeviceProfile, Traffic, load_profile, processor_of
+from edgeinfer.devices.cores import core_kinds
 
 FILE = Path(__file__).with_name("speeds.tsv")
-INLINE_ECC = 15 / 16
-"""Share of the bandwidth left for data where error correction lies in the same memory (GDDR6): a sixteenth is codes."""
+WIDE = ("Q8_0", "F16", "BF16", "w8a8")
+"""Types of 8 bits and more."""
+ASSUMED_PROMPT = 512
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement of decoding."""
+    """One published measurement."""
 
     group: str
-    """Rows of one maker and one generation of software, which share constants."""
-    device_class: str
+    """Rows that are judged together: of one kind of device, and programs that decode alike."""
     device: str
+    unit: str
+    """"cpu" of a device whose profile is that of its GPU."""
     bandwidth_gbs: float
-    """Of the vendor."""
+    """Of this version of the device; 0 if it is that of its profile. Likewise `multiprocessors`."""
     multiprocessors: int
-    """GPU cores of Apple, streaming multiprocessors of NVIDIA; 1 if they do not enter."""
-    clock_ghz: float | None
-    ecc: bool
-    """Whether error correction takes its part of the bandwidth."""
+    program: str
     model: str
+    type: str
     parameters: float
+    """Weights that a token uses: the active ones of a mixture of experts, without rows of the embedding."""
     layers: int
+    width: int
     read_bytes: float
     kv_bytes_per_position: float
-    positions: int
-    """Mean context during the test; 0 if it is not known."""
+    test: str
+    """tg (decoding) or pp (prompt)."""
+    tokens: int
+    """Mean context of decoding, or length of the prompt."""
     tok_per_s: float
+    threads: int
+    """0 if they are not known."""
+    note: str
+    doubt: str
+    """Why the row is not used; empty if nothing speaks against it."""
+    date: str
     source: str
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is a speed of decoding."""
+        return self.test == "tg"
+
+    @cached_property
+    def known(self) -> DeviceProfile:
+        """The device as `edgeinfer estimate` knows it."""
+        profile = load_profile(self.device)
+        return (processor_of(profile) or profile) if self.unit == "cpu" else profile
+
+    @cached_property
     def profile(self) -> DeviceProfile:
-        """The device, as the estimator takes it."""
-        return DeviceProfile(
-            name=self.device, title=self.device, device_class=self.device_class, memory_bytes=1 << 40,
-            bandwidth_gbs=self.bandwidth_gbs * (INLINE_ECC if self.ecc else 1), effective_gbs=None,
-            cores=self.multiprocessors, isa="generic", figures={"clock_ghz": self.clock_ghz} if self.clock_ghz else {},
-        )
+        """The device without any speed that was measured on it, in this version and with these threads."""
+        known = self.known
+        return replace(
+            known, effective_gbs=None, programs={}, versions={}, constants={},
+            bandwidth_gbs=self.bandwidth_gbs or known.bandwidth_gbs, cores=self.multiprocessors or known.cores,
+            processor=_used(known.processor, self.threads),
+            **_peak_of_version(known, self.multiprocessors))
 
     @property
+    def bits(self) -> float:
+        """Bits of a weight's code, as far as the estimator tells types apart."""
+        return 8.0 if self.type in WIDE else 4.0
+
+    @cached_property
     def traffic(self) -> Traffic:
         """The model, as the estimator takes it."""
-        return Traffic(self.read_bytes, self.layers, kv_bytes=self.kv_bytes_per_position)
+        return Traffic(
+            self.read_bytes, self.layers, kv_bytes=self.kv_bytes_per_position, operations=2 * self.parameters,
+            attention_operations=4.0 * self.width * self.layers, pure_bits=self.bits)
+
+
+def _peak_of_version(known: DeviceProfile, multiprocessors: int) -> dict[str, float]:
+    peak = known.f32_peak_gflops
+    return {"f32_peak_gflops": peak * multiprocessors / known.cores} if peak and multiprocessors else {}
+
+
+def _used(processor: Mapping[str, tuple[int, float]], threads: int) -> dict[str, tuple[int, float]]:
+    """The cores that so many threads run on, the fastest first."""
+    left, used = threads or 1 << 20, {}
+    for kind, (number, clock) in sorted(processor.items(),
+                                        key=lambda item: -item[1][1] * core_kinds()[item[0]].bytes_per_clock):
+        if taken := min(number, left):
+            used[kind] = (taken, clock)
+            left -= taken
+    return used
 
 
 def read_rows(path: Path = FILE) -> list[Row]:
@@ -60,11 +107,17 @@ def read_rows(path: Path = FILE) -> list[Row]:
         return [_row(fields) for fields in csv.DictReader(file, delimiter="\t")]
 
 
+def usable(rows: list[Row]) -> list[Row]:
+    """Rows that nothing speaks against."""
+    return [row for row in rows if not row.doubt]
+
+
 def _row(fields: Mapping[str, str]) -> Row:
     return Row(
-        fields["group"], fields["class"], fields["device"], float(fields["bandwidth_gbs"]),
-        int(fields["multiprocessors"] or 1), float(fields["clock_ghz"]) if fields["clock_ghz"] else None,
-        fields["ecc"] == "inline", fields["model"], 1e9 * float(fields["parameters_1e9"]), int(fields["layers"]),
-        1e9 * float(fields["gb_read_per_token"]), float(fields["kv_bytes_per_position"]), int(fields["positions"]),
-        float(fields["tok_per_s"]), fields["source"],
+        fields["group"], fields["device"], fields["unit"], float(fields["bandwidth_gbs"] or 0),
+        int(fields["multiprocessors"] or 0), fields["program"], fields["model"], fields["type"],
+        1e9 * float(fields["parameters_1e9"]), int(fields["layers"]), int(fields["width"]),
+        1e9 * float(fields["gb_read_per_token"]), float(fields["kv_bytes_per_position"]), fields["test"],
+        int(fields["tokens"]), float(fields["tok_per_s"]), int(fields["threads"] or 0), fields["note"],
+        fields["doubt"], fields["date"], fields["source"],
     )

@@ -63,7 +63,7 @@ def test_the_formulas_give_the_estimate(name: str) -> None:
 def test_it_fits_the_terminal_and_a_device_without_a_peak() -> None:
     shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", "m4", "--unit", "gpu", "--explain").out
     assert max(map(len, shown.splitlines())) <= 80 and "ridge point" in shown
-    shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", "p100", "--runtime", "llama.cpp", "--explain").out
+    shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", "sd8g3-npu", "--unit", "npu", "--explain").out
     assert "MBU" in shown and "ridge point" not in shown
     assert edgeinfer("estimate", "llama-3.1-8b", "--machine", "m4", "--json").json["explain"] is None
     done = edgeinfer("estimate", "llama-3.1-8b", "--all-devices", "--explain")
