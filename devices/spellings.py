@@ -16,7 +16,7 @@ from .profile import DeviceProfile
 
 Names = Mapping[Key, tuple[str, ...]]
 Allowed = Callable[[DeviceProfile], bool]
-CARDS = ("cuda-consumer", "cuda-datacentre", "radeon")
+CARDS = ("cuda-consumer", "cuda-datacentre", "radeon", "arc")
 _LAPTOPS = ("x86-laptop", "arm-laptop", "apple-gpu", "igpu")
 _PHONES = ("arm-phone", "apple-cpu")
 _KINDS = {
@@ -29,11 +29,11 @@ _KINDS = {
 """Classes of the devices that a word names as a kind."""
 _MAKERS = {
     "apple": ("apple",), "nvidia": ("cuda",), "geforce": ("cuda",), "radeon": ("radeon", "igpu", "x86-laptop"),
-    "ryzen": ("x86", "igpu", "radeon"), "amd": ("x86", "igpu", "radeon"), "intel": ("x86", "igpu", "npu", "radeon"),
+    "ryzen": ("x86", "igpu", "radeon"), "amd": ("x86", "igpu", "radeon"), "intel": ("x86", "igpu", "arc", "npu"),
     **dict.fromkeys(("samsung", "galaxy", "xiaomi", "redmi", "google", "mediatek", "huawei", "motorola", "oppo"),
                     ("arm", "npu")),
 }
-"""Beginnings of the classes that a maker's name allows; Intel's cards are of class radeon."""
+"""Beginnings of the classes that a maker's name allows."""
 _OF_AMD = re.compile(r"ryzen|amd|epyc|threadripper|athlon|steam deck|strix|radeon|instinct|\bmi\d|\brx\b", re.I)
 _CORES = re.compile(r"\b(\d{1,3}) ?cores?\b(?: processor| cpu)?|\b(\d{1,3})c ?\d{1,3}t\b")
 _OF_CARDS = re.compile(
@@ -123,7 +123,7 @@ def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
 
 
 def _is_card(profile: DeviceProfile) -> bool:
-    return profile.device_class in CARDS or profile.title.startswith("Intel Arc ")
+    return profile.device_class in CARDS
 
 
 def _of_class(classes: Sequence[str], profile: DeviceProfile) -> bool:
