@@ -57,8 +57,8 @@ def test_prompts_go_by_the_throughput_of_f16() -> None:
     ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"), ("NVIDIA A10", "a10"),
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090-laptop"), (
-        "NVIDIA A100-SXM4-40GB", None),
-    ("Tesla V100-SXM2-16GB", None), ("NVIDIA GB10", None), ("Raspberry Pi 5", None)])
+        "NVIDIA A100-SXM4-40GB", "a100-40"),
+    ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA GB10", None), ("Raspberry Pi 5", None)])
 def test_names_of_the_driver(name: str, profile: str | None) -> None:
     found = gpu_profile(name)
     assert (found and found.name) == profile
