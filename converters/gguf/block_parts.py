@@ -86,7 +86,7 @@ def _transposed_bits(words: Words, axis: int, bits: int) -> Words:
     return words
 
 
-# -- blocks of 32 columns ----------------------------------------------------------------------------------------------
+# -- blocks of 32 columns, or 64 ---------------------------------------------------------------------------------------
 
 
 def _of_32(*fields: str) -> np.dtype[np.void]:
@@ -119,6 +119,16 @@ def _spread(bits: Words) -> Words:
         four = bits >> np.uint32(4 * s) & np.uint32(15)
         out |= (four * np.uint32(0x00204081) & _ONES) << np.uint32(s)
     return out
+
+
+def _q2_0(blocks: NDArray[np.void], name: str) -> Parts:
+    """Field s of byte b of a word is column 4 b + s of 16; in a line it is column 4 s + b: rows and columns change."""
+    words = np.ascontiguousarray(_words(blocks, "codes"))
+    for distance, mask in ((12, 0x0000F0F0), (6, 0x00CC00CC)):
+        change = (words >> np.uint32(distance) ^ words) & np.uint32(mask)
+        words ^= change << np.uint32(distance)
+        words ^= change
+    return Parts(words, _halves(blocks, "scale"))
 
 
 def _bytes_of_32(blocks: NDArray[np.void], name: str) -> Parts:
@@ -220,6 +230,7 @@ PARTS: dict[tuple[str, str], tuple[np.dtype[np.void], Callable[[NDArray[np.void]
     ("Q5_0", "q5"): (_of_32("scale", "further", "codes"), _simple("scale")),
     ("Q5_1", "q5m"): (_of_32("scale", "minimum", "further", "codes"), _simple("scale", "minimum")),
     ("Q8_0", "int8"): (_of_32("scale", "bytes"), _bytes_of_32),
+    ("Q2_0", "q2"): (_of_32("scale", "codes"), _q2_0),
     ("MXFP4", "mxfp4"): (_of_32("exponent", "codes"), _mxfp4),
     ("Q4_K", "q4k"): (np.dtype([("scale", _HALF), ("minimum", _HALF), ("factors", "V12"), ("codes", "V128")]), _q4_k),
     ("Q5_K", "q5k"): (np.dtype([("scale", _HALF), ("minimum", _HALF), ("factors", "V12"), ("further", "V32"),

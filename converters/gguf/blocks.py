@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.quant import SUPER_COLUMNS, TILE_ROWS, WeightType, layouts
+from edgeinfer.quant import TILE_ROWS, WeightType, layouts
 
 from .block_parts import PARTS, Bytes, Parts
 from .low_bits import ternary_codes, ternary_scale
@@ -40,7 +40,7 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
     if len(rows) != n_tiles * TILE_ROWS:
         rows = np.concatenate([rows, np.zeros((n_tiles * TILE_ROWS - len(rows), rows.shape[1]), np.uint8)])
     blocks = np.ascontiguousarray(rows).view(form).reshape(n_tiles, TILE_ROWS, -1)
-    columns = blocks.shape[2] * (SUPER_COLUMNS if stored.storage.nested else stored.group_size)
+    columns, same = blocks.shape[2] * BY_NAME[kind].elements, max(stored.group_size // BY_NAME[kind].elements, 1)
     out = np.zeros((n_tiles, stored.tile_records(columns), stored.record_bytes), np.uint8)
     per_record = stored.padded_columns(columns) // out.shape[1] * stored.storage.bits // 32
     step = max(1, CHUNK_BYTES // (TILE_ROWS * rows.shape[1]))
@@ -48,6 +48,8 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
         parts = parts_of(blocks[first : first + step].transpose(0, 2, 1), name)
         for halves in parts.halves:
             check_halves(halves, name, "scale")
+        if same > 1:  # blocks of a group that a larger one of the file was divided into
+            parts = parts._replace(halves=tuple(halves[:, ::same] for halves in parts.halves))
         _write_records(parts, out[first : first + step], per_record)
     return out.reshape(-1)
 
@@ -55,16 +57,29 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
 def has_packing(kind: str, stored: WeightType) -> bool:
     """Whether rows of this type become the stored type by moving bits."""
     known = (kind, stored.dtype) in PARTS or (kind, stored.dtype) in _FLOATS
-    return known and stored.group_size in (0, 16, 32) and stored.layout == "tile16"
+    groups = (64, 128) if stored.dtype == "q2" else (0, 16, 32)
+    return known and stored.group_size in groups and stored.layout == "tile16"
 
 
 def restated(rows: Bytes, kind: str, wanted: str) -> Bytes:
-    """Rows of one type in the form of another that has the same scales and codes: Q8_0 or Q4_0."""
+    """Rows of one type in the form of another that has the same scales and codes: Q8_0, Q4_0 or Q2_0."""
     if kind == wanted:
         return rows
+    if wanted == "Q2_0":
+        return _ternary_as_q2_0(rows, kind)
     if kind != "Q4_0":
         rows = _ternary_as_q4_0(rows, kind)
     return _q4_0_as_q8_0(rows) if wanted == "Q8_0" else rows
+
+
+def _ternary_as_q2_0(rows: Bytes, kind: str) -> Bytes:
+    whole, at = BY_NAME[kind], ternary_scale(kind)
+    blocks = rows.reshape(-1, whole.nbytes)
+    codes = (ternary_codes(blocks, kind) + np.int8(1)).view(np.uint8).reshape(len(blocks), -1, 16, 4)
+    out = np.empty((len(blocks), whole.elements // 64, 18), np.uint8)
+    out[..., :2] = blocks[:, None, at : at + 2]
+    out[..., 2:] = codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
+    return out.reshape(len(rows), -1)
 
 
 def _ternary_as_q4_0(rows: Bytes, kind: str) -> Bytes:

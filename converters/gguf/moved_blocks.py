@@ -77,6 +77,8 @@ def _common(kinds: set[str], stored: WeightType) -> str:
 
     Codes of Q4_0 are some of Q8_0's, and those of ternary types some of both.
     """
+    if stored.dtype == "q2" and kinds <= set(TERNARY):
+        return "Q2_0"
     if stored.dtype == "q4" and kinds <= {"Q4_0", *TERNARY}:
         return "Q4_0"
     if stored.dtype == "int8" and kinds <= {"Q8_0", "Q4_0", *TERNARY}:

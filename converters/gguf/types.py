@@ -39,12 +39,14 @@ GGUF_TYPES = {
 BY_NAME = {row.name: row for row in GGUF_TYPES.values()}
 
 _Q4, _INT8 = WeightType("q4", 32), WeightType("int8", 32)
+_Q2 = WeightType("q2", 64), _Q4, _INT8
 _F32 = WeightType("f32")
 TERNARY = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
 """Types of codes from -1 to 2 at most."""
 EXACT = {
     "Q4_0": (_Q4, _INT8, _F32),
-    **dict.fromkeys(TERNARY, (_Q4, _INT8, _F32)),
+    **dict.fromkeys(TERNARY, (WeightType("q2", 128), *_Q2, _F32)),
+    "Q2_0": (*_Q2, _F32),
     "Q4_1": (WeightType.of("q4m"), _F32),
     "Q5_0": (WeightType.of("q5"), _F32),
     "Q5_1": (WeightType.of("q5m"), _F32),

@@ -28,7 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 """Of a conversation, each with ``role`` and ``content``."""
 KvType = Literal["int8", "f16", "f32"]
 WeightType = Literal["q4", "int8", "f16", "f32", "q4m", "q4k", "q5", "q5m", "q5k", "q6", "iq4", "iq4k", "mxfp4",
-                     "tableq", "tableq3"]
+                     "q2", "tableq", "tableq3"]
 GroupSize = Literal[32, 64, 128]
 SparseMode = Literal["off", "exact", "predict"]
 HeadMode = Literal["exact", "screened"]

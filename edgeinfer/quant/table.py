@@ -97,7 +97,7 @@ class StorageType:
     @property
     def simple(self) -> bool:
         """Whether codes of a uniform grid are whole bytes or nibbles, and a group has a scale in fp16 alone."""
-        return bool(self.grid and self.groups) and len(self.planes) == 1 and self.scale == "f16" and not self.minimum
+        return bool(self.grid and self.groups) and self.bits in (4, 8) and self.scale == "f16" and not self.minimum
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -179,6 +179,7 @@ TYPES = {
         _further("iq4", 4, 32, "f16", table=IQ4_LEVELS),
         _further("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
         _further("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
+        _further("q2", 2, (32, 64, 128), grid=(-1, 2)),
         _further("tableq", 4, 32, fitted=True),
         _further("tableq3", 3, (32, 64), fitted=True),
     )

@@ -120,7 +120,7 @@ def _steps(b, form: StorageType, line, further, at: int, table):
 def paired_runs(name: str, group: int) -> int:
     """Runs whose products are added in sums of 16 bits (`pair_sums.has_pair_sums`) from one to the next; 0: none."""
     form = FORMS[name]
-    return min(chain_of(form) // 2, group // 8) if has_pair_sums() and form.run_steps == 2 else 0
+    return min(chain_of(form) // form.run_steps, form.group_runs(group)) if has_pair_sums() else 0
 
 
 @cache

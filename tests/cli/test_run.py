@@ -248,8 +248,8 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     assert shown.code == 0 and "layers.0" in shown.out and " mean, " in shown.out.splitlines()[-1]
     exact = edgeinfer("convert", source, tmp_path / "exact", "--weights", "f32")
     assert exact.code == 0 and exact.out.rstrip().endswith("no weight was rounded.")
-    wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q2")
-    assert wrong.code == 2 and "q2" in wrong.sentence and not (tmp_path / "other").exists()
+    wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q1")
+    assert wrong.code == 2 and "q1" in wrong.sentence and not (tmp_path / "other").exists()
     bare = make_checkpoint(tmp_path / "bare", tokenizer=False)
     assert "has no tokenizer" in edgeinfer("convert", bare, tmp_path / "third").err
 

@@ -61,7 +61,7 @@ def tile16_packed(
     rows, cols = stored.shape
     per_record = 256 // group if outer else 2
     low = 4 if bits >= 4 else 2
-    steps, each = 2 if bits == 4 else 8 // (bits - low), 8 // low
+    steps, each = {2: 4, 4: 2}.get(bits) or 8 // (bits - low), 8 // low
     out = bytearray()
 
     def number(values: np.ndarray, r: int, i: int) -> bytes:

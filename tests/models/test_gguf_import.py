@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.converters import convert
 from edgeinfer.converters.gguf.blocks import pack_blocks, restated
 from edgeinfer.converters.gguf.types import ANEW, BY_NAME, ERROR_ANEW, EXACT, INEXACT, KLD_ANEW, OWN_ERROR, TERNARY
 from edgeinfer.converters.gguf.values import dequantise
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.models.describe import describe
-from edgeinfer.quant import layouts, quantise
+from edgeinfer.quant import WeightType, layouts, packed, quantise
 from tests.helpers.bundles import weights_of
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import edgeinfer
@@ -24,7 +24,7 @@ from tests.helpers.sessions import logits_of, session
 
 STORED = {"Q4_0": "q4g32", "Q4_1": "q4mg32", "Q5_0": "q5g32", "Q5_1": "q5mg32", "Q8_0": "int8g32", "IQ4_NL": "iq4g32",
           "MXFP4": "mxfp4g32", "F16": "f16", "F32": "f32", "BF16": "f32", "Q4_K": "q4kg32", "Q5_K": "q5kg32",
-          "Q6_K": "q6g16", "IQ4_XS": "iq4kg32", "TQ1_0": "q4g32", "TQ2_0": "q4g32"}
+          "Q6_K": "q6g16", "IQ4_XS": "iq4kg32", "TQ1_0": "q2g128", "TQ2_0": "q2g128"}
 """Types of files that are taken as they are, and what they become."""
 
 
@@ -168,18 +168,28 @@ def test_values_are_those_of_the_package(kind: str) -> None:
         halves = blocks[:, :2].copy().view(np.float16).astype(np.float32)
         bits = blocks[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
         assert np.array_equal(dequantise(blocks, kind), np.where(bits.reshape(-1, 128), halves, -halves))
+        check_ternary(kind, blocks)
         return
     if kind == "Q2_0":  # nor for this: (q - 1) x d, four codes in a byte, the lowest bits first (ggml-quants.c)
         halves = blocks[:, :2].copy().view(np.float16).astype(np.float32)
         codes = [[int(byte) >> shift & 3 for byte in block for shift in (0, 2, 4, 6)] for block in blocks[:, 2:]]
         assert np.array_equal(dequantise(blocks, kind), (np.array(codes, np.float32) - 1) * halves)
-        data = pack_blocks(restated(blocks.reshape(37, -1), kind, "Q4_0"), "Q4_0", EXACT[kind][0], "w")
-        found = layouts.unpack_tile16(data, "q4", 32, (37, 512))
-        assert np.array_equal(found.reshape(-1, 64), dequantise(blocks, kind))
+        check_ternary(kind, blocks)
         return
+    if kind in TERNARY:
+        check_ternary(kind, blocks)
     wanted = gguf.quants.dequantize(blocks.reshape(37, -1), gguf.GGMLQuantizationType[kind]).reshape(-1)
     found = dequantise(blocks, kind).reshape(-1)
     assert np.array_equal(found.view(np.uint32), np.asarray(wanted, np.float32).view(np.uint32))
+
+
+def check_ternary(kind: str, blocks: np.ndarray) -> None:
+    """Every type that holds the codes stands for the file's values, in rows of 512 columns."""
+    for stored in EXACT[kind][:-1]:
+        form = {"q2": "Q2_0", "q4": "Q4_0", "int8": "Q8_0"}[stored.dtype]
+        data = pack_blocks(restated(blocks.reshape(37, -1), kind, form), form, stored, "w")
+        found = layouts.unpack_tile16(data, stored.dtype, stored.group_size, (37, 512))
+        assert np.array_equal(found.reshape(-1), dequantise(blocks, kind).reshape(-1))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STORED if kind not in ("F16", "F32", "BF16")])
@@ -194,7 +204,7 @@ def test_any_bytes_become_what_they_stand_for_or_are_refused(kind: str) -> None:
             raw[:] = random_blocks(kind, (19, 2 * BY_NAME[kind].elements), seed)
             raw[raw == 128] = 127 if kind == "Q8_0" else 128
         shape = (19, 2 * BY_NAME[kind].elements)
-        form = "Q4_0" if kind in TERNARY else kind
+        form = "Q2_0" if kind in TERNARY else kind
         try:
             data = pack_blocks(restated(raw, kind, form), form, stored, "w")
         except CheckpointError as error:
@@ -205,6 +215,29 @@ def test_any_bytes_become_what_they_stand_for_or_are_refused(kind: str) -> None:
         assert np.array_equal(layouts.unpack_tile16(data, stored.dtype, stored.group_size, shape), wanted)
         taken += 1
     assert taken >= 18
+
+
+@pytest.mark.slow
+def test_ternary_codes_give_the_logits_that_four_bits_give(tmp_path: Path) -> None:
+    """The same codes and scales as q4 with groups as large: the same bits."""
+    write_gguf(tmp_path / "m.gguf", make_checkpoint(tmp_path / "hf", "llama", **OF_256), {"token": "Q8_0", "": "TQ2_0"})
+    convert(tmp_path / "m.gguf", tmp_path / "q2")
+    with Bundle.open(tmp_path / "q2") as bundle, \
+            BundleWriter(tmp_path / "q4", bundle.config, bundle.quantisation) as writer:
+        for name, entry in bundle.tensors.items():
+            data, stored = np.concatenate(list(bundle.stored(name))), entry.type
+            if stored.dtype == "q2":
+                codes, factors = packed.unpack(data, stored, entry.shape)
+                stored = WeightType("q4", stored.group_size)
+                data = layouts.pack_tile16(codes, "q4", stored.group_size, factors.scales)
+            writer.add(name, stored, entry.shape, data)
+    found = []
+    for name, dtype in (("q2", "q2"), ("q4", "q4")):
+        with session(tmp_path / name) as opened:
+            assert opened.bundle.weight_type("layers.0.down") == WeightType(dtype, 128)
+            found.append(logits_of(opened, list(range(1, 41))).copy())
+    assert np.isfinite(found[0]).all() and found[0].std() > 0
+    assert np.array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("kind", INEXACT)

@@ -276,7 +276,7 @@ def test_a_model_without_tokenizer_has_no_first_token(tmp_path: Path, capsys: py
         ([], "Give either MODEL or --shape"),
         (["demo", "--shape", "llama-2-7b"], "Give either MODEL or --shape"),
         (["demo", "--weights", "f16"], "is a bundle with weights in q4, groups of 32, and runs as it is stored"),
-        (["--shape", "llama-2-7b", "--weights", "q2"], "--weights is 'q2'; choose one of q4, int8, f16, f32"),
+        (["--shape", "llama-2-7b", "--weights", "q1"], "--weights is 'q1'; choose one of q4, int8, f16, f32"),
         (["--shape", "llama-2-7b", "--group-size", "48"], "--group-size is 48; choose one of 32, 64, 128"),
         (["demo", "--prefill-chunk", "0"], "--prefill-chunk is 0; it must be from 1 to 4096"),
         (["demo", "--repeat"], "There is no option --repeat"),

@@ -81,8 +81,8 @@ def test_neurons_of_an_older_format_are_refused(version: int, tmp_path: Path) ->
 
 
 def test_rows_of_format_1_have_their_own_fields(demo_1: Path) -> None:
-    alter_header(demo_1, lambda data: data["tensors"][0].update(dtype="q2"))
-    with pytest.raises(BundleError, match=r"'embed': type 'q2' does not exist in layout tile16; it holds q4, int8"):
+    alter_header(demo_1, lambda data: data["tensors"][0].update(dtype="q1"))
+    with pytest.raises(BundleError, match=r"'embed': type 'q1' does not exist in layout tile16; it holds q4, int8"):
         Bundle.open(demo_1)
     alter_header(demo_1, lambda data: data["tensors"][0].update(bits=4))
     with pytest.raises(BundleError, match=r"tensors\[0\] has the unknown field 'bits'; the bundle was written by e"):

@@ -72,8 +72,8 @@ def test_an_unknown_architecture(source: Path) -> None:
 
 
 def test_unknown_types(source: Path) -> None:
-    with pytest.raises(UsageError, match=r"weights is 'q2'; choose one of q4, int8, f16, f32, "):
-        convert(source, source.parent / "bundle", weights="q2")
+    with pytest.raises(UsageError, match=r"weights is 'q1'; choose one of q4, int8, f16, f32, "):
+        convert(source, source.parent / "bundle", weights="q1")
     with pytest.raises(UsageError, match=r"group_size is 48; choose one of 32, 64, 128\."):
         convert(source, source.parent / "bundle", group_size=48)
     assert not (source.parent / "bundle").exists()

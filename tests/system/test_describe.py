@@ -166,8 +166,8 @@ def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "b" / "bundle.json").write_text("{}")
     with pytest.raises(BundleError, match="Cannot open the bundle"):
         describe(tmp_path / "b")
-    with pytest.raises(UsageError, match="weights is 'q2'; choose one of q4, int8, f16, f32"):
-        describe("demo", weights="q2")
+    with pytest.raises(UsageError, match="weights is 'q1'; choose one of q4, int8, f16, f32"):
+        describe("demo", weights="q1")
     with pytest.raises(UsageError, match="group_size is 48; choose one of 32, 64, 128"):
         describe("llama-2-7b", group_size=48)
 

@@ -124,12 +124,12 @@ def test_requested_types() -> None:
 
 
 def test_requests_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match="weights is 'q2'; choose one of q4, int8, f16, f32"):
-        requested_types("q2")
-    with pytest.raises(UsageError, match="embedding is 'q2'; choose one of"):
-        requested_types(embedding="q2")
-    with pytest.raises(UsageError, match="head is 'q2'; choose one of"):
-        requested_types(head="q2")
+    with pytest.raises(UsageError, match="weights is 'q1'; choose one of q4, int8, f16, f32"):
+        requested_types("q1")
+    with pytest.raises(UsageError, match="embedding is 'q1'; choose one of"):
+        requested_types(embedding="q1")
+    with pytest.raises(UsageError, match="head is 'q1'; choose one of"):
+        requested_types(head="q1")
     with pytest.raises(UsageError, match="group_size is 48; choose one of 32, 64, 128"):
         requested_types("q4", 48)
 

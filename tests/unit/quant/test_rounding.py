@@ -34,7 +34,7 @@ def output_error(weights: np.ndarray, made: rounding.Rounded, covariance: np.nda
 @pytest.mark.parametrize("name", NAMES)
 def test_every_type_holds_what_it_was_rounded_to_and_beats_factors_of_the_range(name: str) -> None:
     weights = random_weights(21, 256)
-    made = quantise_matrix(weights, WeightType.of(name, 32), "w", threads=1)
+    made = quantise_matrix(weights, WeightType.of(name), "w", threads=1)
     values = packed.values(made.codes, made.factors, made.stored)
     pack = layouts.pack_tile16(made.codes, name, 32, made.factors.scales) if TYPES[name].simple else \
         packed.pack(made.codes, made.stored, made.factors)
@@ -43,7 +43,7 @@ def test_every_type_holds_what_it_was_rounded_to_and_beats_factors_of_the_range(
     error = float(((weights - values).astype(np.float64) ** 2).sum())
     assert made.errors.squared_error == pytest.approx(error, rel=1e-4)
     assert made.errors.squared_error < made.errors.squared_error_max_based
-    assert made.errors.relative < {3: 0.03, 4: 0.01, 5: 0.003, 6: 0.0005, 8: 0.0001}[TYPES[name].bits]
+    assert made.errors.relative < {2: 0.15, 3: 0.03, 4: 0.01, 5: 0.003, 6: 0.0005, 8: 0.0001}[TYPES[name].bits]
 
 
 @pytest.mark.parametrize("name", ["q5", "iq4", "mxfp4", "tableq", "tableq3"])
@@ -64,8 +64,8 @@ def test_scales_are_nearly_the_best_of_a_dense_search(name: str) -> None:
 def test_gptq_lowers_the_output_error_of_every_type(name: str) -> None:
     weights, known = random_weights(24, 256), statistics(256)
     assert known.covariance is not None
-    made = quantise_matrix(weights, WeightType.of(name, 32), "w", known, threads=1)
-    nearest = quantise_matrix(weights, WeightType.of(name, 32), "w", threads=1)
+    made = quantise_matrix(weights, WeightType.of(name), "w", known, threads=1)
+    nearest = quantise_matrix(weights, WeightType.of(name), "w", threads=1)
     assert not made.remark
     assert made.errors.output_error == pytest.approx(output_error(weights, made, known.covariance), rel=1e-3)
     assert made.errors.output_error < 0.8 * output_error(weights, nearest, known.covariance)
