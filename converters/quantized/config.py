@@ -12,9 +12,9 @@ from edgeinfer.graph import QUANTISED, ConfigReader, family_of
 from ..checkpoint.json_file import CONFIG_FILE
 from .scheme import Scheme
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "bitnet")
 """Values of quant_method that are understood."""
-READ = "GPTQ, AWQ, AutoRound's of both, compressed-tensors, FP8 by blocks, MXFP4 and MLX"
+READ = "GPTQ, AWQ, AutoRound's of both, compressed-tensors, FP8 by blocks, MXFP4, BitNet and MLX"
 REMEDY = f"convert the checkpoint that was not quantised, or one in a packing that is read ({READ}), or a GGUF file"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
            "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
@@ -33,6 +33,7 @@ _HARMLESS = {
     "compressed-tensors": """ignore kv_cache_scheme global_compression_ratio version quant_method""",
     "fp8": """modules_to_not_convert modules_to_convert activation_scheme ignored_layers dequantize quant_method""",
     "mxfp4": """modules_to_not_convert dequantize quant_method""",
+    "bitnet": """modules_to_not_convert quant_method rms_norm_eps""",
 }
 # Of AutoRound beside those of the packing that it writes; like others' activations, its are not taken over.
 _HARMLESS_AUTOROUND = """autoround_version provider amp batch_size enable_minmax_tuning enable_norm_bias_tuning
@@ -267,6 +268,17 @@ def _mlx_numbers(section: ConfigReader) -> tuple[int, int, str]:
     return bits, size, mode
 
 
+def _bitnet(section: ConfigReader) -> Scheme:
+    for name, read in (("quantization_mode", "offline"), ("use_rms_norm", False)):
+        if section.get(name, read) != read:
+            raise _refused(section, name, section.get(name))
+    kind = section.get("linear_class", "bitlinear")
+    if kind not in ("bitlinear", "autobitlinear"):
+        raise _refused(section, "linear_class", kind)
+    return Scheme("bitnet", 2, divided=kind == "bitlinear", left_out=("lm_head", "embed", *_names(
+        section, "modules_to_not_convert")))
+
+
 _READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
-    "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4,
+    "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4, "bitnet": _bitnet,
 }

@@ -2,7 +2,7 @@
 
 Layouts: AutoGPTQ and GPTQModel (qweight [in / n, out], packed along the inputs; qzeros [groups, out / n]), AutoAWQ's
 gemm (qweight [in, out / 8], packed along the outputs, interleaved), compressed-tensors (weight_packed [out, in / n]),
-MLX (weight [out, in / n] of uint32), transformers' FP8 by blocks and MXFP4.
+MLX (weight [out, in / n] of uint32), transformers' FP8 by blocks, MXFP4 and BitNet (weight [out / 4, in]).
 """
 
 from __future__ import annotations
@@ -140,6 +140,27 @@ def _mlx_floats(name: str, parts: Parts, mode: str, size: int, recent: Recent) -
 
     kind = PackedKind(mode.upper(), "e4m3" if mode == "mxfp8" else "e2m1", size)
     return PackedTensor(name, kind, (*leading, columns), parts, load, recent)
+
+
+def bitnet(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
+    """Codes -1 to 2, less one in fields of 2 bits: field i of a byte is of the i-th quarter of the rows; one scale."""
+    quarter, columns = parts.check("weight", ("U8",), (None, None))
+    parts.check("weight_scale", SCALES, (1,))
+
+    def load(parts: Parts) -> Loaded:
+        scale = parts.floats("weight_scale").reshape(1, 1)
+        if not (scale > 0).all():
+            raise CheckpointError(f"The scale of {parts.name:.100} in {parts.path} is {scale[0, 0]:g}; it must be "
+                                  "positive: download the file again.")
+
+        def codes(start: int, stop: int) -> Codes:
+            runs = [(i, max(start - i * quarter, 0), min(stop - i * quarter, quarter)) for i in range(4)]
+            fields = [parts.rows("weight", low, high, "u1") >> np.uint8(2 * i) for i, low, high in runs if low < high]
+            return (np.concatenate(fields) & np.uint8(3)).view(np.int8) - np.int8(1)
+
+        return Loaded(codes, 1 / scale if scheme.divided else scale)
+
+    return PackedTensor(name, PackedKind("BitNet", "int2"), (4 * quarter, columns), parts, load, recent)
 
 
 def mxfp4(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:

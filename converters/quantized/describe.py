@@ -101,7 +101,7 @@ def _kind(scheme: Scheme, source: Source) -> PackedKind:
     if scheme.method == "fp8" or scheme.floats:
         high, wide = scheme.block
         return PackedKind("FP8", "e4m3", wide or size, high or 1)
-    packing = {"gptq": "GPTQ", "awq": "AWQ", "mlx": "MLX"}.get(scheme.method, scheme.method)
+    packing = {"gptq": "GPTQ", "awq": "AWQ", "mlx": "MLX", "bitnet": "BitNet"}.get(scheme.method, scheme.method)
     if scheme.method == "mxfp4":
         return PackedKind("MXFP4", "e2m1", size)
     ordered = scheme.ordered and size > 0

@@ -28,6 +28,7 @@ _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ..
         (".weight", ("I8", "F8_E4M3"), ("weight", *_COMPRESSED), compressed.bytewise),
     ),
     "fp8": ((".weight", ("F8_E4M3",), ("weight", "weight_scale_inv"), compressed.fp8),),
+    "bitnet": ((".weight", ("U8",), ("weight", "weight_scale"), decode.bitnet),),
     "mxfp4": (("_blocks", ANY, ("blocks", "scales"), decode.mxfp4),),
     "mlx": ((".weight", ("U32",), ("weight", "scales", "biases"), decode.mlx),),
 }

@@ -25,8 +25,8 @@ OWN_ERROR = {
 trained small models. What a checkpoint itself has lost cannot be known from it."""
 
 
-_HELD = {"int4": ("q4", "int8"), "int8": ("int8",), "uint2": ("q4m",), "uint3": ("q4m",), "uint4": ("q4m",),
-         "uint5": ("q5m",), "e2m1": ("mxfp4",)}
+_HELD = {"int2": ("q2", "q4", "int8"), "int4": ("q4", "int8"), "int8": ("int8",), "uint2": ("q4m",),
+         "uint3": ("q4m",), "uint4": ("q4m",), "uint5": ("q5m",), "e2m1": ("mxfp4",)}
 """Types that take codes as they are: those of fewer bits are some of a wider type's."""
 
 
@@ -37,7 +37,7 @@ class PackedKind:
     packing: str
     """Such as GPTQ."""
     codes: str
-    """int4 and int8 (symmetric), uint2 to uint8 (with a zero point or a minimum), e4m3, e2m1."""
+    """int2, int4 and int8 (symmetric), uint2 to uint8 (with a zero point or a minimum), e4m3, e2m1."""
     group_size: int = 0
     """Columns that share a scale; 0 for a whole row."""
     rows: int = 1

@@ -38,6 +38,8 @@ class Scheme:
     """MLX: modules with bits, group and mode of their own."""
     floats: bool = False
     """compressed-tensors: whether codes are floats of 8 bits."""
+    divided: bool = False
+    """BitNet: whether codes are divided by their scale."""
     left_out: tuple[str, ...] = ()
     """Names of modules that are not quantised, or patterns of them (``re:``); a part of a name is enough."""
 

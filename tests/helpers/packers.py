@@ -222,6 +222,16 @@ def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Packed:
             "_scales": ("U8", exponents.shape, exponents.astype("u1").tobytes())}, weights.astype(np.float32)
 
 
+def bitnet(rng: np.random.Generator, shape: tuple[int, int], auto: bool = False) -> Packed:
+    """Ternary codes + 1 of four quarters of the rows in a byte; a scale that divides them, or of another class times.
+    """
+    codes, scale = rng.integers(-1, 2, shape), np.float32(2.0 ** rng.integers(3, 7))
+    fields = (codes + 1).reshape(4, shape[0] // 4, shape[1]).astype("u1")
+    data = fields[0] | fields[1] << 2 | fields[2] << 4 | fields[3] << 6
+    factor = f32(np.array([1 / scale if auto else scale]))
+    return {".weight": ("U8", data.shape, data.tobytes()), ".weight_scale": factor}, (codes / scale).astype(np.float32)
+
+
 AUTOROUND = {"autoround_version": "0.15.0", "provider": "auto-round", "data_type": "int", "iters": 50, "lr": 0.02,
              "nsamples": 8, "seqlen": 64, "batch_size": 4, "low_gpu_mem_usage": True, "supported_types": ["Linear"]}
 FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] = {
@@ -239,6 +249,9 @@ FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] =
     "float-quantized": (float_quantized, {}, {}),
     "fp8": (fp8_blocks, {}, {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
                              "weight_block_size": [32, 16], "modules_to_not_convert": ["lm_head"]}),
+    "bitnet": (bitnet, {}, {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}),
+    "bitnet auto": (bitnet, {"auto": True}, {"quant_method": "bitnet", "linear_class": "autobitlinear",
+                                             "quantization_mode": "offline", "use_rms_norm": False}),
     "mlx": (mlx, {}, {"group_size": 32, "bits": 4}),
     "mlx 8 bits": (mlx, {"bits": 8}, {"group_size": 32, "bits": 8}),
     "mlx 2 bits": (mlx, {"bits": 2}, {"group_size": 32, "bits": 2}),

@@ -37,6 +37,7 @@ from tests.helpers.sessions import logits_of, session
 EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m",
          "mlx 2 bits": "q4m", "mlx 3 bits": "q4m", "mlx 5 bits": "q5m", "mlx mxfp4": "mxfp4",
          "mxfp4-pack-quantized": "mxfp4", "autoround gptq": "q4",
+         "bitnet": "q2", "bitnet auto": "q2",
          "mlx nvfp4": "f16", "mlx mxfp8": "f16", "nvfp4-pack-quantized": "f16"}
 WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric", "autoround awq")
 ROUNDED = ("float-quantized", "fp8", "mlx 8 bits", "mlx 6 bits")
@@ -137,7 +138,7 @@ def test_a_scale_and_a_minimum_for_64_and_128_columns(tmp_path: Path) -> None:
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("form", [
-    pytest.param(form, marks=pytest.mark.slow) if EXACT.get(form) in ("q5m", "mxfp4") else form
+    pytest.param(form, marks=pytest.mark.slow) if EXACT.get(form) in ("q2", "q5m", "mxfp4") else form
     for form in (*EXACT, *WITH_ZEROS, *ROUNDED)])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)

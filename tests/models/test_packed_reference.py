@@ -161,3 +161,17 @@ def test_mxfp4(tmp_path: Path) -> None:
     found = read(tmp_path / "m.safetensors", {"quantization_config": {"quant_method": "mxfp4"}}, "e.gate_up_proj")
     want = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # (experts, inputs, outputs)
     assert np.array_equal(found, want.transpose(1, 2).numpy())
+
+
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_bitnet(tmp_path: Path, kind: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    bitnet = pytest.importorskip("transformers.integrations.bitnet", reason="transformers is not installed")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(3)
+    codes, scale = torch.randint(-1, 2, (24, 33)), torch.tensor([0.25])
+    save_file({"m.weight": bitnet.pack_weights(codes.clone()), "m.weight_scale": scale}, tmp_path / "m.safetensors")
+    section = {"quant_method": "bitnet", "linear_class": kind}
+    found = read(tmp_path / "m.safetensors", {"quantization_config": section}, "m.weight")
+    assert np.array_equal(found, codes.numpy() * (4 if kind == "bitlinear" else 0.25))

@@ -54,6 +54,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "it must be a list of names of modules"),
     ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation is 'hadamard'"),
+    ({"quant_method": "bitnet", "quantization_mode": "online"}, "quantization_mode is 'online'"),
+    ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm is True"),
+    ({"quant_method": "bitnet", "linear_class": "linear"}, "linear_class is 'linear'"),
 ]
 
 
@@ -113,6 +116,9 @@ PARTS: list[tuple[str, Any, str]] = [
      r"says that its shape is \[64, 9\], but has 64 rows of 12 words"),
     ("fp8", instead(".weight_scale_inv", f32(np.ones((3, 6)))), r"it must be \[2, 6\]"),
     ("fp8", instead(".weight", ("F8_E4M3", (64, 96), bytes([127]) * 6144)), "has the value nan at"),
+    ("bitnet", without(".weight_scale"), "has no weight_scale"),
+    ("bitnet", instead(".weight_scale", f32(np.array([0.0]))), "is 0; it must be positive"),
+    ("bitnet", instead(".weight_scale", f32(np.ones(2))), r"has the shape \[2\]; .* it must be \[1\]"),
 ]
 
 
