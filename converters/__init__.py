@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub.download import fetch, fetch_config
     from .hub.gguf_files import cached_gguf, fetch_gguf, gguf_type
+    from .outliers import share_of, with_outliers
     from .quantized.describe import describe_packed
     from .report import ConversionReport, TensorReport
     from .stores.find import find_models, lm_studio_folders, ollama_models
@@ -68,12 +69,15 @@ __all__ = [
     "read_headers",
     "read_imatrix",
     "read_json",
+    "share_of",
+    "with_outliers",
     "write_random_bundle",
 ]
 __getattr__ = lazily(__name__, {
     "bit_budget": "BitBudget", "chosen_types": "ChosenTypes",
     "gguf.imatrix": "by_imatrix read_imatrix", "calibration": "CALIBRATION_FILE Calibration",
-    "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint", "checkpoint.json_file": "read_json",
+    "outliers": "share_of with_outliers", "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint",
+    "checkpoint.json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub.download": "fetch fetch_config",
     "hub.gguf_files": "cached_gguf fetch_gguf gguf_type",
     "stores.scan": "Found models_below", "stores.find": "find_models lm_studio_folders ollama_models",

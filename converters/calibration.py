@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
 from math import prod
 from typing import Any
 
@@ -49,6 +50,10 @@ class Calibration:
     effects: Mapping[str, tuple[float, float]] | None = None
     """By a weight's name the divergence in nats that an error as large as its output, and as its rows where tokens look
     them up, would cause if it grew with the square of the error; None if that was not measured."""
+    outliers: str = ""
+    """Columns that are stored apart, in f16: ``auto``, a percentage of them, or none (outliers.py)."""
+    apart: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """These columns, by the names of matrices."""
 
 
 def record(calibration: Calibration | None, tensors: Sequence[TensorReport], chosen: ChosenTypes | None) -> bytes:
@@ -59,7 +64,7 @@ def record(calibration: Calibration | None, tensors: Sequence[TensorReport], cho
         data = {"method": calibration.method, "text": calibration.text, "sha256": calibration.sha256,
                 "tokens": calibration.tokens, "output_error": sum(one.output_error for one in rounded),
                 "output_error_plain": sum(one.output_error_plain for one in rounded),
-                "scaled": list(calibration.scaled),
+                "scaled": list(calibration.scaled), **({"outliers": calibration.apart} if calibration.apart else {}),
                 "tensors": {one.name: [one.output_error, one.output_error_plain] for one in rounded}}
     if chosen:
         data |= {"request": chosen.request, "bits": mean_bits(tensors), "gap": chosen.gap, "cost": chosen.cost,

@@ -32,7 +32,7 @@ from .checkpoint.json_file import CONFIG_FILE
 from .chosen_types import ChosenTypes
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
-from .packing import WeightReader, stored_bytes, with_levels
+from .packing import WeightReader, apart, stored_bytes, with_levels
 from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
 from .scaling import find_scaling
@@ -143,10 +143,15 @@ def convert(
             found = calibration(checkpoint) if calibration else None
             mixed = chooser(reading, graph, found) if chooser else None
             if mixed:
-                graph = checkpoint.graph(mixed.type_of())
+                type_of = mixed.type_of()
+                graph = checkpoint.graph(type_of)
                 writer.quantisation = mixed.quantisation(graph)
                 reserve(graph, said=True)
-            found = scaled(found, reading, graph) if found else None
+            if found and found.outliers:
+                found, graph = apart(found, reading, graph, type_of)
+                reserve(graph, said=False)
+            elif found:
+                found = scaled(found, reading, graph)
             tensors = _write_weights(writer, reading, graph, drafts, found)
             if found or mixed:
                 writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))

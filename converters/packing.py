@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Weight, parameters
+from edgeinfer.graph import Graph, TypeOf, Weight, parameters
 from edgeinfer.quant import WeightType, layouts, levels, quantise, rounding
 
 from .assembly import assembled, block_of, block_ranges
-from .calibration import Statistics, rounded
+from .calibration import Calibration, Statistics, is_free, rounded
 from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
+from .outliers import Outliers, find_outliers, share_of
 from .report import TensorReport
 from .scaling import Scaling
 
@@ -28,18 +29,24 @@ class WeightReader(SourceReader):
 
     scaling: Scaling | None = None
     """Factors of channels that weights are stored with."""
+    outliers = Outliers({}, {})
+    """Columns that are stored apart."""
 
     def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
-        start, cols = 0, prod(weight.shape[1:])
-        for block in assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS):
-            yield block if self.scaling is None else self.scaling.apply(weight, block, start)
+        start, whole = 0, self.outliers.whole(weight)
+        for block in assembled(whole, prod(whole.shape[1:]), np.float32, self.rows, BLOCK_WEIGHTS):
+            yield self._stored_block(weight, block, start)
             start += len(block)
 
     def stored_rows(self, weight: Weight, start: int, stop: int) -> NDArray[np.float32]:
         """The stored rows start to stop, multiples of 16 up to the last one, as float32."""
-        block = block_of(weight, start, stop, prod(weight.shape[1:]), np.float32, self.rows)
-        return block if self.scaling is None else self.scaling.apply(weight, block, start)
+        whole = self.outliers.whole(weight)
+        block = block_of(whole, start, stop, prod(whole.shape[1:]), np.float32, self.rows)
+        return self._stored_block(weight, block, start)
+
+    def _stored_block(self, weight: Weight, block: NDArray[np.float32], start: int) -> NDArray[np.float32]:
+        return self.outliers.apply(weight, block if self.scaling is None else self.scaling.apply(weight, block, start))
 
     def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ...
@@ -68,7 +75,9 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
     `statistics_of` gives the statistics of a matrix's input by which it is rounded, if it is.
     """
     checkpoint, sums, remarks = reading.checkpoint, list[quantise.ErrorSums](), list[str]()
-    moved = checkpoint.moved(weight, stored, reading.count, sums)
+    moved = reading.outliers.stored(weight)
+    if moved is None and weight.kind != "outliers":
+        moved = checkpoint.moved(weight, stored, reading.count, sums)
     statistics = statistics_of(weight) if moved is None and stored.quantised else None
 
     def report() -> TensorReport:
@@ -81,6 +90,19 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
                             0 if weight.kind in ("vector", "router") else parameters(weight))
 
     return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
+
+
+def apart(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf) -> tuple[Calibration, Graph]:
+    """Return a calibration without outliers and the graph that multiplies these apart; none is a sentence."""
+    found = find_outliers(graph, partial(is_free, reading.checkpoint, graph), calibration.of,
+                          share_of(calibration.outliers))
+    if not found.columns:
+        return replace(calibration, remarks=(*calibration.remarks, "No column of an input is an outlier, so none is "
+                                             "stored apart.")), graph
+    reading.outliers = found
+    return replace(calibration, of=found.of(calibration.of), apart={name: columns.tolist() for name, columns
+                                                                     in found.columns.items()}), \
+        reading.checkpoint.graph(found.types(type_of))
 
 
 def with_levels(reading: WeightReader, weight: Weight, stored: WeightType) -> WeightType:

@@ -84,6 +84,10 @@ def ffns(graph: Graph) -> list[Ffn]:
         raise UnsupportedModelError(f"The columns of {ordered[0]} are in an order of their own (act-order), in which "
                                     "neurons are not stored. Convert the checkpoint with --weights q4 --ffn-layout "
                                     "neuron, which requantises it, and sparsify that.")
+    if apart := [ffn for ffn in found if ffn.matmul.left_out or graph.types[ffn.weight.name].outliers]:
+        raise UnsupportedModelError(f"The outlier columns of {apart[0].weight.name} are stored apart, which "
+                                    "neurons have no place for. Convert the checkpoint without --outliers and sparsify "
+                                    "that.")
     return sorted(found, key=lambda ffn: ffn.layer)
 
 

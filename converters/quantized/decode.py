@@ -158,7 +158,7 @@ def bitnet(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTen
             fields = [parts.rows("weight", low, high, "u1") >> np.uint8(2 * i) for i, low, high in runs if low < high]
             return (np.concatenate(fields) & np.uint8(3)).view(np.int8) - np.int8(1)
 
-        return Loaded(codes, 1 / scale if scheme.divided else scale)
+        return Loaded(codes, np.reciprocal(scale) if scheme.divided else scale)
 
     return PackedTensor(name, PackedKind("BitNet", "int2"), (4 * quarter, columns), parts, load, recent)
 

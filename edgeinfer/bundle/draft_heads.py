@@ -85,11 +85,14 @@ def _row(stored: WeightType) -> tuple[Any, ...]:
     return stored.dtype, stored.group_size, stored.layout, *([list(stored.levels)] if stored.levels else [])
 
 
+def _levels(own: Iterable[Any] = ()) -> tuple[int, ...]:
+    return tuple(map(int, own))
+
+
 def _types(rows: Any, where: str) -> dict[str, WeightType]:
     """Return the types that a file states, each as its name, group size and layout, perhaps levels."""
     try:
-        types = {name: WeightType(str(dtype), int(group), str(layout),
-                                  *(tuple(map(int, own)) for own in levels)).checked()
+        types = {name: WeightType(str(dtype), int(group), str(layout), _levels(*levels)).checked()
                  for name, (dtype, group, layout, *levels) in rows.items()}
     except (AttributeError, TypeError, ValueError, BundleError):
         raise BundleError(f"{where} states no usable types of its weights; make it again.") from None

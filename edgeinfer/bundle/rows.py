@@ -22,6 +22,8 @@ _TYPE = {
 }
 _SHARED = {"pieces": int, "stride": int}
 """Additional fields of tensors that share an allocation with others."""
+_OUTLIERS = {"outliers": int}
+"""Additional field of matrices whose outlier columns are stored apart."""
 _FILE = {1: {"name": str, "nbytes": int, "sha256": str}}
 _FILE[2] = _FILE[1] | {"part": str}
 _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": str}
@@ -30,18 +32,20 @@ _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": st
 def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
     """Return the row of the tensor table, its type stated in full."""
     stored = entry.type
-    shared = {"pieces": entry.pieces, "stride": entry.stride} if entry.pieces else {}
+    more = {"pieces": entry.pieces, "stride": entry.stride} if entry.pieces else {}
+    more |= {"outliers": stored.outliers} if stored.outliers else {}
     return {
         "name": entry.name, "layout": stored.layout, **_of_table(stored.storage, stored.table),
         "group_size": stored.group_size,
-        "shape": list(entry.shape), "offset": entry.offset, "nbytes": entry.nbytes, "sha256": entry.sha256, **shared,
+        "shape": list(entry.shape), "offset": entry.offset, "nbytes": entry.nbytes, "sha256": entry.sha256, **more,
     }
 
 
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
     shared = _SHARED if isinstance(row, dict) and _SHARED.keys() & row.keys() else {}
-    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _ENTRY | shared, f"tensors[{index}]")
+    apart = _OUTLIERS if isinstance(row, dict) and "outliers" in row else {}
+    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _ENTRY | shared | apart, f"tensors[{index}]")
     name = data["name"]
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")
@@ -49,6 +53,8 @@ def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
         raise BundleError(f"tensor {name!r} has a shape that is not a list of integers.")
     shape = tuple(data["shape"])
     stored = _stored(data, f"tensor {name!r}")
+    if apart and not (stored.quantised and 0 < data["outliers"] < shape[-1]):
+        raise BundleError(f"tensor {name!r} has {data['outliers']} columns of outliers, which is out of range.")
     try:
         nbytes = stored.nbytes(shape)
     except BundleError as error:
@@ -101,7 +107,7 @@ def _stored(data: dict[str, Any], where: str) -> WeightType:
     """Return the type that the fields describe."""
     name, levels = (data["dtype"], ()) if "dtype" in data else _described({key: data[key] for key in _OF_TABLE}, where)
     try:
-        return WeightType(name, data["group_size"], data["layout"], levels).checked()
+        return WeightType(name, data["group_size"], data["layout"], levels, data.get("outliers", 0)).checked()
     except BundleError as error:
         raise UnknownError(f"{where}: {str(error).rstrip('.')}") from None
 

@@ -68,16 +68,18 @@ class _Rewrite:
             if matmul is None or x.name != matmul.x.name:
                 yield x.name, FLOATS
             elif not matmul.again:
-                yield x.name, FLOATS if matmul.weight.ordered else self._rows[matmul.weight.name]
+                floats = matmul.weight.ordered or matmul.left_out
+                yield x.name, FLOATS if floats else self._rows[matmul.weight.name]
 
     def _input(self, op: MatMul) -> Tensor:
         """Return a matmul's input, quantised if its weights need it."""
         x, maker, kind = op.x, self._makers[op.x.name], self._rows[op.weight.name]
-        if op.weight.ordered:
+        if op.weight.ordered or op.left_out:
             if x.dtype == "q8":
                 x = self._add(maker.replaced(out=self._named(x, FLOATS)))
-            order = self._weights[op.weight.order_name]
-            return self._add(Quantize(out=self._named(replace(x, name="q"), kind), x=x, order=order, layer=op.layer))
+            order = self._weights[op.weight.order_name] if op.weight.ordered else None
+            return self._add(Quantize(out=self._named(replace(x, name="q"), kind), x=x, order=order,
+                                      left_out=op.left_out, layer=op.layer))
         if op.again and maker.quantises:
             return self._add(maker.replaced(out=self._named(x, kind)))
         if kind in (FLOATS, (x.dtype, x.group_size)):

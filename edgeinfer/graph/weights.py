@@ -175,6 +175,16 @@ class Weight:
         return f"{self.name}_order"
 
     @property
+    def columns_name(self) -> str:
+        """Name of the numbers of its outlier columns, where these are stored apart."""
+        return f"{self.name}_columns"
+
+    @property
+    def outliers_name(self) -> str:
+        """Name of the matrix that has them."""
+        return f"{self.name}_outliers"
+
+    @property
     def source_shapes(self) -> tuple[Sizes, ...]:
         """Shapes of the sources after their steps: the weight without its padding."""
         return tuple(source.shape for source in self.sources)

@@ -41,6 +41,8 @@ class WeightType:
     """tile16, neuron or plain (vectors)."""
     levels: tuple[int, ...] = ()
     """Table of a tensor whose type has none of its own (`StorageType.fitted`); empty where it is not known yet."""
+    outliers: int = 0
+    """Columns of outliers, zeros here, that a matrix of its own has in f16 (arXiv 2208.07339)."""
 
     @classmethod
     def of(cls, name: str, group_size: int | None = None, layout: str = "tile16") -> WeightType:

@@ -69,8 +69,9 @@ VALUES_OF_A_UNIT = 2048
 """activate: values of a row that a thread takes at once, a multiple of 16."""
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
 """Replacement for omitted rows of V: nothing; the others' weights rescaled to add up to 1; a mean (MEAN_BLOCKS)."""
-FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED = 1, 2, 3
-"""Processing of a matmul's input by the matmul itself: quantise it, after a norm or in an order; 0 = nothing."""
+FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED, FUSED_LEFT_OUT = 1, 2, 3, 4
+"""Processing of a matmul's input by the matmul itself: quantise it, after a norm, in an order or without outliers; 0 =
+nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
 REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from edgeinfer.quant import TYPES
 
-from ..abi import CTX_OUTPUTS, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
+from ..abi import CTX_OUTPUTS, FUSED_LEFT_OUT, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
 from ..vector.instruction import claim, count, float_parameter, inline, operand, outlined, parameter, token
@@ -119,11 +119,21 @@ def in_order(x, order, out, width):
         store_f32(out + 4 * i, load_f32(x + 4 * load_i32(order + 4 * i)))
 
 
+@inline
+def without(x, columns, n, out, width):
+    """The row with zeros in n columns."""
+    for i in range(0, width, 16):
+        store_f32x16(out + 4 * i, load_f32x16(x + 4 * i))
+    for i in range(n):
+        store_f32(out + 4 * load_i32(columns + 4 * i), f32_of(0))
+
+
 @kernel("quantize")
 def quantize(inst, ctx, tid, n_threads):
     """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0.
 
-    Elements may be taken in the order of operand 2; operand 3 then holds a row of floats per thread.
+    Elements may be taken in the order of operand 2, or be zeros where it says; operand 3 then holds a row of floats per
+    thread.
     """
     x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
     width, heads, blocks = parameter(inst, ROWS.width), max(parameter(inst, ROWS.heads), 1), n_blocks(rows)
@@ -139,6 +149,10 @@ def quantize(inst, ctx, tid, n_threads):
                 ordered = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
                 in_order(row, operand(inst, ctx, 2), ordered, width)
                 row = ordered
+            if parameter(inst, ROWS.left_out):
+                kept = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
+                without(row, operand(inst, ctx, 2), parameter(inst, ROWS.left_out), kept, width)
+                row = kept
             quantise_row(row, base, j, n, width, parameter(inst, ROWS.group), parameter(inst, ROWS.scales),
                          parameter(inst, ROWS.offsets))
         unit = claim(ctx)
@@ -198,16 +212,20 @@ def rms_norm_q8(inst, ctx, tid, n_threads):
 
 
 @outlined
-def fused_input(source, weight, kind, width, group, scales, offsets, eps, row, scratch):
+def fused_input(source, weight, kind, width, group, scales, offsets, eps, left_out, row, scratch):
     """Do for one token what rms_norm_q8 (FUSED_NORM) or quantize does, into scratch; return the q8 row's address.
 
-    `row` receives the normalised floats, or those in the order that `weight` then is (FUSED_ORDERED): after the q8 row.
+    `row` receives the normalised floats, those in the order that `weight` then is (FUSED_ORDERED), or those without the
+    `left_out` columns that it names (FUSED_LEFT_OUT): after the q8 row.
     """
     if kind == FUSED_NORM:
         normalise(source, weight, row, width, norm_scale(source, width, eps))
         source = row
     if kind == FUSED_ORDERED:
         in_order(source, weight, row, width)
+        source = row
+    if kind == FUSED_LEFT_OUT:
+        without(source, weight, left_out, row, width)
         source = row
     quantise_row(source, scratch, 0, 1, width, group, scales, offsets)
     return scratch
@@ -224,6 +242,20 @@ def gather_outputs(inst, ctx, tid, n_threads):
         target = out + t * parameter(inst, ROWS.out_stride)
         for i in range(0, parameter(inst, ROWS.width), 16):
             store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
+        t = claim(ctx)
+    return 0
+
+
+@kernel("gather_columns")
+def gather_columns(inst, ctx, tid, n_threads):
+    """Copy the elements of each row that operand 2 names; zeros follow up to a whole vector."""
+    x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
+    columns, width = operand(inst, ctx, 2), parameter(inst, ROWS.width)
+    t = claim(ctx)
+    while t < rows:
+        target = out + t * parameter(inst, ROWS.out_stride)
+        store_f32x16(target + 4 * (width - 1 & -16), splat_f32(0.0))
+        in_order(x + t * parameter(inst, ROWS.in_stride), columns, target, width)
         t = claim(ctx)
     return 0
 

@@ -76,7 +76,8 @@ def input_rows(inst, ctx, scratch):
         return fused_input(
             operand(inst, ctx, 5), operand(inst, ctx, 6), kind, parameter(inst, LINEAR.width),
             parameter(inst, LINEAR.group), parameter(inst, LINEAR.x_scales), parameter(inst, LINEAR.x_offsets),
-            float_parameter(inst, LINEAR.eps), row + parameter(inst, LINEAR.x_stride), row)
+            float_parameter(inst, LINEAR.eps), parameter(inst, LINEAR.left_out),
+            row + parameter(inst, LINEAR.x_stride), row)
     return operand(inst, ctx, 1)
 
 
@@ -247,7 +248,9 @@ def _gated(make_matmul, group, n):
             acc = matmul(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
                           scales, offsets, left * size, inst)
             if flags(inst) & FLAG_BIAS:
-                acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
+                gap_of_rows = parameter(inst, LINEAR.bias_stride)
+                acc = add_block(m, acc, at.bias + t * gap_of_rows + 128 * unit + 64 * part, gap_of_rows,
+                                (64 * pair, 64 * pairs))
             store_block(1, acc, scratch + 64 * n * m * part, 64)
         for i in range(units):
             gate = scratch + 64 * n * i

@@ -55,6 +55,10 @@ class _Linear(NamedTuple):
     """The one after the last."""
     expert_bytes: int
     """Experts: bytes from one expert's matrix to the next's, where they are not in slots."""
+    left_out: int
+    """FUSED_LEFT_OUT: elements of the source, named by operand 6, that become zeros."""
+    bias_stride: int
+    """Gated: bytes from what is added to one token's matmuls to the next's; 0 = a bias."""
 
 
-LINEAR = _Linear(*range(25))
+LINEAR = _Linear(*range(27))

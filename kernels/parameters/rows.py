@@ -23,7 +23,7 @@ class _Rows(NamedTuple):
     tile_bytes: int
     """embed: bytes of a tile of the table."""
     scratch: int
-    """rms_norm_q8, quantize in an order: scratch bytes of a thread."""
+    """rms_norm_q8, quantize in an order or without outliers: scratch bytes of a thread."""
     token_tiles: int
     """q8 output: tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
     heads: int
@@ -36,6 +36,8 @@ class _Rows(NamedTuple):
     """norm_f32: parts of a row, of `width` elements each, that are normed one by one with the same weight; 0 = one."""
     ordered: int
     """quantize: whether elements are taken in the order of operand 2."""
+    left_out: int
+    """quantize: elements, named by operand 2, that become zeros; 0 = none."""
 
 
 class _Values(NamedTuple):
@@ -65,6 +67,6 @@ class _Positions(NamedTuple):
     """Bytes of a tile of the table."""
 
 
-ROWS = _Rows(*range(16))
+ROWS = _Rows(*range(17))
 VALUES = _Values(*range(6))
 POSITIONS = _Positions(*range(5))

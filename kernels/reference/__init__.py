@@ -19,6 +19,7 @@ from .attention.attention_values import values_reference
 from .attention.store_latent import store_latent_reference
 from .elementwise import (
     embed_reference,
+    gather_columns_reference,
     gather_reference,
     quantise_rows,
     quantize_reference,
@@ -59,6 +60,7 @@ REFERENCES: dict[str, Reference] = {
     "quantize": quantize_reference,
     "rms_norm_f32": rms_norm_f32_reference,
     "rms_norm_q8": rms_norm_q8_reference,
+    "gather_columns": gather_columns_reference,
     "gather_outputs": gather_reference,
     "norm_f32": norm_f32_reference,
     "norm_q8": norm_q8_reference,

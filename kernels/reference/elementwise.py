@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.quant import layouts
 
-from ..abi import COUNT_SEVERAL, FUSED_NORM, FUSED_ORDERED, TOKEN_ID, unpack_token_tiles
+from ..abi import COUNT_SEVERAL, FUSED_LEFT_OUT, FUSED_NORM, FUSED_ORDERED, TOKEN_ID, unpack_token_tiles
 from ..parameters import ROWS
 from .expected import Expected
 from .q8 import q8_blocks, read_q8
@@ -91,12 +91,15 @@ def _source(view: InstructionView) -> Floats:
 
 
 def quantize_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``quantize``: rows, in an order if there is one, or each head of them to rows of its own."""
+    """The reference of ``quantize``: rows, in an order or without outliers, or each head of them to rows of its own."""
     p, found = view.parameters(ROWS), []
     for head in range(max(p.heads, 1)):
         shape, at = (view.count(p.rows), p.width), 4 * p.width * head
         x = view.array(0, np.float32, shape, (p.in_stride, 4), at=at)
         x = x[:, view.array(2, np.int32, (p.width,))] if p.ordered else x
+        if p.left_out:
+            x = x.copy()
+            x[:, view.array(2, np.int32, (p.left_out,))] = 0
         found += quantised_rows(view, x, exact=True, skipped=head * p.head_out)
     return found
 
@@ -126,8 +129,8 @@ def quantised_input(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return x of a matmul, dequantised, and how far what the kernel multiplies may be from it.
 
-    A fused input is row 0 of the operand `source`, times, or in the order of, the operand `norm`; otherwise x is read
-    as it is stored.
+    A fused input is row 0 of the operand `source`, times, in the order of, or without the columns in the operand
+    `norm`; otherwise x is read as it is stored.
 
     Parameters
     ----------
@@ -146,6 +149,8 @@ def quantised_input(
         row[0, : p.width] = view.array(source, np.float32, (p.width,))
         if fused == FUSED_ORDERED:
             row[0, : p.width] = row[0, view.array(norm, np.int32, (p.width,))]
+        if fused == FUSED_LEFT_OUT:
+            row[0, view.array(norm, np.int32, (p.left_out,))] = 0
         if fused == FUSED_NORM:
             row[0, : p.width] = rms_norm(row[0, : p.width], view.array(norm, np.float32, (p.width,)), float_of(p.eps))
         exact, scales = quantise_rows(row, p.group)
@@ -172,6 +177,17 @@ def gather_reference(view: InstructionView) -> list[Expected]:
     source = view.array(0, np.float32, (int(chosen.max(initial=-1)) + 1, width), (p.in_stride, 4))
     out = view.array(1, np.float32, (len(chosen), width), (p.out_stride, 4))
     return [Expected("out", out, source[chosen])]
+
+
+def gather_columns_reference(view: InstructionView) -> list[Expected]:
+    """The reference of ``gather_columns``; whole vectors are written."""
+    p = view.parameters(ROWS)
+    columns = view.array(2, np.int32, (p.width,))
+    source = view.array(0, np.float32, (view.count(p.rows), int(columns.max()) + 1), (p.in_stride, 4))
+    out = view.array(1, np.float32, (len(source), -(-p.width // 16) * 16), (p.out_stride, 4))
+    wanted = np.zeros(out.shape, np.float32)
+    wanted[:, : p.width] = source[:, columns]
+    return [Expected("out", out, wanted)]
 
 
 def embed_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:

@@ -131,8 +131,12 @@ def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
     return x, w, near
 
 
-def _bias(view: InstructionView, rows: int) -> Doubles | float:
-    return view.array(3, np.float32, (rows,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
+def _bias(view: InstructionView, rows: int, stride: int = 0, tokens: int = 1) -> Doubles | float:
+    """The bias, or what is added to each token's row."""
+    if not view.flags & FLAG_BIAS:
+        return 0.0
+    shape, strides = ((tokens, rows), (stride, 4)) if stride else ((rows,), None)
+    return view.array(3, np.float32, shape, strides).astype(np.float64)
 
 
 def _heads(view: InstructionView, dtype: str, group: int) -> list[Expected]:
@@ -175,8 +179,8 @@ def gated_reference(dtype: str, group: int) -> Callable[[InstructionView], list[
         rows = layouts.TILE_ROWS * p.tiles
         x, w, near = _operands(view, dtype, group, 2 * p.tiles)
         gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
-        bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
-        biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
+        bias = np.broadcast_to(_bias(view, 2 * rows, p.bias_stride, len(x)), (len(x), 2 * rows))
+        biases = bias.reshape(len(x), p.tiles, 2, layouts.TILE_ROWS).transpose(2, 0, 1, 3).reshape(2, len(x), rows)
         y, tolerance = gated_values(x, gate, up, names[p.activation], *biases, near=near,
                                        limit=float_of(p.limit))
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))

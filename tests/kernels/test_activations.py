@@ -13,6 +13,8 @@ from tests.helpers.kernel_bench import ISAS, Bench, isas, token_tiles, weight_ty
 from tests.kernels.test_matmul import QUANTISED, TOKENS, random_matmul, whole
 from tests.kernels.test_neuron import random_ffn
 
+LEFT_OUT = 5
+"""Columns of outliers."""
 TOKEN_TILES = sorted({isa.token_tiles for isa in ISA_LEVELS} | {(6, 2), (4, 2), (8, 3), (15, 8, 7, 5, 4, 3, 2)})
 
 
@@ -78,7 +80,8 @@ def run_fused(isa: str, kind: int, bench: Bench, name: str, operands: list[int],
     floats = 4 * (-(-width // 16) * 16)
     rows = fill(ROWS, width=width, in_stride=floats, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
                 offsets=offsets, group=group, eps=1e-5, scratch=floats,
-                ordered=int(kind == abi.FUSED_ORDERED), token_tiles=abi.pack_token_tiles(token_tiles(isa)))
+                ordered=int(kind == abi.FUSED_ORDERED), left_out=LEFT_OUT * (kind == abi.FUSED_LEFT_OUT),
+                token_tiles=abi.pack_token_tiles(token_tiles(isa)))
     bench.tokens([0])
     bench.array(operands[1], np.uint8, (stride,))[:] = 0xFF
     scratch = bench.scratch(floats)
@@ -97,21 +100,22 @@ def run_fused(isa: str, kind: int, bench: Bench, name: str, operands: list[int],
 
 def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, kind: int
                    ) -> tuple[list[int], dict[str, int | float]]:
-    """Operands of source and norm or order, and the parameters of a fused input; NaN follows the source."""
+    """Operands of source and norm, order or outliers, and the parameters of a fused input; NaN follows the source."""
     stride, scales, offsets = abi.q8_row_bytes(width, group)
     floats = rng.standard_normal(-(-width // 16) * 16 + 16).astype(np.float32)
     floats[width:] = np.nan
-    ordered = kind == abi.FUSED_ORDERED
-    weight = bench.put("constants", rng.permutation(width).astype(np.int32) if ordered else
+    some = {abi.FUSED_ORDERED: width, abi.FUSED_LEFT_OUT: LEFT_OUT}.get(kind)
+    weight = bench.put("constants", rng.permutation(width)[:some].astype(np.int32) if some else
                        rng.standard_normal(width).astype(np.float32))
+    left_out = {"left_out": LEFT_OUT} if kind == abi.FUSED_LEFT_OUT else {}
     return [bench.put("activations", floats), weight], {
         "width": width, "group": group, "eps": 1e-5, "x_stride": stride, "x_scales": scales, "x_offsets": offsets,
-        "fused": kind}
+        "fused": kind, **left_out}
 
 
 @pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("width", [172, 33])
-@pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM, abi.FUSED_ORDERED])
+@pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM, abi.FUSED_ORDERED, abi.FUSED_LEFT_OUT])
 @pytest.mark.parametrize(("dtype", "group"), weight_types(QUANTISED, "linear", "gated"))
 def test_a_single_token_that_matmuls_quantise_for_themselves(dtype: str, group: int, kind: int, width: int) -> None:
     """The bits are those of quantised rows; the scratch is no larger than the planner's."""

@@ -230,6 +230,18 @@ def test_gated_agrees_with_its_reference(dtype: str, group: int, activation: str
             matmul.run(isa)
 
 
+@pytest.mark.slow(keep=8)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "gated"))
+def test_gated_adds_rows_of_tokens_before_the_activation(dtype: str, group: int) -> None:
+    rng = np.random.default_rng(group)
+    for tokens in TOKENS:
+        onto = rng.standard_normal((tokens, 96)).astype(np.float32)
+        matmul = random_matmul(rng, dtype, group, 96, 65, tokens, gated=True, bias=onto, bias_stride=4 * 96,
+                               activation=ACTIVATIONS["silu"])
+        for isa in isas(matmul.name):
+            matmul.run(isa, threads=2)
+
+
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))

@@ -89,6 +89,25 @@ def test_quantize_in_an_order(width: int) -> None:
                 same(wanted.run(isa, "quantize"), rows.run(isa, "quantize", threads, ordered=1))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_quantize_without_outliers(width: int) -> None:
+    """The bits of rows that had zeros there before; and those elements alone, with zeros up to a whole vector."""
+    rng = np.random.default_rng(width)
+    for tokens in TOKENS:
+        x = rng.standard_normal((tokens, width)).astype(np.float32)
+        columns = np.sort(rng.permutation(width)[: 1 + width // 9]).astype(np.int32)
+        x[:, columns] *= 100
+        zeroed = x.copy()
+        zeroed[:, columns] = 0
+        rows, wanted, gathered = Rows(x, 32, columns), Rows(zeroed, 32), Rows(x, 0, columns)
+        for isa in ISAS:
+            for threads in (1, 3):
+                same(wanted.run(isa, "quantize"), rows.run(isa, "quantize", threads, left_out=len(columns)))
+                out = gathered.run(isa, "gather_columns", threads, width=len(columns))["out"]
+                np.testing.assert_array_equal(out[:, : len(columns)], x[:, columns])
+                assert not out[:, len(columns) :].any() and not out.shape[1] % 16
+
+
 def test_quantize_rounds_ties_to_even_and_zeros_to_zero() -> None:
     ties = np.arange(-126.5, 127, 1.0)[:127]
     x = np.zeros((2, 128), np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
     Activate,
     AddPositions,
@@ -13,6 +14,7 @@ from edgeinfer.graph import (
     MatMul,
     NormedSum,
     NormPart,
+    OutlierColumns,
     Quantize,
     RmsNorm,
     Sample,
@@ -175,6 +177,12 @@ def _(op: Quantize, at: Lowering) -> None:
     if op.order is None:
         return at.same(op.out, op.x)
     at.set(op.out, at.node("Gather", at.value(op.x), at.store(weights.order(op.order)), axis=-1))
+
+
+@lower.register
+def _(op: OutlierColumns, at: Lowering) -> None:
+    raise UnsupportedModelError(f"The columns of outliers of {op.columns.name.removesuffix('_columns')} are stored "
+                                "apart, which is not exported to ONNX; convert the model without --outliers.")
 
 
 @lower.register

@@ -96,6 +96,11 @@ def convert(
         typer.Option("--imatrix", metavar="FILE", show_default=False,
                      help="Weight rounding errors by an importance matrix of llama.cpp's (GGUF or older form)."),
     ] = None,
+    outliers: Annotated[
+        str | None,
+        typer.Option("--outliers", metavar="auto|PERCENT", show_default=False,
+                     help="With --calibrate or --imatrix: store input columns with outliers apart, in f16."),
+    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option("--compare", metavar="TEXT", show_default=False,
@@ -116,7 +121,9 @@ def convert(
 
     --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that what it gives for its
     inputs changes least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
-    text in calibration.json. --imatrix weights errors by mean squares alone. --compare prints perplexity and the KL
+    text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
+    that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix.
+    --compare prints perplexity and the KL
     divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in all of them.
 
     --weights q4_k_m and q5_k_m give each matrix the type that it has in llama.cpp's files of these names.
@@ -133,6 +140,7 @@ def convert(
       edgeinfer convert ./TinyLlama-1.1B-Chat ./smaller --calibrate --bits 4.5
     """
     from edgeinfer.converters import convert as convert_checkpoint
+    from edgeinfer.converters import with_outliers
 
     from ...models import Storage, checkpoint_path
 
@@ -151,6 +159,8 @@ def convert(
                        chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
         ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=effects)
         method, calibration = ways.popitem()
+        if outliers is not None:
+            calibration = with_outliers(calibration, outliers, sized=effects)
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
         rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
                                                                 ways.items()}, progress)

@@ -10,6 +10,7 @@ from ...quant import WeightType
 from ..config import ModelConfig
 from ..ops.base import Op
 from ..ops.matmul import Linear, LinearPart
+from ..ops.rows import OutlierColumns
 from ..tensors import Tensor
 from ..weight_types import ORDER
 from ..weights import Source, Weight, as_source
@@ -59,8 +60,12 @@ class BuilderBase:
         if room or onto:
             return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=first, onto=onto,
                                        layer=self.layer))
+        if left_out := self._left_out(weight):
+            residual = self._op(Linear(out=out, x=self._columns(x, left_out), weight=self._outliers(weight),
+                                       bias=biases, residual=residual, layer=self.layer))
+            out, biases = self._after(residual), None
         return self._op(Linear(out=out, x=x, weight=weight, bias=biases, residual=residual, in_ffn=in_ffn,
-                               layer=self.layer))
+                               left_out=left_out, layer=self.layer))
 
     def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                       bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
@@ -107,8 +112,7 @@ class BuilderBase:
 
     def _order(self, weight: Weight) -> Weight | None:
         """Return the order of a matrix's columns, if it is not that of its inputs."""
-        sources = tuple(replace(source, shared=True) for source in weight.sources[:1])
-        order = Weight(weight.order_name, weight.shape[1:], "order", sources)
+        order = Weight(weight.order_name, weight.shape[1:], "order", _shared(weight.sources[:1]))
         return replace(order, kind="vector") if self._type_of(order) == ORDER else None
 
     def _ordered(self, weight: Weight) -> Weight:
@@ -119,6 +123,26 @@ class BuilderBase:
         self._weights |= {weight.name: weight, order.name: order}
         self._types[order.name] = ORDER
         return weight
+
+    def _left_out(self, weight: Weight) -> Weight | None:
+        """Return the vector of the columns of outliers that are stored apart from a matrix, if there are any."""
+        if not (n := self._types[weight.name].outliers):
+            return None
+        columns = Weight(weight.columns_name, (n,), "vector", _shared(weight.sources[:1]))
+        self._weights[columns.name], self._types[columns.name] = columns, ORDER
+        return columns
+
+    def _outliers(self, weight: Weight) -> Weight:
+        """Return the matrix of these columns."""
+        shape = weight.shape[0], self._types[weight.name].outliers
+        apart = Weight(weight.outliers_name, shape, "outliers", _shared(weight.sources), weight.combine)
+        self._weights[apart.name], self._types[apart.name] = apart, self._type_of(apart)
+        return apart
+
+    def _columns(self, x: Tensor, columns: Weight) -> Tensor:
+        """Return these elements of the rows x."""
+        out = replace(self._tensor("outliers", columns.shape[0]), rows=x.rows)
+        return self._op(OutlierColumns(out=out, x=x, columns=columns, layer=self.layer))
 
     def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                 combine: str = "concat") -> Weight:
@@ -134,3 +158,8 @@ class BuilderBase:
         plain = "plain" if len(weight.shape) == 1 else "tile16"
         self._types[name] = WeightType("f32", 0, plain) if kind == "vector" else self._type_of(weight)
         return weight
+
+
+def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """Sources of a weight that is made of what another one has."""
+    return tuple(replace(source, shared=True) for source in sources)

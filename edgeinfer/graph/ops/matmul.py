@@ -37,6 +37,8 @@ class MatMul(Op):
     """Of the norm."""
     order: Weight | None = None
     """Of the source's elements in x."""
+    left_out: Weight | None = None
+    """Columns of x that are outliers, zeros in it: another matmul of floats has added them."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """Matrix and bias, whole. The norm's weight is counted where it is normally read."""
@@ -57,7 +59,7 @@ class MatMul(Op):
     def scratch(self, sizes: Sizes) -> Scratch:
         """A gate and an up tile, and the row of a fused input: quantised, and normed before that."""
         row = abi.q8_row_bytes(self.x.width, self.x.group_size)[0] if self.source else 0
-        floats = 4 * round_up(self.x.width, 16) if self.norm or self.order else 0
+        floats = 4 * round_up(self.x.width, 16) if self.norm or self.order or self.left_out else 0
         return Scratch(abi.GATED_SCRATCH_BYTES + row + floats)
 
     @property
@@ -126,6 +128,8 @@ class GatedLinear(MatMul):
     activation: str
     limit: float = 0.0
     """Of fatrelu and swiglu_oai."""
+    onto: Tensor | None = None
+    """Rows that are added to x G^T and x U^T, in the matrix's order; instead of a bias."""
     ffn = True
 
     @property
@@ -137,6 +141,8 @@ class GatedLinear(MatMul):
         """Half of the matrix's rows, without their padding, are the output's."""
         yield from super().faults(types)
         yield from other_width("gate and up have rows, padded:", self.weight.shape[0] // 2, self.out, 16)
+        if self.onto:
+            yield from other_width("gate and up have rows:", self.weight.shape[0], self.onto)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,10 +209,12 @@ class Quantize(RowOp):
     x: Tensor
     order: Weight | None = None
     """Permutation of the elements, for a matrix whose columns are in another order (act-order of GPTQ)."""
+    left_out: Weight | None = None
+    """Elements that are outliers, for a matrix that has zeros in these columns: zeros are quantised instead."""
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """A row in its order before it is quantised."""
-        return Scratch(4 * round_up(self.x.width, 16) if self.order else 0)
+        """A row in its order, or with zeros, before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.order or self.left_out else 0)
 
     def faults(self, types: Types) -> Iterator[str]:
         """Rows get no longer, and were floats; an order is one of all of them."""
@@ -224,6 +226,23 @@ class Quantize(RowOp):
             yield from other_width("the order has", self.order.shape[0], tensor)  # type: ignore[union-attr]
         if self.out.width > self.x.width:
             yield from other_width("the input has rows of", self.x.width, self.out)
+        if self.x.dtype != "f32":
+            yield f"{self.x} is quantised already"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierColumns(RowOp):
+    """Some elements of each row: those that a matrix of outlier columns multiplies."""
+
+    KERNELS = ("gather_columns",)
+    x: Tensor
+    columns: Weight
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The elements are as many as the output has, and were floats."""
+        yield from other_width("there are columns:", self.columns.shape[0], self.out)
+        if types[self.columns.name] != ORDER:
+            yield f"the columns {self.columns.name} are stored as {types[self.columns.name]}"
         if self.x.dtype != "f32":
             yield f"{self.x} is quantised already"
 

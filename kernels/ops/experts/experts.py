@@ -91,7 +91,7 @@ def work_of(inst, ctx, scratch):
     for k in range(tokens * active if apart else tokens):
         fused_input(source + k * apart, source, FUSED_QUANTISE, parameter(inst, LINEAR.width),
                     parameter(inst, LINEAR.group), parameter(inst, LINEAR.x_scales), parameter(inst, LINEAR.x_offsets),
-                    load_f32(source), own, own + k * stride)
+                    load_f32(source), 0, own, own + k * stride)
     return Work(operand(inst, ctx, 6), 0, tokens * active, own, stride if apart else 0)
 
 

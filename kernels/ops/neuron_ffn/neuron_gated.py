@@ -47,7 +47,7 @@ def input_row(inst, ctx, own):
         return fused_input(
             operand(inst, ctx, 7), operand(inst, ctx, 8), fused, parameter(inst, NEURON_GATED.width),
             parameter(inst, NEURON_GATED.group), parameter(inst, NEURON_GATED.x_scales),
-            parameter(inst, NEURON_GATED.x_offsets), float_parameter(inst, NEURON_GATED.eps),
+            parameter(inst, NEURON_GATED.x_offsets), float_parameter(inst, NEURON_GATED.eps), 0,
             own + parameter(inst, NEURON_GATED.x_stride), own)
     return operand(inst, ctx, 1)
 

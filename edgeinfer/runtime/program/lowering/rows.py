@@ -12,6 +12,7 @@ from edgeinfer.graph import (
     NormedSum,
     NormPart,
     Op,
+    OutlierColumns,
     Quantize,
     RmsNorm,
     Sample,
@@ -104,10 +105,16 @@ def _(op: AddPositions, at: Lowering) -> list[Instruction]:
 
 @lower.register
 def _(op: Quantize, at: Lowering) -> list[Instruction]:
-    if op.order is None:
+    if op.order is None and op.left_out is None:
         return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
-    operands = [at.at(op.x), at.at(op.out), at.at(op.order), at.scratch]
-    return _rows(op, at, op.x, operands, ordered=1, scratch=at.plan.thread_scratch_bytes)
+    operands = [at.at(op.x), at.at(op.out), at.at(op.order or op.left_out), at.scratch]
+    return _rows(op, at, op.x, operands, ordered=int(op.order is not None), scratch=at.plan.thread_scratch_bytes,
+                 left_out=op.left_out.shape[0] if op.left_out else 0)
+
+
+@lower.register
+def _(op: OutlierColumns, at: Lowering) -> list[Instruction]:
+    return _rows(op, at, op.x, [at.at(op.x), at.at(op.out), at.at(op.columns)])
 
 
 @lower.register
