@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 30, 40
-ROW, BAR_LEFT = 24, 150
+ROW, BAR_LEFT, TEXT = 24, 150, 190
 STEPS = (1, 2, 2.5, 5, 10)
 
 
@@ -74,7 +74,7 @@ def bars(title: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None
     """Return horizontal bars, with a line at a limit if there is one."""
     ends = [max(row.value, row.high or 0.0) for row in rows] + ([limit[0]] if limit else [])
     top = max(*ends, 1e-9)
-    room = WIDTH - BAR_LEFT - 150
+    room = WIDTH - BAR_LEFT - TEXT
 
     def length(value: float) -> float:
         return room * value / top
