@@ -48,7 +48,7 @@ def _report(query: Mapping[str, str]) -> str:
     weights, kv = _one_of(query, "weights", "q4", WEIGHT_TYPES), _one_of(query, "kv", "int8", KV_TYPES)
     storage = _one_of(query, "storage", "", ("", *storages())) or None
     ctx, prompt, answer = (_number(query, *one) for one in (("ctx", CTX), ("prompt", PROMPT), ("answer", ANSWER)))
-    if gib := _one_of(query, "memory", "", ("", *map(str, device.memory_gib))):
+    if (gib := query.get("memory", "")) in map(str, device.memory_gib):  # else of the device that was chosen before
         device = replace(device, memory_bytes=int(gib) << 30)
     if prompt > ctx:
         raise UsageError(f"A prompt of {prompt} tokens does not fit a context of {ctx}; allow a longer one.")
