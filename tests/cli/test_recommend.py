@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.config import WEIGHT_TYPES
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.models import sizes
 from tests.helpers.checkpoints import make_checkpoint
@@ -63,6 +64,7 @@ def test_all_types_are_compared_in_one_table() -> None:
     assert shown.code == 0 and shown.out.startswith("int8 is the most exact that fits Apple M4, 16 GB")
     assert max(map(len, shown.out.splitlines())) <= 80
     assert [found["weights"] for found in out["types"]] == list(sizes.COMPARED)
+    assert set(WEIGHT_TYPES) - {"f32", "q2"} == set(sizes.MADE)  # q2 holds models that were trained with three values
     rows = {found["weights"]: found for found in out["types"]}
     for found in (rows[kind] for kind in ("int8", "Q6_K", "Q4_K_M", "tableq", "tableq3", "q5m")):
         how = ("qwen3-8b", "--weights", found["weights"]) if found["made"] else (f"qwen3-8b {found['weights']}",)
