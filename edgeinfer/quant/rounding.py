@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from edgeinfer.errors import CheckpointError
 
@@ -135,7 +136,8 @@ def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, f
     n_threads = min(threads or usable_cores(), len(starts))
     if n_threads <= 1:
         return codes, packed.Factors.joined([block(start) for start in starts])
-    with ThreadPoolExecutor(n_threads) as pool:
+    # Each thread multiplies for itself: BLAS's own threads would wait for one another wherever a core is busy.
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(n_threads) as pool:
         return codes, packed.Factors.joined(list(pool.map(block, starts)))
 
 
