@@ -25,7 +25,8 @@ _SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
 _PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
-                    r"mac|i ?pad (?:air|pro)|mini pc|mini|studio|developer kit|dev kit|founders edition|graphics card|"
+                    r"mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|mini|"
+                    r"studio|developer kit|dev kit|founders edition|graphics card|"
                     r"model b)\b")
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
@@ -35,7 +36,10 @@ _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip
 _REWRITTEN = (
     (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),
     (re.compile(r"@? ?\b\d(?:\.\d+)? ?ghz\b"), " "),
+    (re.compile(r"\b(?:with|w/)[ -]?radeon\b.*?\bgraphics\b"), " "),
     (re.compile(r"[^\w.]+"), " "),
+    (re.compile(r"\bmax q\b"), "laptop"),
+    (re.compile(r"\b(16[56]0|20[678]0|40[78]0) ?s\b"), r"\1 super"),
     (re.compile(r"\brev(?:ision)? ?\d+(?:\.\d+)?\b"), " "),
     (re.compile(r"\b(?:early |mid |late )?20[12]\d\b"), " "),
     (re.compile(r"\b(?:rasp?berr?y|raspi|rasp|r) ?pi ?(?=\w)|\braspi ?(?=\w)"), "pi "),
@@ -43,7 +47,8 @@ _REWRITTEN = (
     (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
     (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),
 )
-"""Spellings and what takes their place, in order: marks, clocks, revisions, years, and the ways to write a product."""
+"""Spellings and what takes their place, in order: marks, clocks, the graphics in a processor, revisions, years, and the
+ways to write a product."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
 _TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")

@@ -42,7 +42,7 @@ _OF_CARDS = re.compile(
     r"(?:ftw ?3?|xc ?3?)(?: ultra| black| hybrid)?|gaming(?: x)?(?: trio)?|x trio|trio|oc|windforce|eagle|"
     r"ventus(?: [23]x)?|suprim(?: x)?|nitro(?: plus)?|pulse|red devil|hellhound|twin edge|amp|dual|phoenix|phantom|"
     r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
-    r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|le|low profile|"
+    r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|le|x[23]|low profile|"
     r"pascal|volta|turing|ampere|lovelace|hopper|blackwell|kepler|maxwell|rdna ?\d?|battlemage|alchemist)\b")
 """Makers and series of graphics cards, and what their boxes say besides."""
 _COMPUTERS = frozenset(
@@ -53,9 +53,13 @@ _COMPUTERS = frozenset(
     "gram beelink minisforum gmktec geekom topton aoostar acemagic chuwi gpd ayaneo onexplayer system76 tuxedo "
     "medion fujitsu toshiba chromebook".split())
 """Makers and series of computers."""
-_OF_MEMORY = re.compile(r"\b(?:lp)?ddr[345]x?(?: \d{4})?\b|\b(?:dual|quad) channel\b")
+_OF_MEMORY = re.compile(
+    r"\b(?:lp)?ddr[345]x?(?: \d{4})?\b|\b(?:dual|quad) channel\b|"
+    r"\b(?:coffee|comet|kaby|ice|tiger|rocket|alder|raptor|meteor|arrow|lunar|cascade) lake\b|\b(?:sky|kaby)lake\b|"
+    r"\b(?:sapphire|emerald|granite) rapids\b|\b(?:haswell|broadwell|renoir|cezanne|rembrandt|phoenix|vermeer|matisse|"
+    r"raphael|naples|rome|milan|genoa|turin)\b|\b(?:hawk|strix|krackan|dragon) point\b|\bzen ?[1-5]\b")
 _ENDINGS = re.compile(r"(?<=\d{4}k)[fs]\b|(?<=\d{4})f\b")
-"""Memory beside a processor, and the endings of those without graphics or with a higher clock."""
+"""Memory and code names beside a processor; the endings of those without graphics or with a higher clock."""
 _OF_PHONES = re.compile(r"\b[45]g\b|\blte\b")
 _SHORT = 4
 """Characters that a device's name needs in that of a computer: a Surface with a Core m3 is not an Apple M3."""
