@@ -93,7 +93,7 @@ def test_what_a_server_takes_of_a_card(layout: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", builtin_shapes())
 def test_all_shapes_types_and_cards(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All combinations take ten minutes of processor time; others than EDGEINFER_TEST_ALL=1 get two for each shape."""
+    """All combinations take ten minutes of processor time; others than EDGEINFER_TEST_ALL=1 get one for each shape."""
     found = [combination for combination in COMBINATIONS if combination[0] == shape]
-    for combination in found if everything() else random.Random(shape).sample(found, 2):
+    for combination in found if everything() else random.Random(shape).sample(found, 1):
         agree(*combination, monkeypatch)
