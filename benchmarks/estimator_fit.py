@@ -40,7 +40,7 @@ from benchmarks.published.fit import (
 from benchmarks.published.groups import GROUPS, SERVERS, Group
 from benchmarks.published.others import judge_file
 from benchmarks.published.rows import Row, read_rows, usable
-from edgeinfer.devices import classes
+from edgeinfer.devices import classes, constants_of
 from edgeinfer.errors import UsageError
 
 SECTION = "published"
@@ -113,7 +113,8 @@ def band(misses: Iterable[float]) -> float:
 
 def inside(predictions: Sequence[Prediction]) -> float:
     """Share of the rows that lie within the bands of their classes."""
-    return statistics.fmean(abs(item.miss) <= classes()[item.row.profile.device_class]["error"] for item in predictions)
+    return statistics.fmean(
+        abs(item.miss) <= constants_of(item.row.profile, experts=item.row.experts).error for item in predictions)
 
 
 def markdown(judged: Sequence[Judged], rows: Sequence[Row], day: str) -> str:
@@ -125,7 +126,7 @@ def markdown(judged: Sequence[Judged], rows: Sequence[Row], day: str) -> str:
         f"{len(rows) - len(used)} are marked as doubtful, with the reason, and not used. Each device is predicted from "
         "its vendor's figures with constants fitted to the other devices of the group: nothing measured on it is used. "
         "Errors are mean absolute errors of tokens per second of decoding; *within* is the share of rows inside the "
-        "bands of their classes."), "",
+        "bands that `estimate` gives."), "",
         table("group | rows | devices | target | estimator | median | 80 % within | within | one constant | "
               "parameters only", (_line(item) for item in judged)), "", *_paragraph(
         "*One constant*: tokens/s = share x bandwidth / bytes, the share fitted to the other devices. *Parameters "

@@ -35,6 +35,9 @@ GPU_SHARPNESS, CORES_SHARPNESS = 4.0, 2.5
 NO_DOT_PRODUCTS, WIDE_CODES = 0.5, 1.4
 """Bytes in a cycle of a GPU without dot products, an assumption, and of cores with codes of 8 bits and more, a fit."""
 
+EXPERTS_ERROR = 0.3
+"""The least half-width for mixtures of experts on GPUs."""
+
 NO_CONSTANTS = "constants"
 """Source of a probed profile that says why it has no constants of its own."""
 
@@ -83,7 +86,8 @@ def with_family(table: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     return {**table, **families.get(family, {})}
 
 
-def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None, bits: float = 4.0) -> Constants:
+def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None, bits: float = 4.0,
+                 experts: bool = False) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile comes first. If the profile says what decoding draws, that share of the bandwidth comes
@@ -97,6 +101,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
         Constants instead of those of the profile's class (for fits).
     bits : float
         Of a weight's code: those of 8 and more take less unpacking for each byte.
+    experts : bool
+        Whether a token reads some of several experts, which GPUs read more slowly (`experts` of a class).
     """
     known = profile.device_class in classes()
     table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
@@ -112,6 +118,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
         values["f_w"] = seen
+    if few := experts and table.get("experts"):
+        values["f_w"] *= few
     values.update(profile.constants)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
@@ -126,6 +134,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
+    if few and basis != CALIBRATED:
+        error, source = max(error, EXPERTS_ERROR), f"{source}; mixtures of experts differ more"
     program = profile.runtime or next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                                       table.get("program", Constants.program))
     if profile.runtime == OURS and basis != CALIBRATED and profile.device_class in PROCESSORS:

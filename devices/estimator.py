@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
@@ -125,13 +126,13 @@ def estimate(
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
     _check(depth, prompt, accepted, sequences, computed, drafting)
 
-    bits = traffic.pure_bits
+    of = partial(constants_of, bits=traffic.pure_bits, experts=traffic.experts)
 
     def passing(profile: DeviceProfile) -> dict[str, float]:
-        terms = decode_terms(profile, traffic, constants_of(profile, bits=bits), depth, sequences)
+        terms = decode_terms(profile, traffic, of(profile), depth, sequences)
         return {**terms, **({"draft": drafting * math.fsum(terms.values())} if drafting else {})}
 
-    constants, terms = constants_of(profile, bits=bits), passing(profile)
+    constants, terms = of(profile), passing(profile)
     yielded = 1000 * accepted * sequences
     speed = yielded / math.fsum(terms.values())
     others = {name: yielded / math.fsum(passing(other).values()) for name, other in _others(profile)}
@@ -190,7 +191,7 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
     """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None if none does."""
-    constants = constants_of(profile, bits=traffic.pure_bits)
+    constants = constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
     plain = replace(traffic, value_bytes=0.0, score_bytes=0.0, topn=None)
 
     def pays(depth: int) -> bool:

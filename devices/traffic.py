@@ -103,6 +103,11 @@ class Traffic:
                 raise UsageError(f"Traffic: {name} is {getattr(self, name)!r}; it must be {want}.")
 
     @property
+    def experts(self) -> bool:
+        """Whether a token chooses some of several experts."""
+        return bool(self.ffn_bytes) and self.prefill_weight_bytes > self.weight_bytes
+
+    @property
     def skipped_bytes(self) -> float:
         """Part of `ffn_bytes` that is not read."""
         if not self.neuron_layers:

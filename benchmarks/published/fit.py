@@ -70,7 +70,7 @@ def table_of(row: Row, values: Mapping[str, float]) -> dict[str, Any]:
 
 def predict(row: Row, values: Mapping[str, float]) -> float:
     """Tokens per second by the estimator with the constants of a fit; those of its class where it has none."""
-    constants = constants_of(row.profile, table_of(row, values), row.bits)
+    constants = constants_of(row.profile, table_of(row, values), row.bits, row.experts)
     return 1000 / math.fsum(decode_terms(row.profile, row.traffic, constants, row.tokens).values())
 
 
@@ -177,6 +177,6 @@ def shipped(rows: Sequence[Row]) -> list[Prediction]:
 
 def error_of_known(row: Row) -> float:
     """Miss of what `edgeinfer estimate` says of the device with all that is known of it."""
-    constants = constants_of(row.known, bits=row.bits)
+    constants = constants_of(row.known, bits=row.bits, experts=row.experts)
     speed = 1000 / math.fsum(decode_terms(row.known, row.traffic, constants, row.tokens).values())
     return speed / row.tok_per_s - 1

@@ -35,14 +35,17 @@ class Group:
     note: str = ""
     ablations: dict[str, Values] = field(default_factory=dict)
     """Simpler models, by what they lack: constants that are held at these values, or are absent at 0."""
+    experts: bool = False
+    """Takes mixtures of experts alone; else, but for processors, all other models."""
     rest: str = ""
     """Another group, of servers, that is fitted with this one and judged apart."""
 
     def takes(self, row: Row) -> bool:
         """Whether a row belongs to it."""
-        return row.decodes and row.group in self.rows
+        return row.decodes and row.group in self.rows and (row.group == "edge" or row.experts == self.experts)
 
 
+OTHERS = ("llmfit", "geerling", "jetson", "amd-other", "apple-2024", "igpu")
 GROUPS = (
     Group("apple", "Apple GPUs, llama.cpp on Metal", ("apple",),
           {"f_w": (0.93, 5.0), "joined": (0.92, 5.0), "t0_ms": (5.0, 1.0), "t0_power": (1.5, 1.0)}, 0.04, "4 %",
@@ -68,14 +71,16 @@ GROUPS = (
           "20 %, median 15 %",
           "Two limits: the memory, and the bytes that each core decodes in a cycle, by kind of core. Servers are "
           "fitted with these and judged apart.",
-          {"cores decode any number of bytes": {f"cores.{name}": 1e3 for name in CORES}}, "servers"),
+          {"cores decode any number of bytes": {f"cores.{name}": 1e3 for name in CORES}}, rest="servers"),
     Group("npu", "Neural units of Rockchip, rknn-llm", ("npu",), {"f_w": (0.8, 4.0), "t0_ms": (1.0, 0.5)}, 0.2, "",
           "Two devices."),
     Group("localscore", "GPUs with LocalScore (llamafile), means of users",
           ("localscore-nvidia", "localscore-apple", "localscore-amd"), {}, None, "",
           "Another program, and means over users; predicted with the shipped constants."),
-    Group("others", "MoE, windowed and hybrid models; ollama, llmfit, TinyChat and others",
-          ("llmfit", "geerling", "jetson", "amd-other", "apple-2024", "igpu"), {}, None, "",
+    Group("experts", "Mixtures of experts on GPUs", OTHERS, {"experts": (0.8, 2.0)}, 0.25, "",
+          "experts is a factor of the share of the bandwidth; the other constants are the shipped ones.",
+          {"experts are read like other weights": {"experts": 1.0}}, experts=True),
+    Group("others", "GPUs with ollama, llmfit, TinyChat and others", OTHERS, {}, None, "",
           "Predicted with the shipped constants."),
 )
 SERVERS = ("x86-server", "arm-server")

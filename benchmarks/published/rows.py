@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,8 @@ from edgeinfer.devices.cores import core_kinds
 FILE = Path(__file__).with_name("speeds.tsv")
 WIDE = ("Q8_0", "F16", "BF16", "w8a8")
 """Types of 8 bits and more."""
-ASSUMED_PROMPT = 512
+EXPERTS = r"A\d+B$|gpt-oss|671B|V2-Lite"
+"""Names of mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Row:
     def bits(self) -> float:
         """Bits of a weight's code, as far as the estimator tells types apart."""
         return 8.0 if self.type in WIDE else 4.0
+
+    @property
+    def experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return re.search(EXPERTS, self.model) is not None
 
     @cached_property
     def traffic(self) -> Traffic:

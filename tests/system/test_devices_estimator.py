@@ -21,7 +21,6 @@ from edgeinfer.devices import (
     profiles,
     smallest_row,
 )
-from edgeinfer.devices.cores import core_kinds, cores_gbs
 from edgeinfer.errors import UsageError
 from edgeinfer.graph.topn_cost import TopNCost
 
@@ -150,53 +149,6 @@ def test_constants_of_a_profile_come_before_those_of_its_class():
     assert constants_of(board).f_w == classes()["arm-sbc"]["f_w"]
     assert constants_of(replace(board, effective_gbs=21.0)).f_w == pytest.approx(0.5)
     assert constants_of(replace(board, effective_gbs=21.0, constants={"f_w": 0.7})).f_w == 0.7
-
-
-def test_memory_and_multiprocessors_both_limit_a_gpu():
-    a100 = replace(PLAIN, device_class="cuda-datacentre", bandwidth_gbs=2039.0, cores=108, constants={},
-                   figures={"clock_ghz": 1.41})
-    table = classes()["cuda-datacentre"]
-    asked, delivered = table["issue_bytes_per_clock"] * 108 * 1.41 / 2039, table["f_w"]
-    assert constants_of(a100).f_w == pytest.approx((asked**-4 + delivered**-4) ** -0.25)
-    without = constants_of(replace(a100, int8_peak_gops=None)).f_w
-    assert without == pytest.approx(((asked / 2) ** -4 + delivered**-4) ** -0.25)
-    assert constants_of(replace(a100, figures={})).f_w == delivered
-    inline = replace(a100, figures={"ecc_share": 0.9375})
-    assert constants_of(inline).f_w == pytest.approx(0.9375 * delivered)
-
-
-def test_two_dies_and_a_processor_beside_the_gpu_leave_less_of_the_memory():
-    for device_class, figure, value, key in (("apple-gpu", "dies", 2, "joined"), ("radeon", "shared", 1, "shared")):
-        alone = replace(PLAIN, device_class=device_class, constants={}, figures={})
-        assert constants_of(alone).f_w == classes()[device_class]["f_w"]
-        less = constants_of(replace(alone, figures={figure: value})).f_w
-        assert less == pytest.approx(classes()[device_class][key] * classes()[device_class]["f_w"])
-
-
-def test_cores_limit_what_fast_memory_delivers_and_wide_codes_take_less_of_them():
-    board = replace(PLAIN, device_class="arm-sbc", bandwidth_gbs=34.0, constants={}, processor={"a76": (4, 2.4)})
-    share, cores = classes()["arm-sbc"]["f_w"], cores_gbs(board.processor)
-    assert cores == pytest.approx(4 * 2.4 * core_kinds()["a76"].bytes_per_clock)
-    for bits, each in ((4.0, 1.0), (8.0, 1.4)):
-        limit = each * cores / 34.0
-        assert constants_of(board, bits=bits).f_w == pytest.approx((share**-2.5 + limit**-2.5) ** (-1 / 2.5))
-    one = replace(board, processor={"a76": (1, 2.4)})
-    assert constants_of(one).f_w == pytest.approx(cores / 4 / 34.0, rel=0.1)
-    assert constants_of(one).f_kv < constants_of(board).f_kv
-
-
-def test_generations_have_constants_of_their_own():
-    table = classes()["cuda-consumer"]
-    gpu = replace(PLAIN, device_class="cuda-datacentre", constants={}, figures={})
-    assert constants_of(gpu).t0_ms == classes()["cuda-datacentre"]["t0_ms"]
-    assert constants_of(replace(gpu, family="turing")).t0_ms == table["families"]["turing"]["t0_ms"]
-    clock = replace(PLAIN, device_class="apple-gpu", constants={}, figures={"clock_ghz": 2.8})
-    apple = classes()["apple-gpu"]
-    assert constants_of(clock).t0_ms == pytest.approx(apple["t0_ms"] * 0.5 ** apple["t0_power"])
-    kinds = [constants_of(replace(PLAIN, device_class="x86-laptop", constants={}, isa=isa)).mfu
-             for isa in ("avx2", "avx512vnni", "generic")]
-    families = classes()["x86-desktop"]["families"]
-    assert kinds == [families["avx2"]["mfu"], families["avx512vnni"]["mfu"], classes()["x86-laptop"]["mfu"]]
 
 
 def test_every_known_device_has_an_estimate_within_its_ceiling():

@@ -51,7 +51,7 @@ def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic,
     """
     from edgeinfer.devices import constants_of
 
-    constants = constants_of(profile, bits=traffic.pure_bits)
+    constants = constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
     found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, kv, ctx, prompt),
              *_decode(profile, traffic, constants, ctx), *_prompt(profile, traffic, constants, prompt),
              *_limits(model, profile, traffic, constants, prompt),
