@@ -12,6 +12,7 @@ from ...base.units import format_size
 from ...base.validation import checked
 from ...config import FFN_LAYOUTS
 from ...errors import UsageError, printable
+from ...quant import TYPES
 from ...rules import RULES
 from ..options import GroupSize, Json, Weights
 from ..output import print_json, print_table, say
@@ -137,7 +138,7 @@ def convert(
       edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
       edgeinfer convert model-Q8_0.gguf ./model
       edgeinfer convert ./TinyLlama-1.1B-Chat ./calibrated --calibrate --compare held_out.txt
-      edgeinfer convert ./TinyLlama-1.1B-Chat ./smaller --calibrate --bits 4.5
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./smaller --calibrate --bits 5
     """
     from edgeinfer.converters import convert as convert_checkpoint
     from edgeinfer.converters import with_outliers
@@ -174,6 +175,8 @@ def convert(
     if rows:
         _print_compared(rows)
     print(printable(_summary(report)))
+    if hint := _better(report):
+        say(hint)
 
 
 def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
@@ -276,6 +279,16 @@ def _print_tensors(report: ConversionReport) -> None:
     if not report.calibrated:
         rows = [row[:-1] for row in rows]
     print_table(rows, right=[2, 3, 4, 5, 6][: len(rows[0]) - 2])
+
+
+def _better(report: ConversionReport) -> str:
+    """Name what loses less at the same bytes, where weights were rounded without a text; empty if nothing does."""
+    rounded = any(TYPES[one.dtype].quantised and TYPES[one.dtype].bits < 8 and not (one.exact or one.moved)
+                  for one in report.tensors)
+    if report.calibrated or report.chosen or not rounded:
+        return ""
+    return (f"--calibrate --bits {report.bits:.3g} makes a bundle of this size that loses less; it runs a text through "
+            "the model first.")
 
 
 def _summary(report: ConversionReport) -> str:
