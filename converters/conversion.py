@@ -21,7 +21,7 @@ from edgeinfer.bundle import (
     weights_identity,
 )
 from edgeinfer.errors import TokenizerError
-from edgeinfer.graph import Graph, is_quantised, requested_types
+from edgeinfer.graph import Graph, TypeOf, is_quantised, requested_types
 from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
@@ -147,11 +147,9 @@ def convert(
                 graph = checkpoint.graph(type_of)
                 writer.quantisation = mixed.quantisation(graph)
                 reserve(graph, said=True)
-            if found and found.outliers:
-                found, graph = apart(found, reading, graph, type_of)
+            if found:
+                found, graph = _adapted(found, reading, graph, type_of)
                 reserve(graph, said=False)
-            elif found:
-                found = scaled(found, reading, graph)
             tensors = _write_weights(writer, reading, graph, drafts, found)
             if found or mixed:
                 writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))
@@ -160,6 +158,13 @@ def convert(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks), mixed,
     )
+
+
+def _adapted(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf
+             ) -> tuple[Calibration, Graph]:
+    """Return a calibration and a graph for inputs whose outliers are multiplied apart, or divided by factors."""
+    return apart(calibration, reading, graph, type_of) if calibration.outliers else \
+        (scaled(calibration, reading, graph), graph)
 
 
 def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Calibration:
