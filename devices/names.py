@@ -158,7 +158,7 @@ def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProf
     if typed.memory_gib is not None and len(found) > 1:
         found = [one for one in found if typed.memory_gib in one.memory_gib] or found
     if typed.memory_gib is None and len(found) > 1:  # a name with an amount is that of a version: "RTX 3080 12GB"
-        found = [one for one in found if typed.key in _without_memory(one)] or found
+        found = [one for one in found if not _only_with_memory(one, typed.key)] or found
     said = typed.whole[0], "".join(filter(str.isalnum, text.lower()))
     own = [one for one in found if one.name.replace("-", "") in said]
     if len(found) == 1 or len(own) == 1:
@@ -167,10 +167,11 @@ def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProf
     raise UsageError(f"{text!r} is the name of {len(found)} devices, {names}; name one of them.")
 
 
-def _without_memory(profile: DeviceProfile) -> set[Key]:
-    """Return the names of a device that state no memory."""
-    said = (taken_apart(text) for text in (profile.name, profile.title, *profile.aliases))
-    return {typed.key for typed in said if typed.memory_gib is None}
+def _only_with_memory(profile: DeviceProfile, key: Key) -> bool:
+    """Whether a device has a name only where that states the memory."""
+    said = [taken_apart(text) for text in (profile.name, profile.title, *profile.aliases)]
+    stated = {typed.memory_gib is not None for typed in said if typed.key == key}
+    return stated == {True}
 
 
 def nearest(typed: Typed, known: Mapping[Key, str]) -> str:

@@ -28,7 +28,8 @@ _KINDS = {
 }
 """Classes of the devices that a word names as a kind."""
 _MAKERS = {
-    "apple": ("apple",), "nvidia": ("cuda",), "geforce": ("cuda",), "radeon": ("radeon", "igpu", "x86-laptop"),
+    "apple": ("apple",), "nvidia": ("cuda", "arm-server"), "geforce": ("cuda",),
+    "radeon": ("radeon", "igpu", "x86-laptop"),
     "ryzen": ("x86", "igpu", "radeon"), "amd": ("x86", "igpu", "radeon"), "intel": ("x86", "igpu", "arc", "npu"),
     **dict.fromkeys(("samsung", "galaxy", "xiaomi", "redmi", "google", "mediatek", "huawei", "motorola", "oppo"),
                     ("arm", "npu")),

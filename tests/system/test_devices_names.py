@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+import edgeinfer.devices.names as devices_of_names
 from edgeinfer.devices import load_profile, profiles, served
+from edgeinfer.devices.known import all_rows, profile_of
 from edgeinfer.errors import UsageError
 from tests.helpers.command_line import edgeinfer
 
@@ -51,10 +54,39 @@ def test_another_device_is_not_answered_with_a_known_one(typed: str) -> None:
 
 def test_enough_names_were_tried() -> None:
     assert len(OTHERS) >= 30 and len(profiles()) >= 250
-    shared = {"Galaxy S24", "7600", "A100", "Jetson Orin Nano", "Jetson AGX Orin", "AGX Orin"}
+    shared = {"Galaxy S22", "Galaxy S24", "Galaxy S24+", "7600", "A100", "Jetson Orin Nano", "Jetson AGX Orin",
+              "AGX Orin"}
     for profile in profiles().values():  # and whatever the tables call it
         for text in (profile.name, profile.title, *profile.aliases):
             assert text in shared or load_profile(text).name == profile.name
+
+
+def test_further_processors_have_sources_and_are_found_by_their_titles() -> None:
+    further = {name: path for name, (path, _) in all_rows().items() if name not in profiles()}
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "devices.md").read_text(encoding="utf-8")
+    assert f" {len(further)} further processors" in page
+    for name, path in further.items():
+        profile = profile_of(path, name)
+        assert {"memory_bytes", "bandwidth_gbs", "cores", "isa", "processor"} <= set(profile.sources)
+        assert load_profile(profile.title).name == load_profile(name).name == name
+
+
+def test_names_of_computers_and_phones_are_those_of_known_devices() -> None:
+    table = Path(devices_of_names.__file__).with_name("other_names.json")
+    for name, others in json.loads(table.read_text(encoding="utf-8")).items():
+        assert name in all_rows(), name
+        for text in others:
+            try:
+                assert load_profile(text).name == name, text
+            except UsageError as error:
+                assert " devices, " in str(error), text  # a computer with one of several processors
+
+
+def test_another_maker_is_another_device() -> None:
+    for typed in ("Samsung A15", "AMD A10", "Intel M4", "Surface Go 2 Core m3", "Ryzen 9 9950X 8-Core Processor",
+                  "M3 Max 30 core", "2x RTX 3090", "Lenovo Legion 5 5800H RTX 3060"):
+        with pytest.raises(UsageError):
+            load_profile(typed)
 
 
 @pytest.mark.parametrize(("typed", "gib"), MEMORY.items())
