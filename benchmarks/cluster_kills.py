@@ -133,13 +133,15 @@ def killed(name: str, model: str, asked: list[dict[str, Any]], right: list[Any],
             assert answers(port, asked, 0) == right, "without kills"
         with killing(server, SPLIT_KILL_SECONDS if split else KILL_SECONDS, split) as kills:
             found = answers(port, asked, seconds)
+        received = 0 if split else sum(one["received_bytes"] for one in states(port))
     errors = [one for one in found if isinstance(one, str)]
     same = sum(one == other for one, other in zip(found, right, strict=True))
     for one in errors[:3]:
         print(f"{name}: {one}", file=sys.stderr)
     return (f"{len(asked)} requests in {seconds:.0f} s with `{' '.join(options)}`, {len(kills)} processes killed",
             f"{same} as one process, {len(errors)} errors, {len(asked) - same - len(errors)} others",
-            "as one process or an error" if split else "all as one process", Path(model).name)
+            "as one process or an error" if split else "all as one process",
+            f"{Path(model).name}{f', {received / 1e6:.1f} MB of prompts computed apart' if name == 'apart' else ''}")
 
 
 def conversations(model: str, n: int, ctx: int) -> Row:
