@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.cli.reports.page import estimate_body, save_page
 from edgeinfer.cli.reports.plan_page import plan_page
-from edgeinfer.cli.reports.svg import HEIGHT, WIDTH, Bar, bars, curve
+from edgeinfer.cli.reports.svg import HEIGHT, WIDTH, Bar, bars, curve, short
 from edgeinfer.errors import DestinationError
 from tests.helpers.command_line import edgeinfer
 
@@ -54,6 +54,12 @@ def test_points_are_where_their_values_are() -> None:
     shown = bars("t", [Bar("a", 2.0, "2"), Bar("b", 4.0, "4", 3.0, 5.0, True)], (10.0, "limit"))
     widths = [float(one.get("width", 0)) for one in figures(shown)[0].findall("rect")]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01) and 'class="bar pale"' in shown and "limit" in shown
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (0.375, "0.375"), (40.26, "40.3"), (999.6, "1000"),
+                                             (2893.1, "2893")])
+def test_numbers_have_no_exponents(value: float, text: str) -> None:
+    assert short(value) == text
 
 
 def test_names_are_text() -> None:

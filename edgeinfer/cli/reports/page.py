@@ -14,7 +14,7 @@ from ...base.units import format_size
 from ...errors import DestinationError, UsageError
 from ...quality.known import loss_words
 from ..output import speed
-from .svg import Bar, bars, curve
+from .svg import Bar, bars, curve, short
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --soft: #f3f3f0; --line: #d9d9d4; --text: #1e1f21; --quiet: #66676c;
@@ -109,7 +109,7 @@ def _plots(out: dict[str, Any], compared: dict[str, Any] | None) -> Iterator[str
         ("weights", weights), ("KV cache", kv), ("rest", rest), ("all", weights + kv + rest))],
         (out["budget_bytes"], format_size(out["budget_bytes"])))
     terms = {name: ms for name, ms in out["terms_ms"].items() if not name.startswith("prefill")}
-    yield bars("Time of a token", [Bar(name.replace("_", " "), ms, f"{ms:.3g} ms") for name, ms in terms.items()])
+    yield bars("Time of a token", [Bar(name.replace("_", " "), ms, f"{short(ms)} ms") for name, ms in terms.items()])
     if compared:
         yield bars("Tokens per second by type of weights", [
             Bar(row["weights"], row["decode_tok_per_s"], f"{speed(row['decode_tok_per_s'])}"

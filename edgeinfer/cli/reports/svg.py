@@ -61,12 +61,17 @@ def curve(title: str, x: Sequence[float], y: Sequence[float], low: Sequence[floa
     return _drawn(title, HEIGHT, parts)
 
 
+def short(value: float) -> str:
+    """Return a number with three digits or, from 1000 on, without a fraction."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def _axis(top: float, label: str) -> Iterator[str]:
     for i in range(5):
         down = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * i / 4
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>'
         yield (f'<text class="tick" x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">'
-               f'{top * i / 4:.3g}</text>')
+               f'{short(top * i / 4)}</text>')
     yield f'<text class="tick" x="{LEFT - 44}" y="{TOP - 12}">{escape(label)}</text>'
 
 
