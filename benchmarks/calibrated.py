@@ -2,6 +2,7 @@
 
     python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE [--types q4,tableq] [--ways plain,gptq]
     python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE --curve [--types q4,tableq]
+    python benchmarks/calibrated.py MODEL_DIR --calibrate FILE --text FILE --ggml TOOLS --gguf MODEL-F32.gguf
 
 The model's own program runs the calibration text in float32 and gives the second moments of each matrix's inputs. Then
 `quant.rounding.quantise_matrix` rounds the matrices of the layers to each type: `plain` without statistics,
@@ -10,11 +11,16 @@ table has bits of a weight, KL divergence, and the output error of all matrices 
 
 With `--curve` whole models are converted as `edgeinfer convert` does, embedding and head included: in each type alone,
 and with `--size` for the bytes of that. The exit code is 1 if a type alone is better.
+
+With `--ggml` the folder's llama-imatrix runs the calibration text and its llama-quantize makes Q4_K and IQ3_S of the
+layers' matrices; what they decode to is measured beside types by size in no more bytes. The GGUF file is what
+llama.cpp's converter makes of the model in F32. The exit code is 1 if ours lose more than 0.65 of Q4_K or 0.8 of IQ3_S.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import machine, row, table
 from benchmarks.quality import measure
 from edgeinfer.bundle import Bundle, BundleWriter
+from edgeinfer.calibration.effects import measure_effects
 from edgeinfer.calibration.hooks import open_plain
 from edgeinfer.calibration.statistics import Covariance, capture
 from edgeinfer.converters import BitBudget, convert
+from edgeinfer.converters.bit_budget import CANDIDATES
+from edgeinfer.converters.knapsack import choose
 from edgeinfer.models.calibrated import by_text, calibration_text
 from edgeinfer.quant import TYPES, InputStatistics, WeightType, layouts, packed, rounding
 from edgeinfer.text import Tokenizer
@@ -41,6 +50,7 @@ WINDOW, PIECE = 512, 6000
 Statistics = dict[str, InputStatistics]
 OWN_FILES = ("bundle.json", "weights.bin")
 CURVE = "type | bits | KLD alone | KLD by size | ratio | expected | gap | size met"
+GGML = "ggml's type | bits | KLD | bits by size | KLD by size | ratio | at most"
 HEADINGS = "type | rounding | bits | KLD | 99 % | same top | output error / plain | s"
 
 
@@ -70,9 +80,9 @@ def statistics_of(bundle: Path, text: str, tokens: int) -> Statistics:
     return made
 
 
-def write(source: Path, destination: Path, stored: WeightType,
+def write(source: Path, destination: Path, type_of: WeightType | dict[str, WeightType],
           known: Callable[[str], InputStatistics | None]) -> Made:
-    """Copy a bundle in float32 with the matrices of its layers rounded."""
+    """Copy a bundle in float32 with the matrices of its layers rounded, to one type or each to its own."""
     nbytes, weights, errors, plain = 0, 0, 0.0, 0.0
     with Bundle.open(source) as bundle, \
             BundleWriter(destination, bundle.config, bundle.quantisation, overwrite=True) as writer:
@@ -85,6 +95,7 @@ def write(source: Path, destination: Path, stored: WeightType,
                 writer.add(name, entry.type, entry.shape, data)
                 continue
             values = layouts.unpack_tile16(data, "f32", 0, (entry.shape[0], entry.shape[1]))
+            stored = type_of if isinstance(type_of, WeightType) else type_of[name]
             found = rounding.quantise_matrix(values, stored, name, known(name))
             content = packed.pack(found.codes, found.stored, found.factors) if not stored.storage.simple else \
                 layouts.pack_tile16(found.codes, stored.dtype, stored.group_size, found.factors.scales)
@@ -116,6 +127,52 @@ def rows(folder: Path, known: Statistics, types: list[WeightType], ways: list[st
                              f"{divergence.kld_p99:.4f}", f"{divergence.same_top:.1%}", share, f"{took:.1f}"))
             print(found[-1], file=sys.stderr, flush=True)
     return found
+
+
+def by_bits(reference: Path, known: Statistics, text: str, bits: float) -> dict[str, WeightType]:
+    """Choose a type for each matrix of a layer, as `--bits` does for all matrices."""
+    session = open_plain(reference, WINDOW, chunk=256, kv="f32", outputs=256)
+    effects = measure_effects(session, Tokenizer.open(reference).encode(text[: 8 * PIECE]))
+    session.close()
+    types, options, weights = [WeightType.of(*one) for one in CANDIDATES], [], 0
+    with Bundle.open(reference) as bundle:
+        for name, one in known.items():
+            shape = bundle.tensors[name].shape[:2]
+            values = layouts.unpack_tile16(np.concatenate(list(bundle.stored(name))), "f32", 0, shape)  # type: ignore[arg-type]
+            weights += values.size
+            share = effects[name].output / one.error_of(values)
+            errors = [rounding.quantise_matrix(values, stored, name, one).errors for stored in types]
+            options.append([(stored.nbytes(shape), share * error.output_error)
+                            for stored, error in zip(types, errors, strict=True)])
+    choice = choose(options, int(bits * weights / 8))
+    return {name: types[i] for name, i in zip(known, choice.options, strict=True)}
+
+
+def against_ggml(folder: Path, known: Statistics, given: argparse.Namespace, text: str) -> tuple[list[str], bool]:
+    """Measure files of llama.cpp's quantiser, with an importance matrix, beside types by size; False if these lose."""
+    def run(tool: str, *arguments: object) -> None:
+        subprocess.run([given.ggml / tool, *map(str, arguments)], check=True, capture_output=True)
+
+    found, good, reference = list[str](), True, folder / "f32"
+    matrix = folder / "imatrix.gguf"
+    run("llama-imatrix", "-m", given.gguf, "-f", given.calibrate, "-o", matrix, "-c", WINDOW, "--no-ppl",
+        "--chunks", given.tokens // WINDOW, "-t", 1)
+    for kind, bits, most in (("Q4_K_S", 4.5, 0.65), ("IQ3_S", 3.4375, 0.8)):
+        coded, plain = folder / "coded.gguf", folder / "plain.gguf"
+        run("llama-quantize", "--imatrix", matrix, "--pure", "--token-embedding-type", "f32", given.gguf, coded, kind)
+        run("llama-quantize", "--allow-requantize", coded, plain, "F32")
+        convert(plain, folder / "ggml", weights="f32", overwrite=True)
+        made = write(reference, folder / "rounded", by_bits(reference, known, given.calibrate.read_text(), bits),
+                     lambda name: known[name])
+        both = [measure(folder / name, "f32", reference, text, max_tokens=given.max_tokens).divergence
+                for name in ("ggml", "rounded")]
+        assert both[0] and both[1] and made.bits <= bits
+        ratio = both[1].kld_mean / both[0].kld_mean
+        good = good and ratio <= most
+        found.append(row(f"{kind}, importance matrix", f"{bits:g}", f"{both[0].kld_mean:.5f}", f"{made.bits:.3f}",
+                         f"{both[1].kld_mean:.5f}", f"{ratio:.2f}", f"{most:g}"))
+        print(found[-1], file=sys.stderr, flush=True)
+    return found, good
 
 
 def curve(folder: Path, model: Path, calibrate: Path, types: list[WeightType], text: str, tokens: int,
@@ -154,6 +211,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200_000, help="of the calibration text")
     parser.add_argument("--max-tokens", type=int, help="of the text that is measured")
     parser.add_argument("--curve", action="store_true", help="whole models, beside types by budget")
+    parser.add_argument("--ggml", type=Path, help="folder of llama-imatrix and llama-quantize")
+    parser.add_argument("--gguf", type=Path, help="the model in F32, for these")
     given = parser.parse_args()
     types = [_type_of(name) for name in given.types.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -162,11 +221,14 @@ def main() -> int:
         text, best = given.text.read_text(), True
         if given.curve:
             found, best = curve(folder, given.model, given.calibrate, types, text, given.tokens, given.max_tokens)
+        elif given.ggml:
+            known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
+            found, best = against_ggml(folder, known, given, text)
         else:
             known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
             found = rows(folder, known, types, given.ways.split(","), text, given.max_tokens)
     print(f"{given.model.name}, measured on {machine()}.\n")
-    print(table(CURVE if given.curve else HEADINGS, found))
+    print(table(CURVE if given.curve else GGML if given.ggml else HEADINGS, found))
     return 0 if best else 1
 
 
