@@ -88,6 +88,7 @@ def names() -> list[str]:
     return list(_table())
 
 
+@cache
 def sized(name: str, kind: str) -> Sized:
     """Return a built-in shape with one type of weights; a type that the table lacks takes 20 ms to describe."""
     from edgeinfer.devices import Traffic

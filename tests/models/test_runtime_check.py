@@ -15,7 +15,7 @@ import pytest
 from edgeinfer.errors import CancelledError, EdgeInferError, KernelError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import abi
-from edgeinfer.kernels.parameters import LINEAR, NEURON_GATED
+from edgeinfer.kernels.parameters import ROWS, SCREEN
 from edgeinfer.kernels.reference import REFERENCES, Expected, InstructionView
 from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Session
@@ -196,10 +196,10 @@ def test_one_token_takes_the_path_of_real_decoding(models: Path, monkeypatch: py
 
 def test_parameters_have_the_names_of_their_own_family() -> None:
     """Two families of one length are equal as tuples of indices."""
-    assert len(LINEAR) == len(NEURON_GATED)
+    assert len(ROWS) == len(SCREEN)
     instruction = np.zeros(abi.INSTRUCTION_BYTES, np.uint8)
     instruction[abi.INST_PARAMETERS :].view(np.int32)[: abi.N_PARAMETERS] = range(7, 7 + abi.N_PARAMETERS)
     view = InstructionView(instruction.ctypes.data, 0)
-    for family in (NEURON_GATED, LINEAR, NEURON_GATED):
+    for family in (SCREEN, ROWS, SCREEN):
         found = view.parameters(family)
         assert type(found) is type(family) and tuple(found) == tuple(range(7, 7 + len(family)))

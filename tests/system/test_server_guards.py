@@ -126,12 +126,12 @@ def test_a_full_queue() -> None:
 
 
 def test_a_request_ends_when_its_time_is_over() -> None:
-    with serving({"demo": "demo"}, request_seconds=0.05) as one:
+    with serving({"demo": "demo"}, request_seconds=0.01) as one:
         found = one.ask(COMPLETIONS, LONG).json
         assert found["choices"][0]["finish_reason"] == "length"
         assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and one.free()
         late = one.ask("/v1/embeddings", {"input": ["word " * 100] * 500})
-        assert late.status == 503 and "took more than 0.05 s (--request-timeout); send fewer" in late.error
+        assert late.status == 503 and "took more than 0.01 s (--request-timeout); send fewer" in late.error
         assert one.free()
 
 

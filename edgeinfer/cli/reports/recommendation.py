@@ -68,11 +68,14 @@ def smallest(devices: Iterable[DeviceProfile], name: str, ctx: int, min_speed: f
     """Return the devices that run a model fast enough, each with its smallest memory, by the memory."""
     rows = []
     for device in devices:
-        for gib in sorted(device.memory_gib) or [device.memory_bytes >> 30]:
-            version = replace(device, memory_bytes=gib << 30) if device.memory_gib else device
-            if found := best(version, name, ctx, min_speed):
-                rows.append({**found, "title": device.title})
+        versions = [replace(device, memory_bytes=gib << 30) for gib in sorted(device.memory_gib)] or [device]
+        if (found := best(versions[-1], name, ctx, min_speed)) is None:
+            continue  # less memory holds no type that more does not
+        for version in versions[:-1]:
+            if less := best(version, name, ctx, min_speed):
+                found = less
                 break
+        rows.append({**found, "title": device.title})
     return sorted(rows, key=lambda row: (row["memory_bytes"], -row["decode_tok_per_s"]))
 
 

@@ -76,8 +76,8 @@ def _input(op: MatMul, at: Lowering) -> dict[str, int | float]:
     if op.source:
         kind = abi.FUSED_NORM if op.norm else abi.FUSED_ORDERED if op.order else \
             abi.FUSED_LEFT_OUT if op.left_out else abi.FUSED_QUANTISE
-        more |= {"fused": kind, "width": op.x.width, "eps": op.eps or 0.0,
-                 "left_out": op.left_out.shape[0] if op.left_out else 0}
+        more |= {"fused": kind, "width": op.x.width, "eps": op.eps or 0.0}
+        more |= {"left_out": op.left_out.shape[0]} if op.left_out else {}
     return more | {"out_stride": at.stride(op.out), "scratch": at.plan.thread_scratch_bytes}
 
 
