@@ -126,7 +126,9 @@ def test_what_came_waits_for_room_with_its_request(pair: tuple[LLM, LLM]) -> Non
         one.start()
     request = second.request(ids, OPTIONS)
     for part in parts_of(first.runner, ids[:-1], 64):
-        assert receive(request, part) is None
+        if refused := receive(request, part):  # those that run have come so far that they need the room: it is computed
+            assert str(refused) == "Requests that run needed its KV blocks."
+            break
     request.start()
     assert request.finish().token_ids == first.complete(ids, **OPTIONS).token_ids
     for one in others:
