@@ -263,6 +263,7 @@ def test_models_health_and_description(running: Running) -> None:
     assert running.ask("/v1/models/chat").json["id"] == "chat" and running.ask("/v1/models/other").status == 404
     described = running.ask("/openapi.json").json
     assert set(described["paths"]) >= {CHAT, COMPLETIONS, "/api/chat", "/v1/messages"}
+    assert running.ask(COMPLETIONS, GREEDY).status == 200  # a model's counters begin with its first request
     metrics = running.ask("/metrics").body.decode()
     assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in metrics
     assert "edgeinfer:resident_bytes" in metrics and running.ask("/status").json["ready"] is True
