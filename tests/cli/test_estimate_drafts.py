@@ -71,7 +71,7 @@ def test_lookup_by_kind_of_text() -> None:
     out, found = speculation(*ASKED, "--speculate", "lookup")
     gains = {each["text"]: each["gain"] for each in found["texts"]}
     assert gains["edited code"] > gains["worked examples"] > gains["prose"] >= 1
-    assert out["decode_tok_per_s"] == pytest.approx(found["plain_tok_per_s"])  # which text it is, nobody said
+    assert out["decode_tok_per_s"] == pytest.approx(found["plain_tok_per_s"])  # the kind of text is not given
     shown = edgeinfer(*ASKED, "--speculate", "lookup").out.splitlines()
     assert shown[2].startswith("lookup     ") and max(map(len, shown)) <= 80
     assert speculation(*ASKED, "--speculate", "off")[1] is None

@@ -1,4 +1,4 @@
-"""Constants of devices that nobody measured: two limits, dies, generations, kinds of cores, and experts."""
+"""Constants of devices without measurements: two limits, dies, generations, kinds of cores, and experts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "ollama"
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("edgeinfer.models.stores._said", set())  # each name is told once in a process
+    monkeypatch.setattr("edgeinfer.models.stores._said", set())  # the program reports each name once per process
     (root / "blobs").mkdir(parents=True)
     write_gguf(root / f"blobs/sha256-{DIGEST}", make_checkpoint(tmp_path / "hf", "llama", **SIZES), "Q8_0")
     for name in ("registry.ollama.ai/library/tiny/latest", "registry.ollama.ai/someone/tiny/1b", "hf.co/a/b/Q8_0"):
