@@ -2,7 +2,8 @@
 
 All chunks of a prompt go through the layers of one stage before any goes through the next. A token's importance is how
 much the prompt's last tokens attend to it, which is known only at the end of the prompt. A pruned token keeps its
-position, its K and V in the layers that computed it, and a flag in the others (`abi.FLAG_PRUNED`).
+position, its K and V in the layers that computed it, and a flag in the others (`abi.FLAG_PRUNED`). Pruned
+tokens are never revived (docs/explanation/long-context.md).
 """
 
 from __future__ import annotations
