@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ class Generation(Task[Completion]):
         super().__init__(runner, prompt_ids)
         self._config = config
         self.speculation = speculation
-        self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
+        self.seed = int.from_bytes(os.urandom(SEED_BITS // 8), "little") if config.seed is None else config.seed
         self.n_sequences, what = max(config.n, config.beams), "beams" if config.beams > 1 else "samples"
         if self.n_sequences > (most := runner.config.max_sequences):
             raise RequestError(f"{self.n_sequences} {what} were asked for, but the model is open for {most}; open it "

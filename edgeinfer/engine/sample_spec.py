@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.kernels import abi, sampling
 
 from ..config import GenerationConfig
 from ..errors import RequestError
 
-Mask = NDArray[np.int32] | NDArray[np.uint32]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Mask: TypeAlias = "NDArray[np.int32] | NDArray[np.uint32]"
 """One bit for each token, set where it is allowed, from the lowest bit of the first word on."""
 MAX_BIAS = 1e30
 """Stays finite in float32; a token with more is certain anyway."""

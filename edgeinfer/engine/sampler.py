@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.kernels import abi, sampling
 
@@ -20,8 +19,11 @@ from ..config import GenerationConfig
 from ..errors import KernelError, RequestError
 from .sample_spec import EDIT, NONE, Mask, checked_bias, checked_mask, new_spec, penalises, stream_key
 
-Floats = NDArray[np.floating[Any]]
-Ids = NDArray[np.intp]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.floating[Any]]"
+Ids: TypeAlias = "NDArray[np.intp]"
 
 _N_EDITS = abi.SAMPLE_N_EDITS >> 3
 EMPTY = -2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..bundle import Bundle, is_bundle
@@ -31,6 +30,8 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
         with open_checkpoint(path) as checkpoint:
             checkpoint.check_travelling_files()
             return Tokenizer.open(path) if checkpoint.travelling_files.keys() & set(TOKENIZER_FILES) else None
+    from tempfile import TemporaryDirectory
+
     from edgeinfer.converters import read_gguf_tokenizer, read_headers
 
     made = read_gguf_tokenizer(read_headers(path)[0].fields, str(path))

@@ -12,15 +12,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.base.files import open_plain
 from edgeinfer.errors import BundleError, EdgeInferError
 
 from ..base.progress import OnStageProgress
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such

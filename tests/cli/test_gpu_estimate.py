@@ -11,7 +11,7 @@ import pytest
 from edgeinfer import demo
 from edgeinfer.backends import PROVIDERS
 from edgeinfer.bench import Measurement
-from edgeinfer.cli.reports import on_gpu, plan_device, prediction
+from edgeinfer.cli.reports import bench_prediction, on_gpu, plan_device, prediction
 from edgeinfer.cli.reports.nodes import FIELDS as NODE_FIELDS
 from edgeinfer.cli.reports.plan import JSON_FIELDS
 from edgeinfer.config import Recipe, RuntimeConfig
@@ -154,5 +154,5 @@ def test_measured_beside_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     several: Any = prediction.run_estimate(predictor, completion(choices=done.choices * 3, tok_per_s=600.0))
     assert several["decode"]["measured"] == pytest.approx(600)
     assert several["decode"]["t_per_s"] > 2 * alone["decode"]["t_per_s"]
-    tests: Any = prediction.bench_estimate(predictor, Measurement((row("tg", 8, 0, 20.0),), (30.0,), (600.0,)))
+    tests: Any = bench_prediction.bench_estimate(predictor, Measurement((row("tg", 8, 0, 20.0),), (30.0,), (600.0,)))
     assert tests["rows"][0]["at_the_moment"] is None and tests["rows"][0]["t_per_s"] > 0

@@ -11,11 +11,10 @@ import pytest
 
 from edgeinfer.base.cache_dir import cache_root
 from edgeinfer.bench import Case, Measurement, Row
+from edgeinfer.cli.reports.bench_prediction import bench_estimate, learn_from_bench
 from edgeinfer.cli.reports.prediction import (
     Disturbances,
     Predictor,
-    bench_estimate,
-    learn_from_bench,
     learn_from_run,
     make_predictor,
     run_estimate,

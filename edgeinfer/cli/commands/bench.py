@@ -15,8 +15,9 @@ from ..options import NOTHING, Given, takes
 from ..output import print_json
 from ..progress import ProgressLine
 from ..reports.bench import bench_object, print_report
+from ..reports.bench_prediction import bench_estimate, learn_from_bench
 from ..reports.decision import FIELD
-from ..reports.prediction import bench_estimate, learn_from_bench, make_predictor
+from ..reports.prediction import make_predictor
 from .bench_run import find_bundle, first_token, numbers, run_tests, speculated
 from .bench_together import Together, bench_served, bench_together
 

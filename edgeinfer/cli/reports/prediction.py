@@ -6,7 +6,6 @@ prediction, and that is all.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from .on_gpu import gpu_here
 if TYPE_CHECKING:
     from edgeinfer.devices import DecodeRun, DeviceProfile, PromptRun, Traffic
 
-    from ...bench import Measurement, Row
     from ...config import RuntimeConfig
     from ...engine import Completion
 
@@ -143,13 +141,13 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
     out: dict[str, Any] = {**predictor.basis, "decode": None, "prompt": None}
     if completion.plain_tpot_ms and len(completion.choices) == 1 and completion.score is None:
         depth = completion.prompt_tokens + completion.completion_tokens // 2
-        out["decode"] = _beside(predictor.decode(depth), 1000 / completion.plain_tpot_ms)
+        out["decode"] = beside(predictor.decode(depth), 1000 / completion.plain_tpot_ms)
     elif predictor.on_gpu and completion.score is None and completion.plain_tpot_ms and completion.tok_per_s:
         depth, n = completion.prompt_tokens + len(completion.token_ids) // 2, len(completion.choices)
         without_speculation = completion.tok_per_s * (completion.tpot_ms or 0) / completion.plain_tpot_ms
-        out["decode"] = _beside(predictor.decode(depth, sequences=n), without_speculation)
+        out["decode"] = beside(predictor.decode(depth, sequences=n), without_speculation)
     if completion.ttft_ms and tokens > 0:
-        out["prompt"] = _beside(predictor.prompt(cached, tokens), 1000 * tokens / completion.ttft_ms)
+        out["prompt"] = beside(predictor.prompt(cached, tokens), 1000 * tokens / completion.ttft_ms)
     return out
 
 
@@ -168,53 +166,6 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
     if completion.ttft_ms and tokens >= 4 * LEAST_TOKENS:
         run = predictor.prompt_run(completion.cached_tokens, tokens, completion.ttft_ms / 1000)
         prompts += [run] if run else []
-    learn(decodes, prompts)
-
-
-def bench_estimate(predictor: Predictor | None, measured: Measurement) -> dict[str, Any] | None:
-    """Return predicted beside measured of every test; None without a prediction.
-
-    `t_per_s` is what the profile said before; `at_the_moment` the same with the bandwidth, or the peak, of the test.
-    """
-    if predictor is None:
-        return None
-    return {**predictor.basis, "rows": [_bench_row(predictor, row) for row in measured.rows]}
-
-
-def _bench_row(predictor: Predictor, row: Row) -> dict[str, Any]:
-    case, speed = row.case, statistics.median(row.samples)
-    before: dict[str, Any] | None
-    now: dict[str, Any] | None
-    if case.kind == "tg":
-        depth = case.depth + case.tokens // 2
-        before = predictor.decode(depth)
-        now = None if predictor.on_gpu else predictor.decode(depth, statistics.median(row.bandwidth))
-    else:
-        peak = statistics.median(row.int8_peak) if row.int8_peak else None
-        before = predictor.prompt(case.depth, case.tokens)
-        now = None if predictor.on_gpu else predictor.prompt(case.depth, case.tokens, peak)
-    found = _beside(before, speed) or {"t_per_s": None}
-    return {"test": case.name, **found, "measured": speed, "at_the_moment": now and now["t_per_s"]}
-
-
-def learn_from_bench(predictor: Predictor | None, measured: Measurement) -> None:
-    """Let the local profile learn from the tests whose repetitions agree, with the readings beside them."""
-    if predictor is None or not predictor.teaches:
-        return
-    from edgeinfer.devices import learn
-
-    decodes, prompts = [], []
-    for row in measured.rows:
-        case, speed = row.case, statistics.median(row.samples)
-        if row.stddev > MOST_SPREAD * row.t_per_s or case.tokens < LEAST_TOKENS:
-            continue
-        if case.kind == "tg":
-            seen = case.depth + case.tokens / 2
-            decodes.append(predictor.decode_run(seen, 1 / speed, statistics.median(row.bandwidth)))
-        elif row.int8_peak:
-            peak = statistics.median(row.int8_peak)
-            run = predictor.prompt_run(case.depth, case.tokens, case.tokens / speed, peak)
-            prompts += [run] if run else []
     learn(decodes, prompts)
 
 
@@ -250,7 +201,7 @@ def sentence(out: dict[str, Any] | None) -> str | None:
     return f"estimated: {'; '.join(parts)}; {out['basis']}" if parts else None
 
 
-def _beside(predicted: dict[str, Any] | None, measured: float) -> dict[str, Any] | None:
+def beside(predicted: dict[str, Any] | None, measured: float) -> dict[str, Any] | None:
     """Return a prediction with what was measured; `miss` is predicted over measured, less one."""
     if predicted is None:
         return None

@@ -8,7 +8,6 @@ least, because what disturbs a measurement makes it longer.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -107,7 +106,9 @@ class Costs:
         raised or lowered to the latest passes."""
         first, each = self._through()
         if self._raised is None:
-            self._raised = statistics.median(self._beside(first, each))
+            from statistics import median
+
+            self._raised = median(self._beside(first, each))
         return (first + each * depth) * self._raised
 
     def short(self, depth: int) -> bool:
@@ -122,7 +123,9 @@ class Costs:
 
     def _through(self) -> tuple[float, float]:
         if self._line is None:
-            points = [tuple(map(statistics.median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
+            from statistics import median_low  # random and fractions with it: 2 ms that no first token needs
+
+            points = [tuple(map(median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
             self._line, self._raised = _line(points), None
         return self._line
 

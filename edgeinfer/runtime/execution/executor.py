@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.base.process import check_process
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError, UsageError
@@ -25,6 +24,8 @@ from .thread_tuner import ThreadTuner
 from .threads import Pool
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ..weights.readers import Readers
 
 WAIT_SECONDS = 0.02

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
@@ -24,7 +23,10 @@ from .tables import Tables, decoded_last
 from .thread_tuner import ThreadTuner
 from .threads import Pool
 
-Logits = NDArray[np.float32]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Logits: TypeAlias = "NDArray[np.float32]"
 
 
 class RowReader(Protocol):

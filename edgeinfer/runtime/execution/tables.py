@@ -5,12 +5,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence as Items
 from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, Segment, Sequence
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _TOKEN, _ENTRY = struct.Struct("=3q2i4q"), struct.Struct("=5q")
 _ID, _SEQUENCE, _POSITION, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (

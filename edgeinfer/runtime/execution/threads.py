@@ -10,15 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.base.process import usable_cores
 from edgeinfer.errors import ClosedError, EdgeInferError
 from edgeinfer.kernels import Kernels, abi
 
 from ..memory import allocate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """Linux system call numbers of futex."""

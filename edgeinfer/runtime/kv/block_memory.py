@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.kernels import abi
 
 from .planes import Planes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class PoolMemory:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.graph import KvAccess
 from edgeinfer.kernels import abi
@@ -15,6 +14,9 @@ from edgeinfer.memory_planner import MemoryPlan
 
 from ...quant import KV_TYPES
 from ...quant import kv as layouts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ROWS = abi.BLOCK_TOKENS // 4, 4
 

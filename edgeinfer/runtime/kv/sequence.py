@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.base.validation import shown
 from edgeinfer.errors import RequestError
@@ -23,6 +23,9 @@ from edgeinfer.runner.window_blocks import WindowBlocks
 
 from .block_memory import PoolMemory
 from .planes import planes_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class KVCache(BlockTables):

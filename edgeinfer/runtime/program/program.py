@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.errors import KernelError
 from edgeinfer.graph import MatMul, NeuronDown, NeuronGated, Op, Sample
 from edgeinfer.kernels import abi, catalogue
 
 from ...base.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

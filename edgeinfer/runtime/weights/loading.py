@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle
 from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
@@ -15,7 +15,10 @@ from ...base.progress import OnStageProgress
 from ..memory import copy_in, lock, read_in, read_seldom
 from ..planning import offsets_of
 
-Regions = dict[str, NDArray[np.uint8]]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Regions: TypeAlias = "dict[str, NDArray[np.uint8]]"
 """Memory by the names of abi.REGIONS."""
 COPIED = ("resident", "streamed", "cold", "experts")
 """Regions of the process that hold weights, or slots and buffers for those that are read from storage."""
