@@ -32,7 +32,7 @@ from edgeinfer.cli.progress import ProgressLine
 from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.engine import Engine, Generation, Request
 from edgeinfer.runtime import Session
-from edgeinfer.text import Constraint, Forms, Tokenizer
+from edgeinfer.text import Constraint, GrammarCompiler, Tokenizer
 
 TOKENS = 64
 
@@ -53,14 +53,14 @@ FORMS: dict[str, Any] = {
 }
 
 
-def mask_costs(forms: Forms, form: TextForm, vocab_size: int, walks: int) -> tuple[float, list[float]]:
+def mask_costs(grammars: GrammarCompiler, form: TextForm, vocab_size: int, walks: int) -> tuple[float, list[float]]:
     """Return the seconds in which a form is compiled, and those in which a token is accepted and the next mask
     computed, along random texts."""
     began = time.perf_counter()
-    forms.begin(form)
+    grammars.begin(form)
     compiled, found, random = time.perf_counter() - began, [], np.random.default_rng(0)
     for _ in range(walks):
-        constraint = forms.begin(form)
+        constraint = grammars.begin(form)
         constraint.mask()
         for _ in range(TOKENS):
             allowed = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")[:vocab_size]
@@ -76,13 +76,13 @@ def mask_costs(forms: Forms, form: TextForm, vocab_size: int, walks: int) -> tup
 class Requests:
     """Runs requests at once on one engine."""
 
-    def __init__(self, session: Session, forms: Forms):
-        self._session, self._forms, self._engine = session, forms, Engine(session)
+    def __init__(self, session: Session, grammars: GrammarCompiler):
+        self._session, self._grammars, self._engine = session, grammars, Engine(session)
 
     def speed(self, form: TextForm | None, n: int) -> float:
         """Return the tokens per second of n requests."""
         config = GenerationConfig(max_tokens=TOKENS, seed=1, ignore_eos=True)
-        begin: Callable[[], Any] | None = None if form is None else lambda: self._forms.begin(form)
+        begin: Callable[[], Any] | None = None if form is None else lambda: self._grammars.begin(form)
         requests = [Request(self._engine, Generation(self._session, None, [5 + i, 6, 7, 8], config, begin_form=begin))
                     for i in range(n)]
         began = time.perf_counter()
@@ -133,12 +133,12 @@ def main() -> None:
     with ProgressLine() as progress:
         path = find_bundle(None, given.shape, None, None, progress)
     tokenizer, config = Tokenizer.open(given.tokenizer), RuntimeConfig(ctx=256, max_sequences=8, threads=given.threads)
-    with closing(Requests(session := Session(Bundle.open(path), config), forms := Forms(
+    with closing(Requests(session := Session(Bundle.open(path), config), grammars := GrammarCompiler(
             tokenizer, vocab_size := session.model.vocab_size, tokenizer.eos_ids))) as requests:
         rows = []
         for name, source in FORMS.items():
             form = text_form(source)
-            compiled, costs = mask_costs(forms, form, vocab_size, 10)
+            compiled, costs = mask_costs(grammars, form, vocab_size, 10)
             requests.speed(form, 1), requests.speed(None, 1)
             one, eight = (ratios(partial(requests.speed, form, n), partial(requests.speed, None, n), given.rounds)
                           for n in (1, 8))

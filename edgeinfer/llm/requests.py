@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runner import Runner
     from ..runtime import Session
     from ..technique import Drafting
-    from ..text import Constraint, Forms
+    from ..text import Constraint, GrammarCompiler
 
 
 T = TypeVar("T")
@@ -86,8 +86,8 @@ class Requests(Prompts):
     _kept: list[Any]
     """Of the draft, for a request that continues with the last one's text."""
     _eos_ids: frozenset[int]
-    _forms: Forms | None = None
-    """Compiles the forms of texts, once there is a request with one."""
+    _grammars: GrammarCompiler | None = None
+    """Compiler of grammars, made for the first request that has one."""
 
     @property
     def lost(self) -> bool:
@@ -171,13 +171,13 @@ class Requests(Prompts):
         """Return what begins a text of a form."""
         if form is None:
             return None
-        if self._forms is None:
+        if self._grammars is None:
             if self._tokenizer is None:
                 raise RequestError("Texts of a given form need a tokenizer, and this bundle has none.")
-            from ..text import Forms
+            from ..text import GrammarCompiler
 
-            self._forms = Forms(self.tokenizer, self.runner.model.vocab_size, self._eos_ids)
-        return partial(self._forms.begin, form)
+            self._grammars = GrammarCompiler(self.tokenizer, self.runner.model.vocab_size, self._eos_ids)
+        return partial(self._grammars.begin, form)
 
     def score(self, prompt: Prompt, continuations: Iterable[Prompt]) -> list[Score]:
         """Return how likely the model finds each of several continuations of a prompt.

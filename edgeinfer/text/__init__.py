@@ -9,8 +9,8 @@ from .tokenizer import Tokenizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .structured import Constraint, Forms
+    from .structured import Constraint, GrammarCompiler
 
-__all__ = ["FOLDER", "TOKENIZER_FILES", "ChatTemplate", "Constraint", "Forms", "StopStrings", "StreamDecoder",
+__all__ = ["FOLDER", "TOKENIZER_FILES", "ChatTemplate", "Constraint", "GrammarCompiler", "StopStrings", "StreamDecoder",
            "Tokenizer"]
-__getattr__ = lazily(__name__, {"structured": "Constraint Forms"})
+__getattr__ = lazily(__name__, {"structured": "Constraint GrammarCompiler"})

@@ -1,7 +1,7 @@
-"""Texts of a given form: JSON, JSON schemas, regular expressions and grammars, as masks over the vocabulary.
+"""Guided decoding: JSON, JSON schemas, regular expressions and grammars, as masks over the vocabulary.
 
-The grammars are those of llguidance (https://github.com/guidance-ai/llguidance), which says for each place in a text
-which tokens may be there. It is an optional package (extra ``structured``).
+llguidance (https://github.com/guidance-ai/llguidance) compiles the grammars and computes which tokens may come next. It
+is an optional package (extra ``structured``).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
-"""Limits of llguidance on what a grammar may take: rows of its parser, states of its lexer, and steps to make them."""
+"""Limits of llguidance on a grammar: items in a row of its parser, states of its lexer, and steps to make them."""
 MOST_FORCED = 4096
-"""Tokens in a row that a form may leave no choice about: each step looks at all of them."""
+"""Most forced tokens in a row: each step looks at all of them."""
 KEPT_FORMS = 32
-"""Compiled forms that are kept for requests to come."""
+"""Compiled grammars that are kept for requests to come."""
 JSON_OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
-"""Of llguidance, whatever a schema's own ``x-guidance`` says. Between the parts of JSON stands a space, or a new line
-with its indent: without a limit small models write nothing else. Keywords that would not be followed are refused."""
+"""Options of llguidance, which override a schema's ``x-guidance``. Between the parts of JSON stands a space, or a new
+line with its indent: without a limit small models write nothing else. Unsupported keywords are refused."""
 WORD_BITS = 32
 
 
-class Forms:
-    """Compiles the forms of texts for one model.
+class GrammarCompiler:
+    """Compiles grammars for guided decoding with one model.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Forms:
         self._compiled: OrderedDict[TextForm, Any] = OrderedDict()
 
     def begin(self, form: TextForm) -> Constraint:
-        """Return the constraint of a text that begins; raises `FormError` for a form that is wrong or too large."""
+        """Return the constraint of a new text; raises `FormError` for a form that is invalid or too large."""
         matcher = self._compiled.pop(form, None)
         if matcher is None:
             matcher = self._compile(form)
@@ -98,12 +98,12 @@ class Forms:
 
 
 class Constraint:
-    """The form of one text while it grows.
+    """The state of guided decoding for one text.
 
     Attributes
     ----------
     words : uint32 array
-        One bit for each token that may come next, the lowest bit of a word first; valid from `prepare` to the next
+        One bit for each token, set if it may come next, lowest bit of a word first; valid from `prepare` to the next
         `accept`.
     """
 
@@ -112,7 +112,7 @@ class Constraint:
         self.words: NDArray[np.uint32] = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
         self._known = False
         self._refused = ""
-        """Why the text cannot go on."""
+        """Reason for which the text cannot continue."""
 
     def prepare(self) -> None:
         """Compute the mask of the next token; it is empty if the form cannot be followed (`check`)."""
@@ -143,7 +143,7 @@ class Constraint:
         return FormError(f"The form of the text cannot be followed: {self._refused or _why(self._matcher)}")
 
     def accept(self, token_id: int) -> bool:
-        """Go on with a token that may come next; returns whether the text is complete: nothing can follow."""
+        """Append a token that may come next; returns whether the text is complete: nothing can follow."""
         if not self._matcher.consume_token(token_id):
             raise self._failure()
         self._known = False
@@ -152,8 +152,8 @@ class Constraint:
     def forced(self, most: int) -> list[int]:
         """Return the tokens that must come next, `most` at most; none if there is a choice.
 
-        If they are more than a form may force, the next mask is empty, and `check` raises. Nothing does here: the step
-        is that of others, too.
+        If they exceed `MOST_FORCED`, the next mask is empty, and `check` raises. Must not raise: other requests share
+        this step.
         """
         found = self._matcher.compute_ff_tokens()
         if len(found) > MOST_FORCED:
@@ -161,13 +161,13 @@ class Constraint:
         return list(found[:most])
 
     def possible(self, proposal: Items[int]) -> int:
-        """Return how many of a draft's tokens may be there, one after the other."""
+        """Return the number of leading draft tokens that the grammar allows."""
         return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(proposal)))
 
     def prepare_draft(self, proposal: Items[int], masks: Items[NDArray[np.uint32]]) -> None:
         """Compute the mask of the next token, and those after each token of a draft that is `possible`.
 
-        Raises nothing, as `forced`.
+        Must not raise: other requests share this step.
         """
         self.prepare()
         for token_id, words in zip(proposal, masks, strict=True):
@@ -180,23 +180,23 @@ class Constraint:
         self.prepare()  # a draft begins under this mask
         matcher = self._matcher.deep_copy()
 
-        def behind(token_id: int) -> NDArray[np.uint32] | None:
+        def mask_after(token_id: int) -> NDArray[np.uint32] | None:
             words = np.zeros_like(self.words)
             if not matcher.is_stopped() and matcher.consume_token(token_id) and not matcher.is_stopped():
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             return words
 
-        return behind
+        return mask_after
 
     def fork(self) -> Constraint:
-        """Return a constraint that goes its own way from here."""
+        """Return an independent copy."""
         other = Constraint(self._matcher.deep_copy(), 0)
         other.words, other._known = self.words.copy(), self._known
         return other
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it: the bytes of each token, whatever file they come from."""
+    """A tokenizer in the form that llguidance expects: the bytes of each token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: list[int]):
         self._tokenizer = tokenizer
@@ -218,7 +218,7 @@ class _Vocabulary:
 
 
 _EXCERPT = re.compile(r"\n *\d+ \| ")
-"""Begin of the lines of a grammar that llguidance repeats behind its error."""
+"""Beginning of the grammar's lines, which llguidance repeats after its error."""
 
 
 def _refused(form: TextForm, why: str) -> FormError:

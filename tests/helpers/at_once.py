@@ -20,7 +20,7 @@ from edgeinfer.engine import (
     run_alone,
 )
 from edgeinfer.runner import Runner
-from edgeinfer.text import Constraint, Forms, Tokenizer
+from edgeinfer.text import Constraint, GrammarCompiler, Tokenizer
 from tests.helpers.sessions import free_blocks, tokens
 
 COMMON = tokens(70, 8)
@@ -38,8 +38,8 @@ class Asked(NamedTuple):
     """Continuations to score instead."""
 
 
-def asked_for(n: int, seed: int, beams: bool = True, forms: bool = False, longest: int = 170) -> list[Asked]:
-    """Return requests of all kinds; with `forms` some follow a schema, and each 20th has a prompt of `longest`."""
+def asked_for(n: int, seed: int, beams: bool = True, grammars: bool = False, longest: int = 170) -> list[Asked]:
+    """Return requests of all kinds; with `grammars` some follow a schema, and each 20th has a prompt of `longest`."""
     chance, found = random.Random(seed), []
     for number in range(n):
         ids = COMMON[: chance.choice((0, 16, 40, 70))] + tokens(chance.choice((1, 3, 9, 30, 100)), number)
@@ -52,7 +52,7 @@ def asked_for(n: int, seed: int, beams: bool = True, forms: bool = False, longes
         }
         if number % 20 == 19:
             ids, options["n"] = tokens(longest, number), 1
-        if forms and number % 5 == 2:
+        if grammars and number % 5 == 2:
             options["response_format"] = SCHEMA
         if beams and number % 9 == 4:
             options = {"beams": 2, "n": 2, "max_tokens": 12, "logprobs": options["logprobs"]}
@@ -61,14 +61,15 @@ def asked_for(n: int, seed: int, beams: bool = True, forms: bool = False, longes
     return found
 
 
-def forms_of(runner: Runner) -> Forms:
-    """Return what compiles forms of texts for a model with a tokenizer."""
+def compiler_of(runner: Runner) -> GrammarCompiler:
+    """Return a compiler of grammars for a model with a tokenizer."""
     tokenizer = Tokenizer.of_model(runner.bundle.path, runner.bundle.files, runner.model)
     assert tokenizer
-    return Forms(tokenizer, runner.model.vocab_size, [2])
+    return GrammarCompiler(tokenizer, runner.model.vocab_size, [2])
 
 
-def task_of(runner: Runner, asked: Asked, speculation: Speculation | None = None, forms: Forms | None = None) -> Any:
+def task_of(runner: Runner, asked: Asked, speculation: Speculation | None = None,
+            grammars: GrammarCompiler | None = None) -> Any:
     """Return the engine's task for a request."""
     form, begin = asked.config.response_format, None
     if asked.scored:
@@ -76,10 +77,10 @@ def task_of(runner: Runner, asked: Asked, speculation: Speculation | None = None
     if asked.config.beams > 1:
         return BeamSearch(runner, None, asked.ids, asked.config, (5,))
     if form is not None:
-        assert forms
+        assert grammars
 
         def begin_form() -> Constraint:
-            return forms.begin(form)
+            return grammars.begin(form)
 
         begin = begin_form
     return Generation(runner, None, asked.ids, asked.config, (5,) if begin is None else (2,), speculation, begin)
@@ -118,19 +119,19 @@ class _Kept:
         """Leave it open."""
 
 
-def each_alone(runner: Runner, requests: list[Asked], forms: Forms | None = None) -> list[Any]:
+def each_alone(runner: Runner, requests: list[Asked], grammars: GrammarCompiler | None = None) -> list[Any]:
     """Return what each request gets that runs while no other does."""
-    return [outcome(run_alone(task_of(runner, one, forms=forms), runner)) for one in requests]
+    return [outcome(run_alone(task_of(runner, one, grammars=grammars), runner)) for one in requests]
 
 
 def together(engine: Engine, requests: list[Asked], reuse: bool, speculate: bool, seed: int = 0,
-             forms: Forms | None = None) -> list[Any]:
+             grammars: GrammarCompiler | None = None) -> list[Any]:
     """Return what requests get that arrive in any order, while others run."""
     order, times = list(range(len(requests))), Times()
     random.Random(seed).shuffle(order)
     made: dict[int, Request[Any]] = {}
     for number in order:
         speculation = Speculation(PromptLookup(), times, 3, 8, asked=True) if speculate else None
-        made[number] = Request(engine, task_of(engine.runner, requests[number], speculation, forms), reuse)
+        made[number] = Request(engine, task_of(engine.runner, requests[number], speculation, grammars), reuse)
         made[number].start_whole()
     return [outcome(made[number].finish()) for number in range(len(requests))]

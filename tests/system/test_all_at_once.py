@@ -14,7 +14,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'st
 
 from edgeinfer.graph import ExpertsConfig, ModelConfig
 from edgeinfer.registry import recipe_with
-from tests.helpers.at_once import Asked, asked_for, each_alone, engine_of, forms_of, together
+from tests.helpers.at_once import Asked, asked_for, compiler_of, each_alone, engine_of, together
 from tests.helpers.offloaded import CONFIG, made
 from tests.helpers.screened import write_screened_demo
 from tests.helpers.sessions import HYBRID, TINY, WINDOWED, running, write_model
@@ -82,7 +82,7 @@ def alone(folder: Path, name: str, requests: list[Asked], ctx: int) -> list[Any]
     if key not in _outcomes:
         options = {"ctx": ctx, "max_sequences": 2, "outputs": 8, **MODELS[name].options}
         with running(path_of(folder, name), **options) as runner:
-            _outcomes[key] = each_alone(runner, requests, forms_of(runner))
+            _outcomes[key] = each_alone(runner, requests, compiler_of(runner))
     return _outcomes[key]
 
 
@@ -90,13 +90,13 @@ def compare(folder: Path, name: str, n: int, longest: int, reuse: bool, speculat
             pool: int | None, caplog: pytest.LogCaptureFixture) -> None:
     """Compare requests that run together with the same alone; with a `pool` for few of them they are preempted."""
     model, ctx = MODELS[name], longest + 160
-    requests = asked_for(n, 3, forms=True, longest=longest)
+    requests = asked_for(n, 3, grammars=True, longest=longest)
     want = alone(folder, name, requests, ctx)
     options = {"ctx": ctx, "max_sequences": 32, "outputs": 40, "threads": threads, "draft_tokens": 3,
                "kv_tokens": pool, **model.options}
     with running(path_of(folder, name), **options) as runner, engine_of(runner) as engine, \
             caplog.at_level(logging.INFO, "edgeinfer"):
-        have = together(engine, requests, reuse, speculate, forms=forms_of(runner))
+        have = together(engine, requests, reuse, speculate, grammars=compiler_of(runner))
         for one, found, right in zip(requests, have, want, strict=True):
             assert found == right, f"another outcome than alone: {one}"
         assert engine.passes < sum(one.config.max_tokens for one in requests), "they took turns"

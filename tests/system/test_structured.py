@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'st
 from edgeinfer import LLM
 from edgeinfer.base.text_form import MOST_DEPTH, TextForm, text_form
 from edgeinfer.errors import RequestError, UsageError
-from edgeinfer.text import Constraint, Forms
+from edgeinfer.text import Constraint, GrammarCompiler
 from tests.helpers.command_line import edgeinfer
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"},
@@ -176,9 +176,9 @@ def test_masks_are_computed_within_the_pass_that_samples_under_them(llm: LLM, mo
 
 
 def test_forms_are_compiled_once(llm: LLM) -> None:
-    forms = Forms(llm.tokenizer, llm.runner.model.vocab_size, [2])
-    first, second = forms.begin(text_form(SCHEMA)), forms.begin(text_form(SCHEMA))
-    assert first._matcher is not second._matcher and len(forms._compiled) == 1
+    grammars = GrammarCompiler(llm.tokenizer, llm.runner.model.vocab_size, [2])
+    first, second = grammars.begin(text_form(SCHEMA)), grammars.begin(text_form(SCHEMA))
+    assert first._matcher is not second._matcher and len(grammars._compiled) == 1
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import RequestError
-from edgeinfer.text import Constraint, Forms
+from edgeinfer.text import Constraint, GrammarCompiler
 from edgeinfer.text.structured import MOST_FORCED
 
 
@@ -80,7 +80,7 @@ class Vocabulary:
 def test_ends_that_have_no_logit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'structured')")
     tokenizer: Any = Vocabulary()
-    Forms(tokenizer, 257, [256, 900])
+    GrammarCompiler(tokenizer, 257, [256, 900])
 
     def refuse(*given: object, **more: object) -> None:
         raise ValueError("no\n such vocabulary")
@@ -88,4 +88,4 @@ def test_ends_that_have_no_logit_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
     with pytest.raises(RequestError, match=r"^Texts of a given form need a tokenizer that llguidance can use, and it "
                                            r"refuses this one: no such vocabulary$"):
-        Forms(tokenizer, 257, [256])
+        GrammarCompiler(tokenizer, 257, [256])

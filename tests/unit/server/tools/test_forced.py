@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import RequestError
 from edgeinfer.server.tools import Tool, forced, format_of
-from edgeinfer.text import Constraint, Forms, Tokenizer
+from edgeinfer.text import Constraint, GrammarCompiler, Tokenizer
 from tests.helpers.tool_calls import FORMS, Call, read, said
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x", "y"],
@@ -44,7 +44,7 @@ class Vocabulary:
         self.tokenizer = Tokenizer.open(Path(edgeinfer.demo.__path__[0]) / "bundle")
         size = self.tokenizer.vocab_size
         self.eos = min(self.tokenizer.eos_ids)
-        self.forms = Forms(self.tokenizer, size, self.tokenizer.eos_ids)
+        self.grammars = GrammarCompiler(self.tokenizer, size, self.tokenizer.eos_ids)
         self.bytes = {i: self.tokenizer.token_bytes(i) for i in range(size) if i not in self.tokenizer.special_ids}
         self.ids = {spelled: i for i, spelled in self.bytes.items() if spelled}
         self.longest = max(map(len, self.ids))
@@ -76,7 +76,7 @@ class Vocabulary:
 
     def takes(self, form: Any, text: str) -> bool:
         """Return whether a text has a form and may end."""
-        constraint = self.forms.begin(form)
+        constraint = self.grammars.begin(form)
         return self.go_on(constraint, text) and self.may_end(constraint)
 
 
@@ -130,7 +130,7 @@ def test_whatever_is_generated_is_a_call_that_satisfies_the_schema(vocabulary: V
     grammar = forced(format_of(form.template), [DRAW, CLEAR], "draw", False)
     end = "\n</parameter>" if name == "qwen_coder" else (*form.banned, "<|end|>")[0]
     for _ in range(2):
-        text = generated(vocabulary, vocabulary.forms.begin(grammar), rng, end)
+        text = generated(vocabulary, vocabulary.grammars.begin(grammar), rng, end)
         if text is None:
             continue
         found = said(read(form, [DRAW, CLEAR], list(text)))
@@ -162,7 +162,7 @@ def generated(vocabulary: Vocabulary, constraint: Constraint, rng: random.Random
 def test_markers_that_are_special_tokens_are_generated_as_such(vocabulary: Vocabulary, name: str) -> None:
     form = FORMS[name]
     grammar = forced(format_of(form.template), [DRAW, CLEAR], "required", True, special=SPECIAL)
-    constraint = vocabulary.forms.begin(grammar)
+    constraint = vocabulary.grammars.begin(grammar)
     allowed = vocabulary.may_follow(constraint)
     first = next((SPECIAL[marker] for marker in SPECIAL if form.write([("clear", {})]).startswith(marker)), None)
     assert first is None or allowed.tolist() == [first]
