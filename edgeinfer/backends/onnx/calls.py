@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.runner import Segment
 
-from .best import choose
 from .caller import NO_GRAPH
 from .sessions import Sessions
 from .slabs import Slabs
 from .step import Step, step_outputs
+from .topk_sampling import choose
 
 Inputs = dict[str, NDArray[Any]]
 

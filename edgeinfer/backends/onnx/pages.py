@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from edgeinfer.runner import Segment
 from edgeinfer.runner.block_tables import BlockTables
 
-from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
 from .step import step_size
+from .topk_sampling import sampled
 
 LAYOUT = Layout("paged", ("key_cache.{}", "value_cache.{}"), ("key_cache_out.{}", "value_cache_out.{}"),
                 lambda positions, heads: (positions, heads.kv, heads.stored_dim))

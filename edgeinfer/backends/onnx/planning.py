@@ -30,7 +30,6 @@ from edgeinfer.memory_planner import (
 from edgeinfer.registry import each, technique
 
 from .activations import read_again, row_values, score_values
-from .best import BEST
 from .devices import Provider
 from .flavour import Flavour, kv_layers
 from .lower_graph import lower_graph
@@ -40,6 +39,7 @@ from .sizes import Sizes, written_out
 from .slabs import FLOATS, Layout, block_bytes
 from .slots import LAYOUT as SLOT_LAYOUT
 from .step import step_outputs, step_sizes
+from .topk_sampling import RETURNED_LOGITS
 
 ARENA_SHARE = 2.25
 """Of what lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured at most)."""
@@ -147,7 +147,7 @@ class DevicePlanner:
         elif rope.kind == "dynamic":
             ctx = request.ctx
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
-                       top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
+                       top_k=min(RETURNED_LOGITS, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def lower(self, request: Request) -> Sizes:
         """Return the sizes of the model as a request has it, lowered once; raises as `lower_graph`."""
@@ -239,7 +239,8 @@ class DevicePlanner:
     def _arena(self, request: Request, cuda: bool) -> int:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
         c, size = self.graph.config, FLOATS[request.kv]().itemsize
-        rows = request.tokens * row_values(c) * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
+        outputs = request.outputs * (c.vocab_size * (4 + size) + RETURNED_LOGITS * 12)
+        rows = request.tokens * row_values(c) * size + outputs
         scores = 4 * score_values(c, request.tokens, request.ctx, not cuda)
         scores += read_again(c, self.positions(request), request.sequences) * size
         return rows + scores if cuda else round(ARENA_SHARE * (rows + scores))

@@ -12,11 +12,11 @@ from edgeinfer.errors import RequestError
 from edgeinfer.runner import Segment, Sequence
 from edgeinfer.runner.block_tables import Sequences
 
-from .best import sampled
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
 from .step import step_size
+from .topk_sampling import sampled
 
 LAYOUT = Layout("gqa", ("past_key_values.{}.key", "past_key_values.{}.value"), ("present.{}.key", "present.{}.value"),
                 lambda positions, heads: (heads.kv, positions, heads.stored_dim))

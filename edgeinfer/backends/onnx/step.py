@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .best import BEST
 from .flavour import ON_CPU
 from .sessions import Sessions
+from .topk_sampling import RETURNED_LOGITS
 
 
 def step_outputs(vocab_size: int) -> dict[str, tuple[int, type[Any]]]:
     """Return the outputs of a step for each sequence: length of a row and its type, by name."""
-    best = min(BEST, vocab_size)
+    best = min(RETURNED_LOGITS, vocab_size)
     return {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
 
 

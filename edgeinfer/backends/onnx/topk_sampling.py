@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.kernels import abi, sampling
 from edgeinfer.runner import DECODE, Segment
 
-BEST = 64
-"""Number of a row's largest logits that decode steps return with their token ids."""
+RETURNED_LOGITS = 64
+"""Number of the largest logits of a row that decode steps return with their token ids."""
 
 
 def sampled(segment: Segment) -> list[tuple[int, int]]:
@@ -38,12 +38,12 @@ def choose(sample_specs: Items[int], values: NDArray[np.float32], ids: NDArray[n
     ----------
     sample_specs : their addresses (kernels/abi/sampling.py); 0 for none
     values, ids : the largest logits of each row and their tokens, in any order; NaN where a row is not finite
-    positions : of the tokens that are sampled
+    positions : positions of the sampled tokens
 
     Returns
     -------
     bool
-        Whether the tokens are in the samples now; else the whole rows are needed.
+        True if the sample specs hold the tokens now; False if the whole rows are needed.
     """
     if not all(sample_specs) or np.isnan(values).any():
         return False

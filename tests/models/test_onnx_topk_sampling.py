@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.backends.onnx import calls
-from edgeinfer.backends.onnx.best import BEST, choose
 from edgeinfer.backends.onnx.step import Step
+from edgeinfer.backends.onnx.topk_sampling import RETURNED_LOGITS, choose
 from edgeinfer.config import GenerationConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.errors import KernelError
@@ -22,17 +22,18 @@ from tests.helpers.sessions import tokens, write_model
 
 VOCABULARY = 997
 ENOUGH: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0}, {"top_k": 1}, {}, {"top_k": BEST - 1, "top_p": 1.0, "min_p": 0.0}, {"top_p": 0.5},
+    {"temperature": 0.0}, {"top_k": 1}, {}, {"top_k": RETURNED_LOGITS - 1, "top_p": 1.0, "min_p": 0.0}, {"top_p": 0.5},
     {"min_p": 0.3, "temperature": 3.0}, {"temperature": 1e-3})
 NOT: tuple[dict[str, Any], ...] = (
-    {"top_k": BEST}, {"top_k": 0}, {"top_k": 0, "min_p": 0.5}, {"logprobs": 0}, {"temperature": 0.0, "logprobs": 2},
+    {"top_k": RETURNED_LOGITS}, {"top_k": 0}, {"top_k": 0, "min_p": 0.5}, {"logprobs": 0},
+    {"temperature": 0.0, "logprobs": 2},
     {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"logit_bias": {5: 1.0}})
 
 
 def best_of(logits: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """The largest logits in any order, and of equals any."""
     shuffled = rng.permutation(len(logits))
-    ids = shuffled[np.argsort(-logits[shuffled], kind="stable")[:BEST]].astype(np.int64)
+    ids = shuffled[np.argsort(-logits[shuffled], kind="stable")[:RETURNED_LOGITS]].astype(np.int64)
     rng.shuffle(ids)
     return logits[ids], ids
 
@@ -71,7 +72,7 @@ def test_equals_that_may_be_missing_ask_for_the_whole_row() -> None:
     assert alone(sampler_of({"temperature": 0.0}, [1]), values, ids, 1), "ten equals, all of them there"
     assert alone(sampler_of({"top_k": 10}, [1]), values, ids, 1)
     assert not alone(sampler_of({"top_k": 11}, [1]), values, ids, 1)
-    level = np.zeros(BEST, np.float32)
+    level = np.zeros(RETURNED_LOGITS, np.float32)
     assert not alone(sampler_of({"temperature": 0.0}, [1]), level, ids, 1)
 
 
@@ -96,7 +97,7 @@ def test_a_mask_gets_the_whole_row() -> None:
 
 
 def test_no_sample_and_no_numbers() -> None:
-    values, ids = np.ones(BEST, np.float32), np.arange(BEST)
+    values, ids = np.ones(RETURNED_LOGITS, np.float32), np.arange(RETURNED_LOGITS)
     values[1:] = 0
     assert not choose([0], values[None], ids[None], np.array([1]))
     assert not alone(sampler_of({}, [1]), values * np.float32(np.nan), ids, 1)
