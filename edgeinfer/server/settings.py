@@ -13,8 +13,8 @@ from ..errors import UsageError
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that only programs of this machine reach."""
-KEY_BYTES = 8
-"""Shortest API key: shorter ones can be tried out."""
+MIN_KEY_BYTES = 8
+"""Shortest API key: shorter ones could be brute-forced."""
 
 
 def _seconds(default: float) -> Any:
@@ -74,8 +74,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for key in self.api_keys:
-            if len(key) < KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
-                raise UsageError(f"An API key has {len(key)} characters; a key has at least {KEY_BYTES} printable ASCII"
+            if len(key) < MIN_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
+                raise UsageError(f"An API key has {len(key)} characters; a key has at least {MIN_KEY_BYTES} printable ASCII"
                                  " characters without spaces.")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
