@@ -43,7 +43,7 @@ from .moved_blocks import moved
 from .names import CONVOLUTIONS, SHARED_GATE, VECTORS, with_gguf_names
 from .tensors import GgufFile
 from .tokenizer import GgufTokenizer, read_gguf_tokenizer
-from .types import ANEW, ERROR_ANEW, EXACT, INEXACT, KLD_ANEW, smallest
+from .types import EXACT, INEXACT, REQUANTISED, REQUANTISED_ERROR, REQUANTISED_KLD, smallest
 
 SPARE_GROUP = 32
 """Group size in a header whose types of weights leave no choice."""
@@ -207,19 +207,20 @@ def _refuse_unknown(kinds: Kinds, path: Path) -> None:
 
 def kept(kinds: Kinds) -> str:
     """Describe how a file's tensors are stored by default, as the end of a sentence."""
-    anew = [kind for kind in INEXACT if kind in kinds.values()]
-    but = (f", except {', '.join(anew)}, which no type of edgeinfer's holds exactly: requantised to {ANEW.dtype} "
-           f"(squared error, measured on small models: {_errors_anew(anew)})") if anew else ""
-    return f"codes and scales are kept{but}"
+    if not (requantised := [kind for kind in INEXACT if kind in kinds.values()]):
+        return "codes and scales are kept"
+    return (f"codes and scales are kept, except {', '.join(requantised)}, which no type of edgeinfer's holds exactly: "
+            f"requantised to {REQUANTISED.dtype} (squared error, measured on small models: "
+            f"{_requantised_errors(requantised)})")
 
 
-def _errors_anew(kinds: list[str]) -> str:
+def _requantised_errors(kinds: list[str]) -> str:
     """Return the errors of types requantised beside those of the types themselves, for a sentence."""
-    def both(own: float, anew: float, form: str) -> str:
-        return f"{own:{form}}, as {ANEW.dtype} {anew:{form}}, {anew / own - 1:+.0%}"
+    def both(own: float, requantised: float, form: str) -> str:
+        return f"{own:{form}}, as {REQUANTISED.dtype} {requantised:{form}}, {requantised / own - 1:+.0%}"
 
-    return "; ".join(f"{kind} itself {both(*ERROR_ANEW[kind], '.1e')}"
-                     + (f", its KL divergence {both(*KLD_ANEW[kind], '.3f')}" if kind in KLD_ANEW else "")
+    return "; ".join(f"{kind} itself {both(*REQUANTISED_ERROR[kind], '.1e')}"
+                     + (f", its KL divergence {both(*REQUANTISED_KLD[kind], '.3f')}" if kind in REQUANTISED_KLD else "")
                      for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""The types that tensors of GGUF files have, and which of ours hold them exactly."""
+"""Types of tensors in GGUF files, and the storage types that hold them exactly."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ GGUF_TYPES = {
         42: ("Q2_0", 64, 18),
     }.items()
 }
-"""By the number that a file's table of tensors has."""
+"""Types by their number in a file's table of tensors."""
 BY_NAME = {row.name: row for row in GGUF_TYPES.values()}
 
 _Q4, _INT8 = WeightType("q4", 32), WeightType("int8", 32)
-_Q2 = WeightType("q2", 64), _Q4, _INT8
+_HOLD_Q2 = WeightType("q2", 64), _Q4, _INT8
 _F32 = WeightType("f32")
 TERNARY = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
-"""Types of codes from -1 to 2 at most."""
+"""Types whose codes are from -1 to 2."""
 EXACT = {
     "Q4_0": (_Q4, _INT8, _F32),
-    **dict.fromkeys(TERNARY, (WeightType("q2", 128), *_Q2, _F32)),
-    "Q2_0": (*_Q2, _F32),
+    **dict.fromkeys(TERNARY, (WeightType("q2", 128), *_HOLD_Q2, _F32)),
+    "Q2_0": (*_HOLD_Q2, _F32),
     "Q4_1": (WeightType.of("q4m"), _F32),
     "Q5_0": (WeightType.of("q5"), _F32),
     "Q5_1": (WeightType.of("q5m"), _F32),
@@ -65,19 +65,19 @@ EXACT = {
 holds the results of ggml's own dequantisation.
 """
 INEXACT = ("NVFP4", "IQ3_S", "Q3_K", "IQ3_XXS", "IQ2_S", "Q2_K", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
-"""Types whose levels and groups no storage type has: their values are requantised to `ANEW`."""
-ANEW = _Q4
+"""Types whose levels and groups no storage type has: their values are requantised to `REQUANTISED`."""
+REQUANTISED = _Q4
 """The smallest type that floats can be quantised to."""
-ERROR_ANEW = {
+REQUANTISED_ERROR = {
     "NVFP4": (9.1e-3, 1.5e-2), "IQ3_S": (1.9e-2, 2.6e-2), "Q3_K": (2.1e-2, 2.4e-2), "IQ3_XXS": (3.3e-2, 4.1e-2),
     "IQ2_S": (6.2e-2, 6.6e-2), "Q2_K": (7.2e-2, 7.7e-2), "IQ2_XS": (9.0e-2, 9.4e-2), "IQ2_XXS": (1.2e-1, 1.2e-1),
     "IQ1_M": (2.0e-1, 2.1e-1), "IQ1_S": (2.4e-1, 2.4e-1),
 }
-"""Squared error / squared norm of each of `INEXACT` in its file and once it is stored as `ANEW`, both measured on the
-same matrices (docs/reference/gguf.md)."""
-KLD_ANEW = {"IQ3_S": (0.016, 0.023), "IQ3_XXS": (0.029, 0.036), "Q3_K": (0.020, 0.022), "Q2_K": (0.070, 0.076)}
-"""KL divergence of a small trained model whose layers are of such a type, dequantised and stored as `ANEW`, where it
-was measured (docs/reference/gguf.md)."""
+"""Squared error / squared norm of each of `INEXACT`, in its file and stored as `REQUANTISED`, both measured on the same
+matrices (docs/reference/gguf.md)."""
+REQUANTISED_KLD = {"IQ3_S": (0.016, 0.023), "IQ3_XXS": (0.029, 0.036), "Q3_K": (0.020, 0.022), "Q2_K": (0.070, 0.076)}
+"""KL divergences of a small trained model whose layers have such a type, dequantised and stored as `REQUANTISED`
+(docs/reference/gguf.md)."""
 OWN_ERROR = {
     "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
     "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "NVFP4": 9.1e-3, "MXFP4": 1.3e-2, "IQ3_S": 1.9e-2, "Q3_K": 2.3e-2,
@@ -94,7 +94,7 @@ def smallest(kinds: set[str]) -> WeightType | None:
     It holds them without loss, or, where none of them can be held so, requantised.
     """
     if kinds <= set(INEXACT):
-        return ANEW
+        return REQUANTISED
     if not kinds <= EXACT.keys():
         return None
     common = set.intersection(*(set(EXACT[kind]) for kind in kinds))

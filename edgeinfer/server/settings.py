@@ -75,8 +75,8 @@ class ServerConfig:
         check_fields(self)
         for key in self.api_keys:
             if len(key) < MIN_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
-                raise UsageError(f"An API key has {len(key)} characters; a key has at least {MIN_KEY_BYTES} printable ASCII"
-                                 " characters without spaces.")
+                raise UsageError(f"An API key has {len(key)} characters; a key has at least {MIN_KEY_BYTES} "
+                                 "printable ASCII characters without spaces.")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise UsageError(f"--cors-origin is {origin!r}; write it as browsers do, such as "

@@ -11,7 +11,16 @@ import pytest
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.converters import convert
 from edgeinfer.converters.gguf.blocks import pack_blocks, restated
-from edgeinfer.converters.gguf.types import ANEW, BY_NAME, ERROR_ANEW, EXACT, INEXACT, KLD_ANEW, OWN_ERROR, TERNARY
+from edgeinfer.converters.gguf.types import (
+    BY_NAME,
+    EXACT,
+    INEXACT,
+    OWN_ERROR,
+    REQUANTISED,
+    REQUANTISED_ERROR,
+    REQUANTISED_KLD,
+    TERNARY,
+)
 from edgeinfer.converters.gguf.values import dequantise
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.models.describe import describe
@@ -244,7 +253,7 @@ def test_ternary_codes_give_the_logits_that_four_bits_give(tmp_path: Path) -> No
 def test_what_no_type_holds_is_quantised_anew_by_less_than_it_has_lost(kind: str) -> None:
     """Blocks of random codes are about what the types make of weights with a bell curve."""
     values = dequantise(random_blocks(kind, (64, 1024)).reshape(-1, BY_NAME[kind].nbytes), kind).reshape(64, -1)
-    added = quantise.quantise(values, ANEW.dtype, ANEW.group_size)[2].relative
+    added = quantise.quantise(values, REQUANTISED.dtype, REQUANTISED.group_size)[2].relative
     assert 0 < added < OWN_ERROR[kind]
 
 
@@ -254,11 +263,11 @@ def test_types_of_which_none_has_the_levels_are_quantised_anew_and_it_is_said(tm
     path = tmp_path / "m.gguf"
     tensors = write_gguf(path, source, {"ffn_down": kind, "attn_v": "Q4_0", "attn_": kind, "": "Q8_0"})
     assert f"except {kind}, which no type of edgeinfer's holds exactly: requantised to q4" in describe(path).file_note
-    own, both = ERROR_ANEW[kind]
+    own, both = REQUANTISED_ERROR[kind]
     assert f"{kind} itself {own:.1e}, as q4 {both:.1e}, +" in describe(path).file_note
     assert ("its KL divergence 0.016, as q4 0.023, +44%" in describe(path).file_note) == (kind == "IQ3_S")
-    assert ("KL divergence" in describe(path).file_note) == (kind in KLD_ANEW)
-    assert ERROR_ANEW.keys() == set(INEXACT) > set(KLD_ANEW)
+    assert ("KL divergence" in describe(path).file_note) == (kind in REQUANTISED_KLD)
+    assert REQUANTISED_ERROR.keys() == set(INEXACT) > set(REQUANTISED_KLD)
     done = edgeinfer("convert", path, tmp_path / "out")
     assert f"were requantised, because no type of edgeinfer's holds {kind} exactly. " in " ".join(done.err.split())
     with Bundle.open(tmp_path / "out") as bundle:

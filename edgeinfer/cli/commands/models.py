@@ -36,7 +36,7 @@ STORES = {
 }
 NAME, SIZE, HOLDS = 38, 9, 12
 """Widths of columns."""
-ANEW = "--weights: runs where run is told by --weights q4 (or int8, f16, f32) to requantise it."
+REQUANTISED = "--weights: runs where run is told by --weights q4 (or int8, f16, f32) to requantise it."
 
 
 def models(
@@ -79,7 +79,7 @@ def models(
     for line in lines(found):
         print(line)
     if any(model.remedy for model in found):
-        print("\n".join(folded(ANEW)))
+        print("\n".join(folded(REQUANTISED)))
     print("\n".join(folded(summary(found))))
 
 
