@@ -231,7 +231,8 @@ def _instead(graph: Graph, asked: Quantisation) -> Iterator[str]:
 def _named(checkpoint: Checkpoint, origin: str) -> str:
     """Return the source that a bundle records: the model's own name, and where it was found."""
     own = checkpoint.label
-    return f"{own}, from {origin}" if origin and own not in origin and checkpoint.says != CONFIG_FILE else origin or own
+    both = origin and own not in origin and checkpoint.config_source != CONFIG_FILE
+    return f"{own}, from {origin}" if both else origin or own
 
 
 def _outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, seconds: float) -> str:

@@ -75,7 +75,7 @@ class Checkpoint:
     """Further names of stored tensors."""
     pictures: frozenset[str] = frozenset()
     """Stored tensors of the part of a model that sees pictures."""
-    says: ClassVar[str] = CONFIG_FILE
+    config_source: ClassVar[str] = CONFIG_FILE
     """File that determines the sizes of the checkpoint's tensors."""
 
     @classmethod

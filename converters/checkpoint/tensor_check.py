@@ -62,7 +62,7 @@ def check_tensors(checkpoint: Checkpoint, graph: Graph, compare: bool = True) ->
             continue
         raise CheckpointError(
             f"The tensor {name} in {checkpoint.files[name].path} is not part of a {config.model_type} model; "
-            f"{checkpoint.says} and the weights do not fit together."
+            f"{checkpoint.config_source} and the weights do not fit together."
         )
     return remarks
 
@@ -74,7 +74,7 @@ def misfit(checkpoint: Checkpoint, graph: Graph) -> str:
         if name not in checkpoint.files:
             return f"there is no tensor {said_by(part.name, checkpoint.config, checkpoint.files)}"
         if (have := checkpoint.tensor(name).shape) != part.stored:
-            return f"the tensor {name} has shape {list(have)}, but {checkpoint.says} needs {list(part.stored)}"
+            return f"the tensor {name} has shape {list(have)}, but {checkpoint.config_source} needs {list(part.stored)}"
     return ""
 
 
@@ -89,7 +89,8 @@ def _follow_tie(checkpoint: Checkpoint, graph: Graph) -> None:
 def _check_shape(checkpoint: Checkpoint, weight: Weight, source: Source) -> None:
     name, shape = source.name, source.stored
     if checkpoint.stored(name) not in checkpoint.files:
-        tie = name == HEAD and "; if the head is the embedding, set tie_word_embeddings to true in " + checkpoint.says
+        tie = name == HEAD and ("; if the head is the embedding, set tie_word_embeddings to true in "
+                                f"{checkpoint.config_source}")
         why = _missing_alias(checkpoint, name) or tie or ""
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}{why}.")
     have, file = checkpoint.tensor(name).shape, checkpoint.files[checkpoint.stored(name)]
@@ -97,11 +98,11 @@ def _check_shape(checkpoint: Checkpoint, weight: Weight, source: Source) -> None
         return
     if weight.kind in ("embedding", "head") and len(have) == 2 and have[1] == shape[1]:
         raise CheckpointError(
-            f"{checkpoint.says} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; they must "
-            "agree."
+            f"{checkpoint.config_source} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; "
+            "they must agree."
         )
     raise CheckpointError(
-        f"The tensor {name} in {file.path} has shape {list(have)}, but {checkpoint.says} needs {list(shape)}."
+        f"The tensor {name} in {file.path} has shape {list(have)}, but {checkpoint.config_source} needs {list(shape)}."
     )
 
 

@@ -62,7 +62,7 @@ class GgufCheckpoint(Checkpoint):
     parts: dict[str, GgufFile] = field(default_factory=dict)
     """`files` by role."""
     tokenizer: GgufTokenizer | None = None
-    says: ClassVar[str] = "its metadata"
+    config_source: ClassVar[str] = "its metadata"
 
     @classmethod
     def open(cls, path: str | Path, data: bool = True, headers: list[GgufHeader] | None = None) -> GgufCheckpoint:

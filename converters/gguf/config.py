@@ -49,8 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _TRAINED_ON = (8192, *(1 << i for i in range(9, 21)))
 """Training contexts that are tried if only the factors of a rotation are given; Llama 3's first."""
 ROPE_TOLERANCE = 1e-5
-STILL = 1e20
-"""A factor of wavelengths beyond which no position turns."""
+NOT_ROTATED = 1e20
+"""Factor of wavelengths from which a pair of dimensions is not rotated."""
 
 
 def architecture(header: GgufHeader) -> str:
@@ -122,9 +122,9 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     model = replace(model, attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
                     attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
                     head_bias="output.bias" in tensors)
-    turned = header.fields.get(f"{prefix}rope.dimension_count")
-    if gguf.turns == "count" and turned and turned != model.head_dim:
-        model = replace(model, rotary_dim=turned)
+    rotary_dim = header.fields.get(f"{prefix}rope.dimension_count")
+    if gguf.rotated == "count" and rotary_dim and rotary_dim != model.head_dim:
+        model = replace(model, rotary_dim=rotary_dim)
     if ROPE_FACTORS not in factors:
         return model
     of_factors = _proportional if gguf.proportional else _of_factors
@@ -154,7 +154,7 @@ def _understood(header: GgufHeader, tensors: Mapping[str, GgufTensor]
     ids = {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
            if f"tokenizer.ggml.{key}_token_id" in fields}
     config |= {key: None if token_id in NO_TOKEN else token_id for key, token_id in ids.items()}
-    config |= {**gguf.says, **(gguf.fields(m) if gguf.fields else {})}
+    config |= {**gguf.fixed_fields, **(gguf.fields(m) if gguf.fields else {})}
     if gguf.experts and fields.get(f"{name}.expert_count"):
         config |= moe_fields(gguf.experts, m)
     return config, m, gguf
@@ -178,14 +178,14 @@ def _rotation(m: GgufMetadata, config: Mapping[str, Any], gguf: Gguf, factors: M
               ) -> dict[str, Any]:
     """Return RoPE's keys as config.json's rope_scaling; if whole heads must be rotated, another width is refused."""
     r, prefix, config = m.reader, m.prefix, with_head(config)
-    head_dim, turned = config.get("head_dim"), r.get(prefix + "rope.dimension_count")
-    some = isinstance(turned, int) and isinstance(head_dim, int) and 0 < turned < head_dim
-    if gguf.turns == "share":  # so that no rounding makes it one less
-        config["partial_rotary_factor"] = (turned + 0.25) / head_dim if some else 1.0
+    head_dim, rotary_dim = config.get("head_dim"), r.get(prefix + "rope.dimension_count")
+    some = isinstance(rotary_dim, int) and isinstance(head_dim, int) and 0 < rotary_dim < head_dim
+    if gguf.rotated == "share":  # so that no rounding makes it one less
+        config["partial_rotary_factor"] = (rotary_dim + 0.25) / head_dim if some else 1.0
     if SHORT in factors or LONG in factors:
         return {**config, "rope_scaling": _longrope(r, prefix, config, factors)}
-    in_part = gguf.turns == "count" and some and turned % 2 == 0
-    whole = () if in_part or gguf.turns in ("share", "none") else ("rope.dimension_count",)
+    in_part = gguf.rotated == "count" and some and rotary_dim % 2 == 0
+    whole = () if in_part or gguf.rotated in ("share", "none") else ("rope.dimension_count",)
     for key in (*whole, "attention.value_length"):
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
@@ -225,7 +225,7 @@ def _scaled(m: GgufMetadata, config: Mapping[str, Any], gguf: Gguf) -> dict[str,
 
 def _longrope(r: ConfigReader, prefix: str, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
               ) -> dict[str, Any]:
-    """LongRoPE: its factors are tensors, and the file says how much cosines and sines are scaled."""
+    """Return the section of LongRoPE, whose factors are tensors; the file has the scale of cosines and sines."""
     r.get(prefix + "rope.scaling.type")
     section: dict[str, Any] = {
         "rope_type": "longrope", "long_factor": list(factors.get(LONG, ())),
@@ -246,17 +246,17 @@ def _refuse_window(r: ConfigReader, prefix: str, config: Mapping[str, Any]) -> N
 
 
 def _proportional(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
-    """Pairs with a factor of 1 turn; those with a huge one, which come after, stand still."""
+    """Return a rotation of the pairs with factor 1; those after them, with a huge factor, are not rotated."""
     turning = sum(factor == 1 for factor in factors)
     if 2 * len(factors) != model.rope.span or not turning or any(f != 1 for f in factors[:turning]) or \
-            any(not STILL <= f < math.inf for f in factors[turning:]):
+            any(not NOT_ROTATED <= f < math.inf for f in factors[turning:]):
         raise UnsupportedModelError(f"{ROPE_FACTORS} in {header.path} holds {len(factors)} factors that are not 1 and "
                                     "then huge, one for each pair of a head; edgeinfer knows no others of Gemma 4.")
     return replace(model.rope, dims=2 * turning)
 
 
 def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
-    """The rule of Llama 3 that gives these factors."""
+    """Return the rotation by Llama 3's rule that gives these factors."""
     own, stretch = model.rope, max(factors)
     if own.kind != "default":
         raise UnsupportedModelError(f"{header.path} has both {ROPE_FACTORS} and {prefix}rope.scaling.type {own.kind}; "

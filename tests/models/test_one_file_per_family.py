@@ -77,7 +77,7 @@ def test_one_family_of_each_architecture_takes_all_other_files() -> None:
 
 def test_what_is_no_family_has_the_usual_names() -> None:
     assert family_of("mamba") == family_of(None) == Family()
-    assert family_of("glm4").gguf == (Gguf("glm4", turns="share"),)
+    assert family_of("glm4").gguf == (Gguf("glm4", rotated="share"),)
 
 
 @pytest.fixture

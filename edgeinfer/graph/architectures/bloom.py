@@ -42,7 +42,7 @@ def parts(c: ModelConfig, hf: str) -> Layer:
 forward = partial(gpt_like, parts=parts, embed="transformer.word_embeddings", positions="",
                   embed_norm="transformer.word_embeddings_layernorm")
 FAMILY = Family(
-    (Gguf("bloom", says={"hidden_act": "gelu_new"}, turns="none"),),
+    (Gguf("bloom", fixed_fields={"hidden_act": "gelu_new"}, rotated="none"),),
     {"transformer.word_embeddings": "token_embd", "transformer.word_embeddings_layernorm": "token_embd_norm",
      "transformer.ln_f": "output_norm", "self_attention.query_key_value": "attn_qkv",
      "self_attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"},

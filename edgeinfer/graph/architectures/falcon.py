@@ -64,7 +64,7 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
 
 forward = partial(gpt_like, parts=parts, embed="transformer.word_embeddings", positions="")
 FAMILY = Family(
-    (Gguf("falcon", fields=_fields, says={"hidden_act": "gelu"}, ignored=("tensor_data_layout",)),),
+    (Gguf("falcon", fields=_fields, fixed_fields={"hidden_act": "gelu"}, ignored=("tensor_data_layout",)),),
     {"transformer.word_embeddings": "token_embd", "transformer.ln_f": "output_norm", "ln_attn": "attn_norm_2",
      "ln_mlp": "attn_norm", "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
      "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"},

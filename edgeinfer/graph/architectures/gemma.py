@@ -88,4 +88,4 @@ def gguf_fields(m: GgufMetadata, largest: int) -> dict[str, Any]:
             "final_logit_softcapping": m.get("final_logit_softcapping")}
 
 
-FAMILY = Family((Gguf("gemma", says=GELU, tied=True),), norms_plus_one=True)
+FAMILY = Family((Gguf("gemma", fixed_fields=GELU, tied=True),), norms_plus_one=True)

@@ -38,5 +38,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     return gemma.gguf_fields(m, 46) | {"attn_logit_softcapping": m.get("attn_logit_softcapping")}
 
 
-FAMILY = Family((Gguf("gemma2", fields=_fields, says=gemma.GELU, tied=True),), NORMS_ON_THE_WAY_OUT,
+FAMILY = Family((Gguf("gemma2", fields=_fields, fixed_fields=gemma.GELU, tied=True),), NORMS_ON_THE_WAY_OUT,
                 norms_plus_one=True)

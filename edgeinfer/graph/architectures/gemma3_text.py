@@ -67,6 +67,6 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
                                        "sliding_window_pattern": m.get("attention.sliding_window_pattern") or 6}
 
 
-FAMILY = Family((Gguf("gemma3", fields=_fields, says=gemma.GELU, tied=True, sees=True, ollama=Ollama(keys={
+FAMILY = Family((Gguf("gemma3", fields=_fields, fixed_fields=gemma.GELU, tied=True, sees=True, ollama=Ollama(keys={
     "rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"})),), NORMS_ON_THE_WAY_OUT,
     norms_plus_one=True, seeing=(Seeing("gemma3"),))

@@ -274,8 +274,8 @@ def _rotation(m: GgufMetadata) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    (Gguf("gemma4", fields=_fields, says=gemma.GELU, tied=True, sees=True, rotation=_rotation, proportional=True,
-          experts=GgufExperts(active="top_k_experts", size="moe_intermediate_size"),
+    (Gguf("gemma4", fields=_fields, fixed_fields=gemma.GELU, tied=True, sees=True, rotation=_rotation,
+          proportional=True, experts=GgufExperts(active="top_k_experts", size="moe_intermediate_size"),
           ollama=Ollama(tensors=((r"(blk\.\d+)\.ffn_gate_inp\.per_expert_scale$", r"\1.ffn_down_exps.scale"),
                                  (r"(blk\.\d+)\.layer_scalar$", r"\1.layer_output_scale.weight")))),),
     NORMS_ON_THE_WAY_OUT | {

@@ -42,6 +42,6 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 
 
 forward = partial(llama_like, block=layer)
-FAMILY = Family((Gguf("glm4", turns="share"),), {
+FAMILY = Family((Gguf("glm4", rotated="share"),), {
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "mlp.gate_up_proj": "ffn_up"})

@@ -44,5 +44,5 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
 
 
 forward = partial(llama_like, block=block)
-FAMILY = Family((Gguf("glm4moe", fields=_fields, turns="share"),),
+FAMILY = Family((Gguf("glm4moe", fields=_fields, rotated="share"),),
                 {**TENSORS, "post_attention_layernorm": "post_attention_norm"}, further_tokens=True)

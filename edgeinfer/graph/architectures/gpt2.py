@@ -43,7 +43,7 @@ TENSORS = {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", 
            "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
            "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 FAMILY = Family(
-    (Gguf("gpt2", says={"hidden_act": "gelu_new"}, ignored=("tensor_data_layout",), turns="none"),), TENSORS,
+    (Gguf("gpt2", fixed_fields={"hidden_act": "gelu_new"}, ignored=("tensor_data_layout",), rotated="none"),), TENSORS,
     qkv="rows", prefix="transformer.",
     ambiguous="a quantised GPT-2, whose matrices programs have packed by rows or by columns, and the files do not say "
               "which")

@@ -45,5 +45,5 @@ def parts(c: ModelConfig, hf: str) -> Layer:
 
 forward = partial(gpt_like, parts=parts)
 FAMILY = Family((Gguf("starcoder", fields=lambda m: {"multi_query": m.config.get("num_key_value_heads") == 1},
-                      says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
+                      fixed_fields={"hidden_act": "gelu_pytorch_tanh"}, rotated="none"),), TENSORS,
                 qkv="rows", prefix="transformer.")

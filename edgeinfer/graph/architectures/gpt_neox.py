@@ -39,7 +39,7 @@ forward = partial(gpt_like, parts=parts, embed="gpt_neox.embed_in", positions=""
                   norm="gpt_neox.final_layer_norm", head="embed_out")
 FAMILY = Family(
     (Gguf("gptneox", fields=lambda m: {"use_parallel_residual": bool(m.get("use_parallel_residual"))},
-          says={"hidden_act": "gelu"}, turns="share"),),
+          fixed_fields={"hidden_act": "gelu"}, rotated="share"),),
     {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
      "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
      "mlp.dense_4h_to_h": "ffn_down"},

@@ -66,5 +66,5 @@ def biases(modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 forward = partial(llama_like, block=layer)
-GGUF = Gguf("llama", turns="count")
+GGUF = Gguf("llama", rotated="count")
 FAMILY = Family((GGUF,), neighbours=True, ffn_biases=True)

@@ -44,7 +44,7 @@ def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "mscale": 1.0, "mscale_all_dim": multiplier, **({"llama_4_scaling_beta": beta} if beta else {})}
 
 
-MISTRAL_3 = Gguf("mistral3", says={"sliding_window": None}, ignored=("attention.temperature_scale",),
+MISTRAL_3 = Gguf("mistral3", fixed_fields={"sliding_window": None}, ignored=("attention.temperature_scale",),
                  stretch=_stretched)
 """Mistral Small 3's, which has no factors of queries, and Ministral 3's."""
 FAMILY = Family((replace(llama.GGUF, when=_has_window,

@@ -63,7 +63,7 @@ forward = partial(gpt_like, parts=parts, positions="", layers="transformer.block
                   norm_bias=False)
 FAMILY = Family(  # a file says 0 if the model has a table of positions instead of ALiBi
     (Gguf("mpt", fields=lambda m: {"alibi_bias_max": m.get("attention.max_alibi_bias")},
-          says={"hidden_act": "gelu"}, turns="none"),),
+          fixed_fields={"hidden_act": "gelu"}, rotated="none"),),
     {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm",
      "norm_2": "ffn_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "ffn.up_proj": "ffn_up",
      "ffn.down_proj": "ffn_down"},

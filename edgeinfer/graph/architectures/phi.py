@@ -36,6 +36,6 @@ def parts(c: ModelConfig, hf: str) -> Layer:
 
 
 forward = partial(gpt_like, parts=parts, head_bias=True, **{**LLAMA_NAMES, "norm": "model.final_layernorm"})
-FAMILY = Family((Gguf("phi2", says={"hidden_act": "gelu_new"}, turns="share"),), {
+FAMILY = Family((Gguf("phi2", fixed_fields={"hidden_act": "gelu_new"}, rotated="share"),), {
     "model.final_layernorm": "output_norm", "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down"}, qkv="either")

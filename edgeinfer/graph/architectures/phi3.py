@@ -48,7 +48,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 
 forward = partial(llama_like, block=layer)
 FAMILY = Family(
-    (Gguf("phi3", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None}, turns="share",
+    (Gguf("phi3", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None}, rotated="share",
           strips=True,  # templates break lines after tokens, and it saw no such
           ignored=("rope.scaling.original_context_length", "rope.scaling.attn_factor")),),
     {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"})

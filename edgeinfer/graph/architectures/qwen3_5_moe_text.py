@@ -28,5 +28,5 @@ def read_routed(c: ConfigReader, total: int, active: int, ffn: int = 0) -> Model
 
 EXPERTS = GgufExperts(size="moe_intermediate_size", shared_size="shared_expert_intermediate_size", normalise=True)
 FAMILY = Family(
-    (Gguf("qwen35moe", fields=delta_fields, turns="share", ignored=PICTURES, experts=EXPERTS),), TENSORS, order=order,
+    (Gguf("qwen35moe", fields=delta_fields, rotated="share", ignored=PICTURES, experts=EXPERTS),), TENSORS, order=order,
     further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5_moe"),))

@@ -128,6 +128,6 @@ WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?
 """Qwen2's pre-tokenizer, in which marks belong to letters."""
 PICTURES = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys that say how pictures come in."""
-FAMILY = Family((Gguf("qwen35", fields=delta_fields, turns="share", ignored=PICTURES),), TENSORS, order=order,
+FAMILY = Family((Gguf("qwen35", fields=delta_fields, rotated="share", ignored=PICTURES),), TENSORS, order=order,
                 further_tokens=True, norms_plus_one=True, seeing=(Seeing("qwen3_5"),),
                 pre_tokenizers={"qwen35": PreTokenizer((WORDS,))})

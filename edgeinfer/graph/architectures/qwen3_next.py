@@ -57,6 +57,6 @@ def parts(c: ModelConfig, name: str, source: Source) -> tuple[str, Source] | Non
 
 
 FAMILY = Family(
-    (Gguf("qwen3next", fields=delta_fields, turns="share", experts=EXPERTS),),
+    (Gguf("qwen3next", fields=delta_fields, rotated="share", experts=EXPERTS),),
     {**TENSORS, "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}, parts=parts,
     further_tokens=True, norms_plus_one=True)

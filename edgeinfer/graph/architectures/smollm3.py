@@ -31,4 +31,4 @@ def read(c: ConfigReader) -> ModelConfig:
                         windows=windows, ropes=() if all(given[:layers]) else tuple(given[:layers]))
 
 
-FAMILY = Family((Gguf("smollm3", says={"no_rope_layer_interval": 4}),), neighbours=True)
+FAMILY = Family((Gguf("smollm3", fixed_fields={"no_rope_layer_interval": 4}),), neighbours=True)

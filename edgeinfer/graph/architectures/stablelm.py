@@ -47,4 +47,4 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
 
 
 forward = partial(gpt_like, parts=parts, **LLAMA_NAMES)
-FAMILY = Family((Gguf("stablelm", fields=_fields, turns="share"),))
+FAMILY = Family((Gguf("stablelm", fields=_fields, rotated="share"),))

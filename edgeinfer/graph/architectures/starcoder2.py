@@ -43,5 +43,5 @@ def parts(c: ModelConfig, hf: str) -> Layer:
 
 forward = partial(gpt_like, parts=parts, **LLAMA_NAMES)
 FAMILY = Family((Gguf("starcoder2", fields=lambda m: {"sliding_window": m.get("attention.sliding_window") or None},
-                      says={"hidden_act": "gelu_pytorch_tanh"}),),
+                      fixed_fields={"hidden_act": "gelu_pytorch_tanh"}),),
                 {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})

@@ -85,26 +85,26 @@ class Gguf:
     """An architecture of GGUF that is read as the family."""
 
     name: str
-    """As general.architecture has it. Several families may have the same one."""
+    """Value of general.architecture; several families may share one."""
     when: Callable[[GgufMetadata], bool] | None = None
-    """Whether a file is this family's; of the families with an architecture one has no such question."""
+    """Tells whether a file is of this family; one of the families that share an architecture lacks it, the default."""
     fields: Callable[[GgufMetadata], dict[str, Any]] | None = None
     """Fields of a config.json from the metadata, beside the sizes that all have. Keys that it reads count as
     understood; raises `UnsupportedModelError`."""
-    says: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a config.json that no file holds: llama.cpp knows them by the architecture."""
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a config.json that no file holds, because llama.cpp fixes them by architecture."""
     ignored: tuple[str, ...] = ()
-    """Keys that change nothing of a text."""
+    """Keys that do not affect the text."""
     tied: bool = False
     """The head always is the embedding."""
-    turns: str = "whole"
+    rotated: str = "whole"
     """Rotated part of a head: ``whole``; ``share``, which the config has as partial_rotary_factor; ``count``, which no
     config of the family can express; ``none``, positions are learned.
     """
     rotation: Callable[[GgufMetadata], dict[str, Any]] | None = None
     """Fields of a rotation whose keys are not the usual ones."""
     proportional: bool = False
-    """Factors of the rotation that are not 1 are huge: those pairs stand still."""
+    """Factors of the rotation that are not 1 are huge: those pairs are not rotated."""
     stretch: Callable[[GgufMetadata, dict[str, Any]], dict[str, Any]] | None = None
     """Changes the section of a rotation that YaRN stretches."""
     experts: GgufExperts | None = None
