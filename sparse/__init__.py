@@ -13,7 +13,7 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .ffn import Ffn, ffns, parts
-    from .fitting import PRICES, Fitted, choose, fit
+    from .fitting import LAMBDAS, Fitted, choose, fit
     from .head import make_screen
     from .making import sparsify
     from .predictors import low_rank, scorer, thresholds
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from .sparsified import Sparsified
     from .texts import MEASURED_TOKENS, MOST_TOKENS
 
-__all__ = ["MEASURED_TOKENS", "MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose",
-           "ffns", "fit", "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head",
-           "sparsify", "thresholds"]
+__all__ = ["LAMBDAS", "MEASURED_TOKENS", "MOST_TOKENS", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose",
+           "ffns", "fit", "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer",
+           "screen_head", "sparsify", "thresholds"]
 __getattr__ = lazily(__name__, {
-    "ffn": "Ffn ffns parts", "fitting": "PRICES Fitted choose fit",
+    "ffn": "Ffn ffns parts", "fitting": "LAMBDAS Fitted choose fit",
     "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
     "making": "sparsify", "head": "make_screen", "screened": "Screened screen_head", "sparsified": "Sparsified",
     "texts": "MEASURED_TOKENS MOST_TOKENS",

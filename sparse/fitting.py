@@ -1,7 +1,8 @@
-"""Fit a predictor to a model: factors, rank, thresholds for several prices, and the price that a divergence allows.
+"""Fit a predictor to a model: factors, rank, thresholds for several lambdas, and the lambda that a divergence allows.
 
-One number, the price, trades quality for bytes: the harm that computing one neuron for one token is worth. Thresholds
-of all neurons of all layers follow from it, so that a search for the divergence requested is a search on a line.
+A Lagrange multiplier, lambda, trades quality for bytes: it is the harm that justifies computing one neuron for one
+token. Thresholds of all neurons of all layers follow from it, so that a search for the divergence requested is a search
+on a line.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .ffn import Ffn, Parts, biases, parts
 from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
 from .refine import refine
 
-PRICES = 10.0 ** np.arange(-2.5, -6.1, -0.25)
-"""From the one that leaves out most; the harm of all neurons of a token is 1."""
-USUAL = 1e-4
-"""The price at which ranks are compared."""
+LAMBDAS = 10.0 ** np.arange(-2.5, -6.1, -0.25)
+"""Lagrange multipliers, the one that skips most neurons first; the harm of all neurons of a token is 1 on average."""
+USUAL_LAMBDA = 1e-4
+"""Lambda at which ranks are compared."""
 RANK_STEP = 2 * PREDICTOR_TYPE.group_size
 """Columns of the outer matrix are stored in pairs of groups."""
 SAMPLE_TOKENS, TRAINED_TOKENS = 4096, 8192
@@ -43,15 +44,14 @@ Hooks = Mapping[Op, Sequence[Hook]]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A predictor with thresholds for each of `PRICES`."""
+    """A predictor with thresholds for each of `LAMBDAS`."""
 
     predictor: Predictor
     choices: tuple[NDArray[np.float32], ...]
-    """Thresholds (prices, neurons) of each layer, (prices, 1) where the kind is ``threshold``, (prices, 0) of layers in
-    tiles."""
+    """Thresholds of each layer: (lambdas, neurons); (lambdas, 1) for kind ``threshold``; (lambdas, 0) for dense layers."""
 
     def at(self, i: int) -> Predictor:
-        """Return the predictor with the thresholds of price i."""
+        """Return the predictor with the thresholds of lambda i."""
         return replace(self.predictor, thresholds=tuple(np.ascontiguousarray(choice[i]) for choice in self.choices))
 
 
@@ -85,7 +85,7 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
         one = _one(kind, gate, own)
         scores = scorer(one, 0, gate, layer.ffn.activation, biases(bundle, layer.ffn)[0])(layer.x)
         harm = harm_of(layer.f, layer.weights.down)
-        made[layer.ffn.layer] = one, thresholds(scores, harm, PRICES, kind == "threshold")
+        made[layer.ffn.layer] = one, thresholds(scores, harm, LAMBDAS, kind == "threshold")
         on_progress("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
     return _by_layer(bundle.config.num_hidden_layers, kind, made)
 
@@ -93,7 +93,7 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
 def _refined(layer: _Layer, closed: tuple[Floats, Floats], epochs: int) -> tuple[_Layer, tuple[Floats, Floats]]:
     """Train a layer's factors on its first rows; return its other rows, and the factors that cost less on these."""
     harm = harm_of(layer.f, layer.weights.down)[:-SAMPLE_TOKENS]
-    trained = refine(*closed, layer.x[:-SAMPLE_TOKENS], harm, USUAL, epochs)
+    trained = refine(*closed, layer.x[:-SAMPLE_TOKENS], harm, USUAL_LAMBDA, epochs)
     rest = layer._replace(x=layer.x[-SAMPLE_TOKENS:], f=layer.f[-SAMPLE_TOKENS:])
     return rest, min((trained, closed), key=lambda factors: _cost(factors, factors[0].shape[1], rest))
 
@@ -104,7 +104,7 @@ def _by_layer(layers: int, kind: str, made: dict[int, tuple[Predictor, NDArray[n
     arrays: dict[str, Any] = {
         name: tuple(getattr(made[i][0], name)[0] if i in made else np.zeros(0, np.uint8) for i in range(layers))
         for name in ("signs", "inner", "outer") if getattr(one, name)}
-    none = np.zeros((len(PRICES), 0), np.float32)
+    none = np.zeros((len(LAMBDAS), 0), np.float32)
     return Fitted(Predictor(kind, one.rank, **arrays), tuple(made[i][1] if i in made else none for i in range(layers)))
 
 
@@ -133,15 +133,15 @@ def check_rank(rank: int | None, kind: str, hidden: int) -> None:
 
 
 def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> int:
-    """Return the highest price whose divergence is within the target; the lowest if none is."""
-    low, high = 0, len(PRICES)  # from `high` on all are known to be within, below `low` none
+    """Return the index of the highest lambda whose divergence is within the target; the lowest if none is."""
+    low, high = 0, len(LAMBDAS)  # from `high` on all are known to be within, below `low` none
     while low < high:
         middle = (low + high) // 2
         if divergence(fitted.at(middle)) <= target:
             high = middle
         else:
             low = middle + 1
-    return min(high, len(PRICES) - 1)
+    return min(high, len(LAMBDAS) - 1)
 
 
 def harm_of(f: Floats, down: Floats) -> Floats:
@@ -223,14 +223,14 @@ def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Seq
 
 
 def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
-    """Neurons a token, those that the predictor's bytes and the harm are worth included, at the usual price."""
+    """Cost in neurons per token at the usual lambda, with the predictor's bytes and the harm converted to neurons."""
     outer, inner = factors
     step = max(1, len(outer) // COMPARED_NEURONS)  # they are in order of heat: every n-th are like all
     gate = layer.weights.gate[::step]
     one = _one("lowrank", gate, (outer[::step, :rank], inner[:rank]))
     scores = scorer(one, 0, gate, layer.ffn.activation)(layer.x)
     harm = harm_of(layer.f, layer.weights.down)[:, ::step]
-    chosen = scores > thresholds(scores, harm, np.array([USUAL]))[0]
+    chosen = scores > thresholds(scores, harm, np.array([USUAL_LAMBDA]))[0]
     neuron = layer.ffn.parts * PREDICTOR_TYPE.bytes_of(gate.shape[1]) / 2  # about, of a model in 4 bits
-    computed = len(outer) / len(gate) * (np.count_nonzero(chosen) + harm[~chosen].sum() / USUAL) / len(layer.x)
+    computed = len(outer) / len(gate) * (np.count_nonzero(chosen) + harm[~chosen].sum() / USUAL_LAMBDA) / len(layer.x)
     return float(computed + least_bytes("lowrank", rank, layer.ffn) / neuron)

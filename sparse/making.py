@@ -65,12 +65,12 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     ----------
     source : Bundle
     destination : the bundle to make; nothing is left there if anything fails or is interrupted
-    stream : the text's tokens: the last part measures the result, the part before chooses the price, the rest fits
+    stream : the text's tokens: the last part measures the result, the part before chooses lambda, the rest fits
     kind : {'sign', 'lowrank', 'threshold'}, by default lowrank where neurons are exactly 0, else threshold
     max_kld : bound of the divergence
     rank, epochs : as for `fit`
     on_progress : called with (stage, done, total, item)
-    held_out : other texts to measure on, of the tokens after those that choose the price with the text's own: the
+    held_out : other texts to measure on, of the tokens after those that choose lambda with the text's own: the
         predictor is to meet the bound on all texts, and the worst measurement decides
     in_tiles : gives the source with FFNs in tiles, where it has them by neuron; without it none of these is stored so
 
@@ -113,7 +113,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         activity = _Activity(maker.networks)
         fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs,
                      on_progress=on_progress, along=activity.hooks)
-        predictor = fitted.at(maker.price(fitted, [choosing, *(a for a, _ in others)], max_kld, on_progress))
+        predictor = fitted.at(maker.lambda_index(fitted, [choosing, *(a for a, _ in others)], max_kld, on_progress))
         result, tallies = maker.measure(predictor, measuring)
         elsewhere = [(text, maker.measure(predictor, text)[0]) for _, text in others]
         tallies = maker.of_layers(tallies, activity)
@@ -229,13 +229,13 @@ class _Maker:
         return [found.get(ffn.layer, Tally(measured, measured, n, n))
                 for ffn, n in zip(self.networks, fired, strict=True)]
 
-    def price(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, on_progress: OnProgress) -> int:
-        """Return the highest price within the bound on all texts."""
+    def lambda_index(self, fitted: Fitted, texts: Sequence[Stream], max_kld: float, on_progress: OnProgress) -> int:
+        """Return the index of the highest lambda within the bound on all texts."""
         tried: list[float] = []
 
         def divergence(predictor: Predictor) -> float:
             tried.append(max(kld_of(self.measure(predictor, text)[0]) for text in texts))
-            on_progress("price", len(tried), 4, f"KLD {tried[-1]:.4f}")
+            on_progress("lambda", len(tried), 4, f"KLD {tried[-1]:.4f}")
             return tried[-1]
 
         return choose(fitted, divergence, max_kld)

@@ -94,17 +94,17 @@ def rounded(x: Floats, group: int = GROUP) -> Floats:
     return (np.rint(codes) * np.repeat(scales, group, axis=1))[:, : x.shape[1]].astype(np.float32)
 
 
-def thresholds(scores: Floats, harm: Floats, prices: NDArray[Any], one: bool = False) -> Floats:
-    """Choose, for each price, which scores are too low to be worth a neuron.
+def thresholds(scores: Floats, harm: Floats, lambdas: NDArray[Any], one: bool = False) -> Floats:
+    """Choose, for each lambda, which scores are too low to be worth a neuron.
 
     Parameters
     ----------
     scores : of shape (tokens, neurons)
     harm : of shape (tokens, neurons)
         What leaving the neuron out does to the layer's output: (|f| |d|)^2, over the mean of its sum over neurons.
-    prices : of shape (n,)
+    lambdas : of shape (n,)
         The harm that computing one neuron for one token is worth: a threshold is where the number of neurons left out
-        less their harm / price is largest, neuron by neuron.
+        less their harm / lambda is largest, neuron by neuron.
     one : bool
         Whether all neurons have one threshold.
 
@@ -115,7 +115,7 @@ def thresholds(scores: Floats, harm: Floats, prices: NDArray[Any], one: bool = F
     """
     if one:
         scores, harm = scores.reshape(-1, 1), harm.reshape(-1, 1)
-    chosen = np.empty((len(prices), scores.shape[1]), np.float32)
+    chosen = np.empty((len(lambdas), scores.shape[1]), np.float32)
     left_out = np.arange(1, len(scores) + 1, dtype=np.float32)
 
     def choose(first: int) -> None:
@@ -125,8 +125,8 @@ def thresholds(scores: Floats, harm: Floats, prices: NDArray[Any], one: bool = F
         ordered = np.take_along_axis(columns, order, 1)
         added = np.cumsum(np.take_along_axis(harm[:, part].T, order, 1), axis=1, dtype=np.float64).astype(np.float32)
         added[:, :-1][ordered[:, 1:] == ordered[:, :-1]] = np.inf  # equal scores go together
-        for i, price in enumerate(prices):
-            gain = left_out - added / np.float32(price)
+        for i, lambda_ in enumerate(lambdas):
+            gain = left_out - added / np.float32(lambda_)
             best = gain.argmax(axis=1)[:, None]
             worth = np.take_along_axis(gain, best, 1)[:, 0] > 0
             chosen[i, part] = np.where(worth, np.take_along_axis(ordered, best, 1)[:, 0], ALWAYS)

@@ -21,7 +21,7 @@ STEEPNESS = 3.0
 DECAY = (0.9, 0.99)
 
 
-def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float, epochs: int) -> tuple[Floats, Floats]:
+def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, lambda_: float, epochs: int) -> tuple[Floats, Floats]:
     """Return the matrices after training.
 
     Parameters
@@ -30,13 +30,13 @@ def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float, 
     x : of shape (tokens, hidden_size)
     harm : of shape (tokens, neurons)
         As for `thresholds`.
-    price : float
+    lambda_ : float
         The harm that computing one neuron for one token is worth.
     epochs : int
         Passes over the tokens.
     """
     rng, tokens = np.random.default_rng(SEED), len(x)
-    worth = harm > price
+    worth = harm > lambda_
     some = np.sort(rounded(x[:1024] @ inner.T) @ outer.T, axis=0)
     middle = ((1 - worth.mean(axis=0)) * (len(some) - 1)).astype(np.int64)
     thresholds = np.take_along_axis(some, middle[None], 0)[0]
@@ -53,7 +53,7 @@ def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float, 
             low = rounded(rows @ inner.T)
             logits = (low @ outer.T - thresholds) * slope
             error = 1 / (1 + np.exp(-np.clip(logits, -30, 30))) - wanted
-            error *= np.where(wanted, np.minimum(np.sqrt(harm[at] / np.float32(price)), np.float32(HEAVIEST)), 1)
+            error *= np.where(wanted, np.minimum(np.sqrt(harm[at] / np.float32(lambda_)), np.float32(HEAVIEST)), 1)
             error *= slope / np.float32(len(at))
             optimiser.step([error.T @ low, (error @ outer).T @ rows, -error.sum(axis=0)])
     return weights[0], weights[1]

@@ -11,7 +11,7 @@ from edgeinfer.quality.measurements import LEAST_TOKENS
 OUTPUTS = 64
 """Rows of logits of a forward pass: no part of a text leaves a single token over."""
 CALIBRATION_TOKENS, MEASURED_TOKENS = 32768, 2048
-"""Most tokens for statistics and factors, and most to measure a divergence on, twice: the price is searched on other
+"""Most tokens for statistics and factors, and most to measure a divergence on, twice: the lambda is searched on other
 tokens than the result is measured on."""
 MOST_TOKENS = CALIBRATION_TOKENS + 2 * MEASURED_TOKENS
 MIN_TOKENS = 2048
@@ -20,7 +20,7 @@ LEAST_HELD_OUT = 4 * LEAST_TOKENS
 
 
 def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
-    """Split a text from its beginning to its end: to fit on, to choose the price on, and to measure on."""
+    """Split a text into consecutive parts: to fit on, to choose lambda on, and to measure on."""
     n = len(stream.ids)
     if n < MIN_TOKENS:
         raise RequestError(f"The text has {n} tokens, too few to learn from; give {MIN_TOKENS} at least, and better "
@@ -33,7 +33,7 @@ def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
 
 
 def cut_held_out(stream: Stream) -> tuple[Stream, Stream]:
-    """Split another text: to choose the price on, and to measure on."""
+    """Split another text: to choose lambda on, and to measure on."""
     n = min(len(stream.ids), 2 * MEASURED_TOKENS)
     if n < LEAST_HELD_OUT:
         raise RequestError(f"The held-out text {stream.name} has {n} tokens, too few to measure on; give "

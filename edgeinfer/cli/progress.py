@@ -24,7 +24,7 @@ STAGES = {
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage", "neurons": "measuring FFNs",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
     "effects": "measuring effects of errors", "ranks": "comparing ranks", "screen": "computing the screen",
-    "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
+    "lambda": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
     "answer": "answering requests",
 }
 WAITING = "waiting for the process that compiles the kernels"

@@ -19,7 +19,7 @@ from edgeinfer.quality.evaluate import Stream, token_stream
 from edgeinfer.quality.gate import find, objection
 from edgeinfer.quality.measurements import read_quality
 from edgeinfer.runner import Segment
-from edgeinfer.sparse import PRICES, Tally, choose, ffns, parts, predicted, sparsify
+from edgeinfer.sparse import LAMBDAS, Tally, choose, ffns, parts, predicted, sparsify
 from edgeinfer.sparse.fitting import Fitted
 from edgeinfer.text import Tokenizer
 from tests.helpers.command_line import edgeinfer
@@ -129,20 +129,20 @@ def test_a_predictor_that_chooses_all_changes_no_bit(bundles: Path) -> None:
     opened.close()
 
 
-def test_the_highest_price_within_the_bound_is_chosen() -> None:
-    choices = (np.arange(len(PRICES), dtype=np.float32)[:, None],)
+def test_the_highest_lambda_within_the_bound_is_chosen() -> None:
+    choices = (np.arange(len(LAMBDAS), dtype=np.float32)[:, None],)
     fitted = Fitted(None, choices)  # type: ignore[arg-type]
 
-    for within in range(len(PRICES) + 1):
+    for within in range(len(LAMBDAS) + 1):
         def divergence(i: int, within: int = within) -> float:
             return 0.01 if i >= within else 0.02
 
         fitted = Numbered(None, choices)  # type: ignore[arg-type]
-        assert choose(fitted, divergence, 0.01) == min(within, len(PRICES) - 1)  # type: ignore[arg-type]
+        assert choose(fitted, divergence, 0.01) == min(within, len(LAMBDAS) - 1)  # type: ignore[arg-type]
 
 
 class Numbered(Fitted):
-    """Its predictors are their prices' numbers."""
+    """Its predictors are their lambdas' numbers."""
 
     def at(self, i: int) -> Any:
         """The number."""
@@ -204,7 +204,7 @@ def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("stage", ["capture", "write", "factors", "thresholds", "price"])
+@pytest.mark.parametrize("stage", ["capture", "write", "factors", "thresholds", "lambda"])
 def test_whatever_ends_it_nothing_is_left(bundles: Path, tmp_path: Path, stage: str) -> None:
     def told(now: str, *_: object) -> None:
         if now == stage:

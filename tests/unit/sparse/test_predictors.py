@@ -70,20 +70,20 @@ def test_the_gate_itself_decides_where_nothing_is_zero() -> None:
 def test_thresholds_leave_out_what_is_not_worth_its_harm(one: bool) -> None:
     scores = RNG.integers(-4, 5, (12, 3)).astype(np.float32)  # with equal ones
     harm = np.maximum(matrix(12, 3), 0) * np.maximum(scores, 0.05)
-    prices = np.array([1.0, 0.2, 1e-9])
-    found = thresholds(scores, harm, prices, one)
+    lambdas = np.array([1.0, 0.2, 1e-9])
+    found = thresholds(scores, harm, lambdas, one)
     assert found.shape == (3, 1 if one else 3) and found.dtype == np.float32
 
-    def worth(price: float, column: np.ndarray, damage: np.ndarray, threshold: float) -> float:
+    def worth(lambda_: float, column: np.ndarray, damage: np.ndarray, threshold: float) -> float:
         out = column <= threshold
-        return float(out.sum() - damage[out].sum() / price)
+        return float(out.sum() - damage[out].sum() / lambda_)
 
     columns = [(scores.ravel(), harm.ravel())] if one else list(zip(scores.T, harm.T, strict=True))
-    for i, price in enumerate(prices):
+    for i, lambda_ in enumerate(lambdas):
         for j, (column, damage) in enumerate(columns):
-            best = max(worth(price, column, damage, t) for t in (ALWAYS, *column))
-            assert worth(price, column, damage, found[i, j]) == pytest.approx(best, rel=1e-5)
-    assert np.all(np.diff(found, axis=0) <= 0)  # a lower price leaves out less
+            best = max(worth(lambda_, column, damage, t) for t in (ALWAYS, *column))
+            assert worth(lambda_, column, damage, found[i, j]) == pytest.approx(best, rel=1e-5)
+    assert np.all(np.diff(found, axis=0) <= 0)  # a lower lambda leaves out less
 
 
 def test_training_costs_less_than_the_closed_form_and_repeats_itself() -> None:
@@ -93,18 +93,18 @@ def test_training_costs_less_than_the_closed_form_and_repeats_itself() -> None:
     gate[::2] *= 3  # half of the neurons have large gates and hardly ever fire, of the others a tenth does
     scores = x @ gate.T
     f = np.maximum(scores - np.where(np.arange(96) % 2, 1.3, 3.5) * scores.std(axis=0), 0) * (x @ up.T)
-    harm, price = harm_of(f, up), 2e-3
+    harm, lambda_ = harm_of(f, up), 2e-3
 
     def cost(outer: np.ndarray, inner: np.ndarray) -> float:
         """Neurons computed and the harm of others, of tokens that were not trained on."""
         found = rounded(x[4096:] @ inner.T) @ outer.T
-        chosen = found > thresholds(found, harm[4096:], np.array([price]))[0]
-        return float(chosen.sum() + harm[4096:][~chosen].sum() / price)
+        chosen = found > thresholds(found, harm[4096:], np.array([lambda_]))[0]
+        return float(chosen.sum() + harm[4096:][~chosen].sum() / lambda_)
 
     closed = low_rank(gate, x.T @ x / len(x), 12)
-    trained = refine(*closed, x[:4096], harm[:4096], price, 3)
+    trained = refine(*closed, x[:4096], harm[:4096], lambda_, 3)
     assert cost(*trained) < 0.97 * cost(*closed)
-    again = refine(*closed, x[:4096], harm[:4096], price, 3)
+    again = refine(*closed, x[:4096], harm[:4096], lambda_, 3)
     assert all(np.array_equal(a, b) for a, b in zip(trained, again, strict=True))
 
 
