@@ -48,7 +48,7 @@ class Fitted:
 
     predictor: Predictor
     choices: tuple[NDArray[np.float32], ...]
-    """Thresholds of each layer: (lambdas, neurons); (lambdas, 1) for kind ``threshold``; (lambdas, 0) for dense layers."""
+    """Thresholds by layer: (lambdas, neurons); (lambdas, 1) for kind ``threshold``; (lambdas, 0) if it stays dense."""
 
     def at(self, i: int) -> Predictor:
         """Return the predictor with the thresholds of lambda i."""

@@ -202,7 +202,7 @@ class Request(Generic[Result]):
             return False
         return True
 
-    def wait_again(self) -> None:
+    def requeue(self) -> None:
         """Let a request wait that was claimed."""
         self._claims.append(None)
 

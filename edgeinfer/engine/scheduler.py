@@ -39,9 +39,9 @@ class Work(NamedTuple):
     """Tokens of each run."""
 
     @property
-    def reading(self) -> bool:
-        """Whether it is a part of a prompt, or of what a preemption took."""
-        return is_reading(self.runs)
+    def is_prefill(self) -> bool:
+        """True for a part of a prompt, or of tokens that a preemption dropped."""
+        return prefilling(self.runs)
 
 
 class Scheduler:
@@ -107,7 +107,7 @@ class Scheduler:
                 failed.append((request, error))
                 continue
             if not entered:
-                request.wait_again()
+                request.requeue()
                 break
             self.running.append(self.waiting.pop(0))
             self.running.sort(key=lambda one: one.number)
@@ -174,7 +174,7 @@ class Scheduler:
         while self.running:
             works = self._compose()
             while not self.runner.fits(_wanted(works)):
-                if len(works) < 2 or not works[-1].reading:
+                if len(works) < 2 or not works[-1].is_prefill:
                     break
                 works.pop()
             else:
@@ -204,7 +204,7 @@ class Scheduler:
             if request.task.passes_alone:
                 continue
             runs = request.task.runs()
-            (prompts if is_reading(runs) else decodes).append((request, runs))
+            (prompts if prefilling(runs) else decodes).append((request, runs))
         rows = self.runner.config.outputs - sum(len(runs) for _, runs in decodes) - len(prompts)
         works: list[Work] = []
         for request, runs in decodes:
@@ -249,11 +249,11 @@ class Scheduler:
         self.preemptions += 1
         logging.getLogger(__name__).info("Request %d was preempted at %d tokens; %d KV blocks are free.",
                                          request.number, n_tokens, self.runner.free_blocks)
-        request.wait_again()
+        request.requeue()
 
 
-def is_reading(runs: Items[Run]) -> bool:
-    """Whether runs are what may be cut into chunks: a prompt, or what a preemption took."""
+def prefilling(runs: Items[Run]) -> bool:
+    """Return whether runs may be cut into chunks: those of a prompt, or of tokens that a preemption dropped."""
     return any(not run.last or len(run.ids) > 1 for run in runs) and not any(run.each for run in runs)
 
 

@@ -232,8 +232,8 @@ class Steps:
     # -- what comes of it --------------------------------------------------------------------------------------------
 
     def _note_time(self, works: list[Work], seconds: float) -> None:
-        read = sum(sum(work.counts) for work in works if work.reading)
-        self.scheduler.budget.took(sum(len(work.runs) for work in works if not work.reading), read, seconds)
+        read = sum(sum(work.counts) for work in works if work.is_prefill)
+        self.scheduler.budget.took(sum(len(work.runs) for work in works if not work.is_prefill), read, seconds)
 
     def _take(self, request: Request[Any], ran: list[Ran]) -> None:
         """Let a task take in its part of a pass; an error ends its request alone."""

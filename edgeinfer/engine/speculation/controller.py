@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 CHOICES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
 """Drafted tokens that are tried: with the last token of the text they fill register blocks."""
-START, STAY = 1.08, 1.03
+START_GAIN, STAY_GAIN = 1.08, 1.03
 """Expected gain from which verifying begins, and from which it continues: the best of noisy estimates is too good."""
-LOSS, FIRST_LOSS = 0.01, 20
-"""Share of a request's time that tries may lose, and the tokens whose time counts as passed at the beginning."""
-ASKED_LOSS = 4
+LOSS_SHARE, FIRST_LOSS_TOKENS = 0.01, 20
+"""Share of a request's time that trials may lose, and the tokens whose time counts as passed at the beginning."""
+ASKED_LOSS_FACTOR = 4
 """Factor by which the allowed loss grows for a drafter that the user has chosen."""
-FIRST_TRY = 2
+FIRST_TRY_INDEX = 2
 """Index of the first choice that is tried for such a drafter."""
-SAVED = 8
+SAVED_TOKENS = 8
 """Tokens whose time may be lost again from the gains of speculation."""
-REFRESH = 32
-"""Verifying passes before one without drafts: the cost of a token changes with the context and the machine."""
-INVESTED = 0.5
+REFRESH_PASSES = 32
+"""Number of verifying passes before one without drafts: the cost of a token changes with context and machine."""
+READING_SHARE = 0.5
 """Share of a draft model's expected gain that reading the prompt may cost."""
-HORIZON = 256
-"""Tokens over which it is to gain that, at most: how long a text becomes is not known."""
+HORIZON_TOKENS = 256
+"""Most tokens over which it must gain that: the length of a text is not known."""
 LEAST_SECONDS = 1e-7
-"""Of anything: clocks may stand still for a while."""
-LONGEST_GAP = 3e-4
+"""Least time of any step: clocks may stand still for a while."""
+LONGEST_GAP_SECONDS = 3e-4
 """Seconds between two steps that count; in a longer gap the caller was busy with the text."""
 
 
@@ -77,7 +77,7 @@ class Speculation:
         self.key = drafter.name, most, rows, fixed, asked
         self._choices = (*(n for n in CHOICES if n < most), most)
         self._may_rest = not (asked or fixed)
-        self._loss = LOSS * (ASKED_LOSS if asked else 1)
+        self._loss = LOSS_SHARE * (ASKED_LOSS_FACTOR if asked else 1)
         self._levels: dict[int, Level] = {}
         self._now: list[Level | None] = []
         """Of the drafts of each text for the next pass; None if there is nothing to draft."""
@@ -108,7 +108,7 @@ class Speculation:
         """
         now = time.perf_counter()
         self._writing = texts
-        self._began = max(self._ended, now - LONGEST_GAP) if self._ended else now
+        self._began = max(self._ended, now - LONGEST_GAP_SECONDS) if self._ended else now
         self._reading = self._drafting = 0.0  # what looking at the text took counts as drafting
         self._measuring = self._rest <= 0
         if not self._measuring:
@@ -165,12 +165,12 @@ class Speculation:
         choices = [n for n in self._choices if n <= most]
         if self._fixed or not choices:
             return choices[-1] if choices else 0
-        if self._unrefreshed >= REFRESH:
+        if self._unrefreshed >= REFRESH_PASSES:
             return 0
         if self._asked and not self._passes:  # what a drafter that was named costs is measured once in a request
-            return choices[min(FIRST_TRY, len(choices) - 1)]
+            return choices[min(FIRST_TRY_INDEX, len(choices) - 1)]
         gains = {n: self._gain(levels, n) for n in choices}
-        margin = STAY if any(level.on for level in levels) else START
+        margin = STAY_GAIN if any(level.on for level in levels) else START_GAIN
         pays = [n for n in choices if gains[n] > margin]
         for level in levels:
             level.judge(bool(pays))
@@ -187,10 +187,10 @@ class Speculation:
     def _due(self, levels: list[Level], choices: list[int]) -> list[int]:
         """Return the numbers that are to be tried although they do not pay by what is known; or rest."""
         if not any(level.due for level in levels):
-            if all(self._gain(levels, n, perfect=True) < START for n in choices):  # no text would make it pay
+            if all(self._gain(levels, n, perfect=True) < START_GAIN for n in choices):  # no text would make it pay
                 self._pause()
             return []
-        found = [n for n in choices if not self.drafter.free or self._gain(levels, n, doubting=True) > START]
+        found = [n for n in choices if not self.drafter.free or self._gain(levels, n, doubting=True) > START_GAIN]
         if not found:
             for level in levels:
                 level.retried()
@@ -223,7 +223,7 @@ class Speculation:
     def _allowed(self) -> float:
         """Return how many steps without speculation may be lost now."""
         step = self._costs.token(self._depth)
-        return self._loss * (self._seconds / step + FIRST_LOSS) - self._lost / step
+        return self._loss * (self._seconds / step + FIRST_LOSS_TOKENS) - self._lost / step
 
     def _worth_reading(self, texts: Items[Text], gain: float, left: int) -> bool:
         """Whether a drafter that has to read a prompt first is expected to save as much."""
@@ -231,7 +231,7 @@ class Speculation:
         if unread <= max(self._choices):
             return True
         cost = unread * self._costs.read(self.drafter.name)
-        return cost < INVESTED * (1 - 1 / max(gain, 1)) * min(left, HORIZON)
+        return cost < READING_SHARE * (1 - 1 / max(gain, 1)) * min(left, HORIZON_TOKENS)
 
     # -- after a pass -----------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Speculation:
             usage.instead += instead
         if instead:
             step = instead / n_tokens
-            self._lost = max(-SAVED * step, self._lost + seconds - self._reading - instead)
+            self._lost = max(-SAVED_TOKENS * step, self._lost + seconds - self._reading - instead)
         self._ended = time.perf_counter()
 
     def _elapsed(self) -> float:
