@@ -151,7 +151,7 @@ def row(asked: argparse.Namespace, bundle: Bundle, budget: int, whole: Machine) 
     for mode in asked.modes.split(","):
         try:
             session = Session(Bundle.open(asked.bundle), config(asked.threads, budget, mode),
-                              place=placer(bundle.config, bundle))
+                              placer=placer(bundle.config, bundle))
         except BudgetError:
             yield f"{mode}: does not fit"
             continue

@@ -78,8 +78,8 @@ class Drafting(Protocol):
     def companion(self, bundle: Any, tokenizer: Any, config: RuntimeConfig, progress: Any, opened: Any) -> Any:
         """Return what is opened beside a bundle, or None: its `beside` is in the plan, and `open(session)` opens it."""
 
-    def beside(self, model: Any, stored: tuple[str | None, int | None], config: RuntimeConfig) -> Any:
-        """Return what the plan of a described model has room for too (`memory_planner.Beside`), or None."""
+    def draft_memory(self, model: Any, stored: tuple[str | None, int | None], config: RuntimeConfig) -> Any:
+        """Return the memory of the draft for a described model (`memory_planner.DraftMemory`), or None."""
 
     def speculation(self, asked: GenerationConfig, runner: Any, draft: Any, kept: list[Any], times: Any) -> Any:
         """Return what drafts and verifies for a request (`engine.Speculation`), or None."""

@@ -81,10 +81,10 @@ class Alternative:
 
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
     """Return the same request without the second model; None if there is none, or the model alone is too large."""
-    if planner.beside is None:
+    if planner.draft_memory is None:
         return None
     plan = within(planner.alone(), to_request(config), budget)
-    return Alternative(planner.beside.without, plan.total_bytes) if plan else None
+    return Alternative(planner.draft_memory.without, plan.total_bytes) if plan else None
 
 
 def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
@@ -109,18 +109,18 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
     asked, given = config.ctx or 0, config
     longest = min(asked, planner.graph.config.max_position_embeddings)
     alone = own_pool(config) and _smaller(planner, config, budget, longest)
-    if alone or not (smaller := _smaller(planner, config, budget, longest, place=stream)):
+    if alone or not (smaller := _smaller(planner, config, budget, longest, placer=stream)):
         return None
     options, config = smaller
     found = stream(planner, to_request(config), budget)
     if found is None or within(planner, to_request(config), budget):
         return None
-    if beside := planner.beside:
+    if draft_memory := planner.draft_memory:
         try:
-            beside.check(found)
+            draft_memory.check(found)
         except RequestError:
             model = streaming(planner.alone(), given, budget)
-            return model and replace(model, options=beside.without | model.options)
+            return model and replace(model, options=draft_memory.without | model.options)
     options = {} if options == {"ctx": asked} else options
     return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
@@ -175,14 +175,14 @@ def _fitting(
 
 
 def _smaller(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-             place: Placer = within) -> tuple[Options, RuntimeConfig] | None:
+             placer: Placer = within) -> tuple[Options, RuntimeConfig] | None:
     """The request with the largest context that fits, or the largest KV pool if its size was given."""
     if own_pool(config):
         request = to_request(config, kv=kv)
-        pool = largest_pool(lambda smaller: place(planner, smaller, budget), request,
+        pool = largest_pool(lambda smaller: placer(planner, smaller, budget), request,
                             planner.plan(request).region("kv").nbytes)
         return ({POOL: pool}, replace(config, kv_tokens=None, kv_memory=pool)) if pool else None
-    ctx = largest_ctx(planner, config, budget, at_most, kv, place)
+    ctx = largest_ctx(planner, config, budget, at_most, kv, placer)
     return ({"ctx": ctx}, replace(config, ctx=ctx)) if ctx else None
 
 
@@ -206,18 +206,18 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
         if nbytes < planner.weight_bytes:
             options: Options = {"weights": stored.dtype}
             options |= {"group_size": stored.group_size} if stored.quantised else {}
-            yield options, Planner(graph, nbytes, beside=planner.beside)
+            yield options, Planner(graph, nbytes, draft_memory=planner.draft_memory)
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-                place: Placer = within) -> int:
+                placer: Placer = within) -> int:
     """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below.
 
     All weights are in memory, or where `place` has them.
     """
 
     def fits(ctx: int) -> bool:
-        return place(planner, to_request(config, ctx, kv), budget) is not None
+        return placer(planner, to_request(config, ctx, kv), budget) is not None
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)

@@ -22,7 +22,7 @@ def fits(planner: Planner, config: RuntimeConfig) -> bool:
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
-        place: Placer | None = None) -> tuple[MemoryPlan, int]:
+        placer: Placer | None = None) -> tuple[MemoryPlan, int]:
     """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
 
     Parameters
@@ -31,7 +31,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     config : RuntimeConfig
         Without open fields but its budget: None is what the system can give now.
     rebuild : callable
-    place : callable, optional
+    placer : callable, optional
 
     Returns
     -------
@@ -49,9 +49,9 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     budget = budget_of(config)
     if error := pool_error(planner.plan, config, budget):
         raise error
-    if found := fitting(planner, config, budget, place):
-        if planner.beside:
-            planner.beside.check(found)
+    if found := fitting(planner, config, budget, placer):
+        if planner.draft_memory:
+            planner.draft_memory.check(found)
         return found, budget
     plan = planner.plan(to_request(config))
     if fewer := without(planner, config, budget):
@@ -61,7 +61,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
 
 
-def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer | None = None) -> MemoryPlan | None:
+def fitting(planner: Planner, config: RuntimeConfig, budget: int, placer: Placer | None = None) -> MemoryPlan | None:
     """Return the plan of a run within a budget, as `fit` does; None if there is none."""
     def filled(state_memory: int | None) -> MemoryPlan:
         return fill_budget(planner.plan, replace(config, state_memory=state_memory),
@@ -73,9 +73,9 @@ def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Placer 
         return filled(fewer.request.state_memory)
     if without(planner, config, budget):
         return None
-    found = place(planner, plan.request, budget) if place else None
-    if place and not found and plan.state and config.state_memory is None:
-        found = place(planner, replace(plan.request, state_memory=0), budget)
+    found = placer(planner, plan.request, budget) if placer else None
+    if placer and not found and plan.state and config.state_memory is None:
+        found = placer(planner, replace(plan.request, state_memory=0), budget)
     return found or stream(planner, plan.request, budget)
 
 

@@ -285,7 +285,7 @@ class MemoryPlan:
         """The region of that name."""
         return next(r for r in self.regions if r.name == name)
 
-    def beside(self, draft: MemoryPlan) -> MemoryPlan:
+    def with_draft(self, draft: MemoryPlan) -> MemoryPlan:
         """Plan a second model, such as a draft, that runs in the same process on the same threads.
 
         It has regions of its own, all but the interpreter's; their names begin with ``draft_``.

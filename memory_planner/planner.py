@@ -32,7 +32,7 @@ VOCABULARY_RESERVE_BYTES = 360
 """Of the tokenizer, for each entry of the vocabulary."""
 
 
-class Beside(NamedTuple):
+class DraftMemory(NamedTuple):
     """Second model or program in the same process."""
 
     plan: Callable[[MemoryPlan], MemoryPlan]
@@ -55,20 +55,21 @@ class Planner:
         Length of weights.bin.
     offsets : mapping of str to int, optional
         Where each weight begins in weights.bin; by default where converting would put it.
-    beside : Beside, optional
+    draft_memory : DraftMemory, optional
         What each plan has room for too.
     """
 
     def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None,
-                 beside: Beside | None = None):
+                 draft_memory: DraftMemory | None = None):
         self.graph = graph
         self.weight_bytes = weight_bytes
-        self.beside = beside
+        self.draft_memory = draft_memory
         self._offsets = offsets
         home = graph.buffers()
         self._logits = [name for name in home if home[name] == home[graph.logits.name]]  # those that are capped, too
         self._kinds = one_of_each(graph)
-        self._accesses = [*(access for op in graph.ops if (access := op.kv)), *(beside.stores if beside else ())]
+        self._accesses = [access for op in graph.ops if (access := op.kv)]
+        self._accesses += draft_memory.stores if draft_memory else ()
         self._stateful = [op for op in graph.ops if op.state_bytes]
         self._instructions: dict[str, int] = {}
         self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -78,14 +79,14 @@ class Planner:
     def alone(self) -> Planner:
         """Return a planner of the model without what runs beside it."""
         other = copy.copy(self)
-        other.beside, beside = None, self.beside.stores if self.beside else ()
-        other._accesses = [access for access in self._accesses if access not in beside]
+        other.draft_memory, draft_memory = None, self.draft_memory.stores if self.draft_memory else ()
+        other._accesses = [access for access in self._accesses if access not in draft_memory]
         return other
 
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region of a run its bytes, and everything in it its offset."""
         own = self._plan(request)
-        return self.beside.plan(own) if self.beside else own
+        return self.draft_memory.plan(own) if self.draft_memory else own
 
     def _plan(self, request: Request) -> MemoryPlan:
         """Return the plan without the second model."""

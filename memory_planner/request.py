@@ -12,7 +12,7 @@ from edgeinfer.registry import in_use, settled
 
 from .budget import default_threads, process_budget, serving_share
 from .plan import MemoryPlan, Request
-from .planner import Beside, Planner
+from .planner import DraftMemory, Planner
 
 DEFAULT_CTX = 4096
 MOST_VERIFIED = 16
@@ -83,12 +83,12 @@ _BEHIND = 32
 """Tokens of a prompt that sequences of a draft may have for themselves: it ends the prompts of all texts together."""
 
 
-def beside_draft(draft: Planner) -> Beside:
+def draft_memory_of(draft: Planner) -> DraftMemory:
     """Let plans have room for a draft model, which follows the same texts in sequences of its own."""
     def both(plan: MemoryPlan) -> MemoryPlan:
-        return plan.beside(draft.plan(to_draft_request(plan.request)))
+        return plan.with_draft(draft.plan(to_draft_request(plan.request)))
 
-    return Beside(both, {DRAFT: "none"})
+    return DraftMemory(both, {DRAFT: "none"})
 
 
 def to_draft_request(request: Request) -> Request:

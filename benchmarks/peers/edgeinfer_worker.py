@@ -43,7 +43,7 @@ class EdgeInfer:
         bundle = Bundle.open(self._path)
         config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget,
                                recipe=recipe_with(sparse=sparse) if sparse else Recipe())
-        session = Session(bundle, config, place=placer(bundle.config, bundle))
+        session = Session(bundle, config, placer=placer(bundle.config, bundle))
         load_ms = 1000 * (time.perf_counter() - began)
         sequence = session.new_sequence()
 

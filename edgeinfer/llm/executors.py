@@ -157,7 +157,7 @@ def fitted(model: ModelDescription, planner: Planner, config: RuntimeConfig,
 
         with Bundle.open(model.bundle) as bundle:
             if device is None and (config.ctx or 0) <= model.config.max_position_embeddings:  # else run refuses
-                return Fitted(plan_run(bundle, config, placer(bundle.config, bundle), planner.beside).plan)
+                return Fitted(plan_run(bundle, config, placer(bundle.config, bundle), planner.draft_memory).plan)
             return Fitted(fit(planner, config, model.rebuild, placer(bundle.config, bundle))[0])
     except BudgetError as error:
         plan: MemoryPlan = error.plan  # type: ignore[assignment]
@@ -173,7 +173,7 @@ def _planned(model: ModelDescription, planner: Planner, config: RuntimeConfig) -
     def exactly(exact: RuntimeConfig) -> MemoryPlan:
         graph = build_graph(model.config, expected_types(model.graph.types), exact.recipe)
         return _planned(replace(model, graph=graph, recipe=exact.recipe),
-                        Planner(graph, model.weight_bytes, beside=planner.beside), exact)
+                        Planner(graph, model.weight_bytes, draft_memory=planner.draft_memory), exact)
 
     try:
         return fit(planner, config, model.rebuild, placer(model.config))[0]

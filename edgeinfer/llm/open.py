@@ -19,7 +19,7 @@ SHARING = 4
 """Sequences that run together where nothing else is requested."""
 
 if TYPE_CHECKING:
-    from edgeinfer.memory_planner import Beside
+    from edgeinfer.memory_planner import DraftMemory
 
     from ..backends import Provider
     from ..base.progress import OnProgress
@@ -90,9 +90,9 @@ def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: 
             runner, draft = opened_on(provider, bundle, config, companion, progress, opened)
             opened.pop_all()
             return Opened(bundle, tokenizer, template, runner, draft, None, False)
-        beside = companion.beside if companion else None
-        chosen = choice(bundle, config, max_kld, beside)
-        own = session(bundle, chosen.strategy.config if chosen else config, progress, beside)
+        draft_memory = companion.draft_memory if companion else None
+        chosen = choice(bundle, config, max_kld, draft_memory)
+        own = session(bundle, chosen.strategy.config if chosen else config, progress, draft_memory)
         opened.callback(own.close)
         draft = companion.open(own) if companion else None
         opened.pop_all()
@@ -137,13 +137,14 @@ def sharing(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
                    verified_sequences=1)
 
 
-def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None, beside: Beside | None) -> Session:
+def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None,
+            draft_memory: DraftMemory | None) -> Session:
     """Open a model for our own kernels."""
     from ..runtime import Session
 
     return Session(bundle, config, progress=progress and partial(progress, "compile"),
-                   loading=progress and partial(progress, "load"), place=registry.placer(bundle.config, bundle),
-                   beside=beside)
+                   loading=progress and partial(progress, "load"), placer=registry.placer(bundle.config, bundle),
+                   draft_memory=draft_memory)
 
 
 def in_stages(bundle: Bundle, config: RuntimeConfig, split: str | OpenStages, device: str | None, companion: object,
@@ -178,11 +179,11 @@ def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
     assert isinstance(companion, Draft)  # a part of the model was refused for this device
     check_draft(config, provider.device)
     planner, taken = device_planner(as_stored(bundle), config, provider, config.kv)
-    beside, own = plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
-    runner = OnnxRunner(bundle, config, provider, say, beside)
+    draft_memory, own = plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
+    runner = OnnxRunner(bundle, config, provider, say, draft_memory)
     opened.callback(runner.close)
-    draft = OnnxRunner(companion.bundle, own, provider, say, plan=beside)
-    runner.plan = runner.plan.beside(beside)
+    draft = OnnxRunner(companion.bundle, own, provider, say, plan=draft_memory)
+    runner.plan = runner.plan.with_draft(draft_memory)
     return runner, draft
 
 
@@ -193,10 +194,11 @@ def as_stored(bundle: Bundle) -> Graph:
     return build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
 
 
-def choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None, beside: Beside | None) -> Choice | None:
+def choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
+           draft_memory: DraftMemory | None) -> Choice | None:
     """Choose how to run a bundle that has parts to choose from."""
     if not bundle.approximates:  # as nearly always: nothing is imported for it
         return None
     from .strategy import choose
 
-    return choose(bundle, config, max_kld, beside)
+    return choose(bundle, config, max_kld, draft_memory)

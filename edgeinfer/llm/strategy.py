@@ -26,7 +26,7 @@ from ..registry import placer, technique
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
-    from edgeinfer.memory_planner import Beside, MemoryPlan
+    from edgeinfer.memory_planner import DraftMemory, MemoryPlan
 
     from ..bundle import Bundle
     from ..config import RuntimeConfig
@@ -95,7 +95,7 @@ class Choice(NamedTuple):
 
 
 def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
-           beside: Beside | None = None) -> Choice:
+           draft_memory: DraftMemory | None = None) -> Choice:
     """Return the fastest way to run a bundle: as it was requested, or with approximations within `max_kld`.
 
     What runs `beside` it takes its part of the budget.
@@ -117,7 +117,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     strategies, refused, first = [], list(judged.switched_off), None
     for wanted in (config, *judged.enabled):
         try:
-            strategies.append(_strategy(bundle, wanted, profile, beside))
+            strategies.append(_strategy(bundle, wanted, profile, draft_memory))
         except BudgetError as error:
             first = first or error
             plan: MemoryPlan = error.plan  # type: ignore[assignment]
@@ -140,12 +140,12 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
 
 
 def strategy_report(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
-                    beside: Beside | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
+                    draft_memory: DraftMemory | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
     """Return what `run` would choose, and what reports say of it; neither where a bundle has nothing to choose from."""
     if not bundle.approximates:
         return None, None
     try:
-        found = choose(bundle, config, max_kld, beside)
+        found = choose(bundle, config, max_kld, draft_memory)
     except (BudgetError, RequestError) as error:  # the latter of a context that the model does not have
         return None, {"name": REFUSED, "tok_per_s": None, "read_bytes": None, "others": [], "refused": [],
                       "basis": None, "said": str(error)}
@@ -170,7 +170,8 @@ def _profile() -> tuple[DeviceProfile, str]:
                          storage_sequential_gbs=ASSUMED_STORAGE_GBS, storage_random=reads), ASSUMED
 
 
-def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: Beside | None) -> Strategy:
+def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile,
+              draft_memory: DraftMemory | None) -> Strategy:
     """Plan one way and predict its speed; raises `BudgetError` if it does not fit."""
     from dataclasses import replace
 
@@ -180,7 +181,7 @@ def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, bes
     from ..models.describe import describe
     from ..runtime import plan_run
 
-    planned = plan_run(bundle, config, placer(bundle.config, bundle), beside)
+    planned = plan_run(bundle, config, placer(bundle.config, bundle), draft_memory)
     plan, reads = planned.plan, profile.storage_random
     traffic = replace(describe(bundle.path, recipe=planned.recipe).traffic(config.kv),
                       streamed_bytes=plan.streamed_bytes)

@@ -13,7 +13,7 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.graph import LAYER_RANGE, Graph, TypeOf, build_graph, expected_types, without_approximations
 from edgeinfer.memory_planner import (
     Alternative,
-    Beside,
+    DraftMemory,
     MemoryPlan,
     Placer,
     Planner,
@@ -42,17 +42,17 @@ class PlannedRun(NamedTuple):
     """If weights are read from storage, the first smaller request that would fit without."""
 
 
-def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
-             beside: Beside | None = None) -> PlannedRun:
+def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None,
+             draft_memory: DraftMemory | None = None) -> PlannedRun:
     """Plan a run.
 
     Parameters
     ----------
     bundle : Bundle
     config : RuntimeConfig
-    place : callable, optional
+    placer : callable, optional
         Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
-    beside : Beside, optional
+    draft_memory : DraftMemory, optional
         What runs in the same process, within the same budget.
 
     Raises
@@ -66,15 +66,15 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Placer | None = None,
     """
     check_own_layout(config)
     config = resolve(config, bundle.config)
-    recipe, sparse, graph, planner = _graph(bundle, config.recipe, beside)
-    placed = place is not None and sparse is not None and sparse.mode == "predict" and sparse.sentence()
+    recipe, sparse, graph, planner = _graph(bundle, config.recipe, draft_memory)
+    placed = placer is not None and sparse is not None and sparse.mode == "predict" and sparse.sentence()
     if placed and not fits(planner, config):  # masks place neurons, in every layer
-        recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe), beside)
+        recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe), draft_memory)
     rebuild = partial(_rebuilt, bundle, recipe)
     try:
-        plan, budget = fit(planner, config, rebuild, place)
+        plan, budget = fit(planner, config, rebuild, placer)
     except BudgetError as error:
-        raise or_exact(error, config, lambda exact: plan_run(bundle, exact, place, beside).plan) from None
+        raise or_exact(error, config, lambda exact: plan_run(bundle, exact, placer, draft_memory).plan) from None
     whole = not plan.parts and plan.cold is None and plan.experts is None
     instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
     return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
@@ -110,12 +110,12 @@ def planner_of(bundle: Bundle, recipe: Recipe | None = None) -> Planner:
 
 
 def _graph(bundle: Bundle, asked: Recipe,
-           beside: Beside | None) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
+           draft_memory: DraftMemory | None) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
     recipe, sparse = decide(asked, bundle)
     types, whole = expected_types(bundle.types), recipe.replacing(LAYER_RANGE, None)
     graph = build_graph(bundle.config, types, recipe)
     bundle.check_graph(build_graph(bundle.config, types, whole) if graph.layers else graph)
-    return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle), beside)
+    return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle), draft_memory)
 
 
 def _rebuilt(bundle: Bundle, recipe: Recipe, types: TypeOf) -> Graph:

@@ -23,7 +23,7 @@ from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, KvAccess, ModelConfig
 from edgeinfer.kernels import abi
-from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
+from edgeinfer.memory_planner import DraftMemory, MemoryPlan, Planner
 from edgeinfer.registry import recipe_with, techniques
 from edgeinfer.runner import Cancellation, Sequence, decoding
 
@@ -60,15 +60,15 @@ class DraftPlan:
     """K and V of its own in the blocks of the session's sequences."""
 
     @property
-    def beside(self) -> Beside:
+    def draft_memory(self) -> DraftMemory:
         """Let plans have room for it."""
         def both(plan: MemoryPlan) -> MemoryPlan:
             if not (found := self.planned(plan)):
                 return plan
             own = (replace(one, name="weights" if one.name == HOME else one.name) for one in found.plan.regions)
-            return plan.beside(replace(found.plan, regions=tuple(own)))
+            return plan.with_draft(replace(found.plan, regions=tuple(own)))
 
-        return Beside(both, {"speculate": "off"}, self.check, self.stores)
+        return DraftMemory(both, {"speculate": "off"}, self.check, self.stores)
 
     def planned(self, host: MemoryPlan) -> Planned | None:
         """Plan it beside a session's plan; None if weights are read from storage, or there is nothing cheaper."""

@@ -18,7 +18,7 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import Beside, Placer
+from edgeinfer.memory_planner import DraftMemory, Placer
 from edgeinfer.registry import each, in_use, technique
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
 
@@ -51,9 +51,9 @@ class Session(SequenceOwner):
         checksums are compared if that takes more than a second.
     host : Session, optional
         Lends its threads: the two take turns, and either may be closed first.
-    place : callable, optional
+    placer : callable, optional
         Finds what stays in memory where not all weights fit; else layers are streamed (`registry.placer`).
-    beside : Beside, optional
+    draft_memory : DraftMemory, optional
         A second model in the plan, such as a draft model; opening it takes that memory.
 
     Raises
@@ -76,12 +76,12 @@ class Session(SequenceOwner):
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: OnStageProgress | None = None,
                  loading: OnStageProgress | None = None, host: Session | None = None,
-                 place: Placer | None = None, beside: Beside | None = None):
+                 placer: Placer | None = None, draft_memory: DraftMemory | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.tuner.choose)
-        planned = plan_run(bundle, _with_threads_of(host, config), place, beside)
+        planned = plan_run(bundle, _with_threads_of(host, config), placer, draft_memory)
         self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
         cold = self._cold()
         bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
@@ -97,7 +97,7 @@ class Session(SequenceOwner):
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
             stores = [op.kv for op in self.graph.ops if op.kv and op.kv.stores]
-            self.kv = KVCache(self.plan, regions["kv"], [*stores, *(beside.stores if beside else ())],
+            self.kv = KVCache(self.plan, regions["kv"], [*stores, *(draft_memory.stores if draft_memory else ())],
                               regions.get("state"))
             tuner = ThreadTuner(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
             self._link(program, kernels, regions, host.executor.pool if host else None, tuner)

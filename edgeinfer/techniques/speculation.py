@@ -15,7 +15,7 @@ from ..rules import RULES
 from ..technique import NEVER, Option, Technique
 
 if TYPE_CHECKING:
-    from edgeinfer.memory_planner import Beside, Planner
+    from edgeinfer.memory_planner import DraftMemory, Planner
 
     from ..base.progress import OnProgress
     from ..bundle import Bundle
@@ -76,10 +76,10 @@ class Drafting(NamedTuple):
         opened.callback(found.bundle.close)
         return found
 
-    def beside(self, model: ModelDescription, stored: tuple[str | None, int | None],
-               config: RuntimeConfig) -> Beside | None:
+    def draft_memory(self, model: ModelDescription, stored: tuple[str | None, int | None],
+               config: RuntimeConfig) -> DraftMemory | None:
         """Return what a plan has room for beside a model."""
-        from edgeinfer.memory_planner import Planner, beside_draft
+        from edgeinfer.memory_planner import Planner, draft_memory_of
 
         from ..models.describe import describe
 
@@ -92,13 +92,14 @@ class Drafting(NamedTuple):
         if self.kind == SELF:
             from ..runtime import SelfDraftPlan
 
-            return SelfDraftPlan.of(model.config, config.recipe, _parts(model), partial(planner, model.name)).beside
+            own = SelfDraftPlan.of(model.config, config.recipe, _parts(model), partial(planner, model.name))
+            return own.draft_memory
         if self.model is None:
             return None
         from ..engine.speculation.load import check_described
 
         check_described(describe(self.model, *stored), model, config)
-        return beside_draft(planner(self.model))
+        return draft_memory_of(planner(self.model))
 
     def speculation(self, asked: GenerationConfig, runner: Runner, draft: Runner | None, kept: list[Any],
                     times: Times) -> Speculation | None:
@@ -142,7 +143,7 @@ def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -
     return PromptLookup()
 
 
-def _head_beside(model: ModelDescription) -> Beside:
+def _head_beside(model: ModelDescription) -> DraftMemory:
     """Return what a plan has room for beside a model whose head drafts; only its bundle says whether it has one."""
     from ..bundle import Bundle
     from ..runtime import DraftHeadPlan
@@ -151,7 +152,7 @@ def _head_beside(model: ModelDescription) -> Beside:
         raise RequestError(f"Whether {model.name} has a head for further tokens (MTP) is known once it is converted; "
                            "convert it, or leave --speculate mtp out.")
     with Bundle.open(model.bundle) as bundle:
-        return DraftHeadPlan.of_bundle(bundle).beside
+        return DraftHeadPlan.of_bundle(bundle).draft_memory
 
 
 def _parts(model: ModelDescription) -> frozenset[str]:

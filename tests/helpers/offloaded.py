@@ -45,7 +45,7 @@ def placed(hot: tuple[int, ...], more: int = 0) -> Callable[[Planner, Request, i
 @contextmanager
 def offloaded(path: Path, hot: tuple[int, ...] = MIXED, more: int = 3, **options: Any) -> Iterator[Session]:
     config = config_of(**{"threads": 1, "budget_bytes": 1, **OPTIONS, **options})
-    opened = Session(Bundle.open(path), config, place=placed(hot, more))
+    opened = Session(Bundle.open(path), config, placer=placed(hot, more))
     try:
         yield opened
     finally:

@@ -18,7 +18,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.errors import BudgetError, EdgeInferError, RequestError, TokenizerError, UsageError
 from edgeinfer.llm.api import LLM
-from edgeinfer.memory_planner import alternatives, beside_draft, draft_config, resolve, to_request
+from edgeinfer.memory_planner import alternatives, draft_config, draft_memory_of, resolve, to_request
 from edgeinfer.runtime import SelfDraftSession, planner_of
 from edgeinfer.text import Tokenizer
 from tests.helpers.bundles import alter_header
@@ -236,7 +236,7 @@ def test_alternatives_have_room_for_the_draft(pair: tuple[Path, Path]) -> None:
     """Shorter contexts, and streamed layers where the model alone is too much."""
     with Bundle.open(pair[0]) as bundle, Bundle.open(pair[1]) as other:
         planner = planner_of(bundle)
-        planner.beside = beside_draft(planner_of(other))
+        planner.draft_memory = draft_memory_of(planner_of(other))
         config = resolve(RuntimeConfig(ctx=1024, threads=1, max_sequences=2), bundle.config)
         least = planner.alone().plan(planner.plan(to_request(config)).request).total_bytes
         found = list(alternatives(planner, replace(config), least, lambda types: planner.graph))

@@ -46,7 +46,7 @@ def opened(path: Path, **options: object) -> Iterator[tuple[Session, DraftHeadSe
     bundle, config = Bundle.open(path), RuntimeConfig(**{  # type: ignore[arg-type]
         "ctx": CTX, "threads": 1, "prefill_chunk": 32, "max_sequences": 4, "draft_tokens": 7, **options})
     head = DraftHeadPlan.of_bundle(bundle)
-    own = Session(bundle, config, beside=head.beside)
+    own = Session(bundle, config, draft_memory=head.draft_memory)
     ahead = head.open(own)
     try:
         yield own, ahead

@@ -77,7 +77,7 @@ def test_a_model_whose_weights_are_read_from_storage_does_not_draft(path: Path) 
     with opened(path) as (own, _):
         head = DraftHeadPlan.of_bundle(own.bundle)
         streamed = replace(own.plan, parts=(("layers.0.qkv",),))
-        assert head.beside.plan(streamed) is streamed
+        assert head.draft_memory.plan(streamed) is streamed
         own.plan = streamed
         with pytest.raises(RequestError, match="read from storage, where its head for further tokens does not draft"):
             head.open(own)

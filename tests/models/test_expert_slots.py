@@ -55,7 +55,7 @@ def slots(n: int) -> Callable[[Planner, Request, int], MemoryPlan]:
 @contextmanager
 def kept(path: Path, n: int, **options: Any) -> Iterator[Session]:
     config = RuntimeConfig(**{"threads": 1, "budget_bytes": 1, "prefill_chunk": 48, "ctx": 256, **options})
-    opened = Session(Bundle.open(path), config, place=slots(n))
+    opened = Session(Bundle.open(path), config, placer=slots(n))
     try:
         yield opened
     finally:
@@ -94,7 +94,7 @@ def test_experts_lie_beside_each_other_wherever_weights_are(config: Any, models:
         return planner.plan(replace(request, residency=(("*", "resident"), *names)))
 
     options = RuntimeConfig(threads=2, budget_bytes=1, prefill_chunk=48, ctx=256)
-    opened = Session(Bundle.open(path), options, place=streamed)
+    opened = Session(Bundle.open(path), options, placer=streamed)
     try:
         assert opened.plan.parts and any("experts_down" in name for name in opened.plan.parts[0])
         assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()

@@ -18,12 +18,12 @@ from edgeinfer.graph import ModelConfig, TypeOf, build_graph, requested_types
 from edgeinfer.llm.api import LLM
 from edgeinfer.memory_planner import (
     Alternative,
-    Beside,
+    DraftMemory,
     MemoryPlan,
     Planner,
-    beside_draft,
     budget_of,
     draft_config,
+    draft_memory_of,
     fit,
     to_request,
 )
@@ -42,9 +42,9 @@ MODELS = {"plain": TINY, "some windowed": SOME_WINDOWED, "all windowed": ALL_WIN
 OPTIONS: dict[str, Any] = {"ctx": 1024, "threads": 1, "prefill_chunk": 32, "max_sequences": 8}
 
 
-def planner_for(config: ModelConfig, beside: Beside | None = None) -> Planner:
+def planner_for(config: ModelConfig, draft_memory: DraftMemory | None = None) -> Planner:
     graph = build_graph(config, requested_types("q4", 32))
-    return Planner(graph, weights_file_bytes(graph), beside=beside)
+    return Planner(graph, weights_file_bytes(graph), draft_memory=draft_memory)
 
 
 def plan_of(planner: Planner, **options: Any) -> MemoryPlan:
@@ -197,7 +197,7 @@ def test_a_draft_has_the_pool_and_what_its_sequences_have_alone(tmp_path: Path) 
 
 
 def test_windows_of_a_draft_are_those_of_its_model() -> None:
-    planner = planner_for(SOME_WINDOWED, beside_draft(alone := planner_for(ALL_WINDOWED)))
+    planner = planner_for(SOME_WINDOWED, draft_memory_of(alone := planner_for(ALL_WINDOWED)))
     for pool in ({"kv_memory": 200_000}, {"kv_tokens": 3000}, {"kv_tokens": 2048, "kv_windows": 2}):
         plan = plan_of(planner, **pool)
         own = alone.plan(to_request(replace(draft_config(plan, 1 << 40), threads=1)))

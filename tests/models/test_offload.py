@@ -103,7 +103,7 @@ def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -
         least, before = 0, -1
         for less in (195_000, 150_000, 100_000, 50_000):
             config = RuntimeConfig(threads=1, budget_bytes=needs - less, **OPTIONS)
-            opened = Session(Bundle.open(q4), config, place=placer(bundle.config, bundle))
+            opened = Session(Bundle.open(q4), config, placer=placer(bundle.config, bundle))
             plan = opened.plan
             assert plan.cold and needs - less - 60_000 < plan.total_bytes <= needs - less
             assert plan.cold.slots >= plan.cold.least_slots and sum(plan.cold.hot) > before
@@ -114,9 +114,9 @@ def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -
             opened.close()
         with pytest.raises(BudgetError, match="The run needs"):  # the fixed part alone exceeds it
             Session(Bundle.open(q4), RuntimeConfig(threads=1, budget_bytes=needs // 2, **OPTIONS),
-                    place=placer(bundle.config, bundle))
+                    placer=placer(bundle.config, bundle))
         config = RuntimeConfig(threads=1, budget_bytes=needs - 150_000, **{**OPTIONS, "recipe": Recipe()})
-        opened = Session(Bundle.open(q4), config, place=placer(bundle.config, bundle))
+        opened = Session(Bundle.open(q4), config, placer=placer(bundle.config, bundle))
         assert opened.plan.cold is None and opened.plan.parts  # without masks layers are streamed
         opened.close()
 

@@ -235,7 +235,7 @@ def test_a_draft_model_brings_regions_of_its_own() -> None:
     request = Request(64, "int8", 2, 8, 2, 1)
     target, draft = (make_plan(graph_of(name, "q4g32"), request, nbytes) for name, nbytes in
                      (("qwen3", 9000), ("wide", 5000)))
-    both = target.beside(draft)
+    both = target.with_draft(draft)
     names = [region.name for region in both.regions]
     assert names[:8] == [region.name for region in target.regions] and len(set(names)) == len(names)
     assert both.region("draft_weights").nbytes == 5000 and "draft_python" not in names

@@ -32,7 +32,7 @@ def opened(path: Path, exits: str | None = None, **options: object) -> Iterator[
     bundle, config = Bundle.open(path), RuntimeConfig(**{  # type: ignore[arg-type]
         "ctx": CTX, "threads": 1, "prefill_chunk": 64, "max_sequences": 6, "outputs": 8, **options})
     self_draft = SelfDraftPlan.of_bundle(bundle, config.recipe, Recipe.parse(exits) if exits else None)
-    own = Session(bundle, config, beside=self_draft.beside)
+    own = Session(bundle, config, draft_memory=self_draft.draft_memory)
     ahead = self_draft.open(own)
     try:
         yield own, ahead
@@ -191,7 +191,7 @@ def test_a_model_whose_weights_are_read_from_storage_does_not_draft(path: Path) 
     with opened(path, EXIT) as (target, _):
         self_draft = SelfDraftPlan.of_bundle(target.bundle, Recipe(), Recipe.parse(EXIT))
         streamed = replace(target.plan, parts=(("layers.0.qkv",),))
-        assert self_draft.beside.plan(streamed) is streamed
+        assert self_draft.draft_memory.plan(streamed) is streamed
         target.plan = streamed
         with pytest.raises(RequestError, match="Weights of the model are read from storage, so it cannot draft for"):
             self_draft.open(target)

@@ -205,10 +205,10 @@ def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: p
     monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
     config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=recipe_with(sparse="predict"))
     with Bundle.open(model) as bundle, pytest.raises(BudgetError):
-        Session(bundle, replace(config, budget_bytes=1 << 20), place=place)
+        Session(bundle, replace(config, budget_bytes=1 << 20), placer=place)
     assert asked == [True, False]
     with Bundle.open(model) as bundle:
-        opened = Session(bundle, config, place=place)
+        opened = Session(bundle, config, placer=place)
         assert asked == [True, False] and opened.sparse and opened.sparse.runs == ("off",) * 3
         opened.close()
 

@@ -59,7 +59,7 @@ def test_a_head_drafts_the_text(tmp_path: Path) -> None:
     bundle = Bundle.open(write_model(tmp_path, HYBRID))
     plan = DraftHeadPlan.of_bundle(bundle)
     with closing(Session(bundle, RuntimeConfig(ctx=256, threads=1, draft_tokens=7, outputs=16),
-                         beside=plan.beside)) as own, closing(plan.open(own)) as head:
+                         draft_memory=plan.draft_memory)) as own, closing(plan.open(own)) as head:
         found = measure_speculation(own, None, 5, 1, 0.8, head)
         assert found.mtp_seconds and not found.self_seconds and set(found.pays_from) == {"lookup", "mtp"}
         replayed = Replayed(own, PROMPT, TEXT, Speculation(DraftHead(own, head), Times(), 2, 16, fixed=True), 0.7).run()

@@ -147,7 +147,7 @@ def test_a_file_that_is_replaced_after_its_check(q4: Path, tmp_path: Path) -> No
     (path / COLD_FILE).rename(path / "old")
     shutil.copy(path / "old", path / COLD_FILE)
     with pytest.raises(BundleError, match="was changed while it was in use"):
-        Session(bundle, RuntimeConfig(threads=1, budget_bytes=1, **OPTIONS), place=placed(MIXED))
+        Session(bundle, RuntimeConfig(threads=1, budget_bytes=1, **OPTIONS), placer=placed(MIXED))
     bundle.close()
 
 

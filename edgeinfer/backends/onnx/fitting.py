@@ -52,7 +52,7 @@ def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
     return (host is None or plan.total_bytes <= host) and (device is None or plan.device_bytes <= device)
 
 
-def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
+def fit_device(planner: DevicePlanner, config: RuntimeConfig, draft_plan: MemoryPlan | None = None) -> MemoryPlan:
     """Plan a run within the memory of this process and of its device, with room for what is to run beside it.
 
     Raises
@@ -64,7 +64,7 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
     host, device = memory_of(planner.provider, config)
 
     def both(plan: MemoryPlan) -> MemoryPlan:
-        return plan.beside(beside) if beside else plan
+        return plan.with_draft(draft_plan) if draft_plan else plan
 
     def fits(other: MemoryPlan) -> bool:
         return device_fits(both(other), host, device)
@@ -91,8 +91,8 @@ def plan_draft(planner: DevicePlanner, config: RuntimeConfig, draft: Graph) -> t
     """Plan a draft model on the device of a model, whose settings have no open fields; returns its own too."""
     own = replace(draft_config(planner.plan(to_request(config)), 1), budget_bytes=config.budget_bytes,
                   threads=config.threads, kv_layout=config.kv_layout)
-    beside, own = device_planner(draft, own, planner.provider, own.kv)
-    return beside.plan(to_request(own)), own
+    draft_plan, own = device_planner(draft, own, planner.provider, own.kv)
+    return draft_plan.plan(to_request(own)), own
 
 
 def check_draft(config: RuntimeConfig, device: str) -> None:

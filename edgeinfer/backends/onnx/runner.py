@@ -49,7 +49,7 @@ class OnnxRunner(Runner):
         As `provider_of` returns it.
     progress : callable, optional
         Called with (bytes done, bytes in all, name) while the model is lowered.
-    beside : MemoryPlan, optional
+    draft_plan : MemoryPlan, optional
         Of what is opened next, within the same budget.
     plan : MemoryPlan, optional
         Its own, where that is made already.
@@ -70,12 +70,12 @@ class OnnxRunner(Runner):
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider,
                  progress: OnStageProgress | None = None,
-                 beside: MemoryPlan | None = None, plan: MemoryPlan | None = None):
+                 draft_plan: MemoryPlan | None = None, plan: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
         self.isa, self.device = f"onnxruntime {provider.name}", provider.device
         graph = build_graph(self.model, expected_types(bundle.types), Recipe(()))
         planner, config = device_planner(graph, config, provider, config.kv)
-        self.plan = plan or fit_device(planner, config, beside)
+        self.plan = plan or fit_device(planner, config, draft_plan)
         sequences = self.plan.request.sequences  # fewer slots than requested
         self.config = replace(resolve(config, self.model), max_sequences=sequences)
         self.block_tokens = planner.positions(self.plan.request)

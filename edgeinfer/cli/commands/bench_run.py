@@ -68,12 +68,12 @@ def _with_self(bundle: Bundle, config: RuntimeConfig, opened: ExitStack) -> tupl
     try:
         self_draft: DraftHeadPlan | SelfDraftPlan = DraftHeadPlan.of_bundle(bundle) if "draft_head" in bundle.parts \
             else SelfDraftPlan.of_bundle(bundle, config.recipe)
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle.config, bundle),
-                                                       beside=self_draft.beside)))
+        session = opened.enter_context(closing(Session(bundle, config, placer=placer(bundle.config, bundle),
+                                                       draft_memory=self_draft.draft_memory)))
         if self_draft.planned(session.plan):
             return session, opened.enter_context(closing(self_draft.open(session)))
     except (RequestError, BudgetError):  # one layer; or too little memory for both
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle.config, bundle))))
+        session = opened.enter_context(closing(Session(bundle, config, placer=placer(bundle.config, bundle))))
     return session, None
 
 

@@ -160,7 +160,7 @@ def instructions(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
 
     with ProgressLine() as progress:
         session = Session(bundle, config, progress=partial(progress, "compile"),
-                          place=registry.placer(bundle.config, bundle))
+                          placer=registry.placer(bundle.config, bundle))
     try:
         return [
             {"record": index, "kernel": kernel, "operation": operation, "bytes_read": nbytes}

@@ -232,11 +232,13 @@ def planned_here(name: str, stored: tuple[str | None, int | None], config: Runti
 
     from ...models.describe import describe
 
-    beside = drafting.beside(describe(name, *stored), stored, config) if drafting.model else None  # first, as in run
+    draft_memory = None
+    if drafting.model:  # first, as in run
+        draft_memory = drafting.draft_memory(describe(name, *stored), stored, config)
     model, choice, decision = describe(name, *stored, config.recipe, device), None, None
-    beside = beside or drafting.beside(model, stored, config)
+    draft_memory = draft_memory or drafting.draft_memory(model, stored, config)
     if device is None:
-        model, choice, decision = described_as_run(model, config, max_kld, beside)
+        model, choice, decision = described_as_run(model, config, max_kld, draft_memory)
     config = choice.strategy.config if choice else config
-    report = PlanReport(model, config, device, device or local_profile(), choice, beside, refused).report()
+    report = PlanReport(model, config, device, device or local_profile(), choice, draft_memory, refused).report()
     return {**report, "decision": decision}

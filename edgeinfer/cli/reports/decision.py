@@ -10,7 +10,7 @@ from ..output import say
 from . import streaming
 
 if TYPE_CHECKING:
-    from edgeinfer.memory_planner import Beside
+    from edgeinfer.memory_planner import DraftMemory
 
     from ...llm.strategy import Choice
     from ...models.description import ModelDescription
@@ -24,7 +24,7 @@ _RUNTIME = RuntimeConfig()
 
 
 def described_as_run(
-    model: ModelDescription, config: RuntimeConfig, max_kld: float, beside: Beside | None = None
+    model: ModelDescription, config: RuntimeConfig, max_kld: float, draft_memory: DraftMemory | None = None
 ) -> tuple[ModelDescription, Choice | None, dict[str, Any] | None]:
     """Return a bundle's description with the recipe that `run` would choose on this machine, the choice, and its field.
 
@@ -37,7 +37,7 @@ def described_as_run(
     from ...models.describe import describe
 
     with Bundle.open(model.bundle) as bundle:
-        choice, found = strategy_report(bundle, config, max_kld, beside)
+        choice, found = strategy_report(bundle, config, max_kld, draft_memory)
     if choice and choice.strategy.config.recipe != config.recipe:
         described = describe(model.bundle, recipe=choice.strategy.config.recipe)
         model = replace(described, name=model.name, source=model.source)

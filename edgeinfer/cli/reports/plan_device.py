@@ -45,13 +45,13 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
                      fill_budget=found.config.fill_budget and not drafted)  # as `serve` opens it
     host, memory = memory_of(planner.provider, config) if not card else \
         (config.budget_bytes, serving_share(card.memory_bytes) if fills(config) else card.memory_bytes)
-    beside = _drafted(drafted, model, planner, config) if drafted else None
+    draft_plan = _drafted(drafted, model, planner, config) if drafted else None
 
     def fits(other: MemoryPlan) -> bool:
-        return device_fits(other.beside(beside) if beside else other, host, memory)
+        return device_fits(other.with_draft(draft_plan) if draft_plan else other, host, memory)
 
     alone, error = fill_device(planner, config, fits), pool_error(planner.plan, config, host)
-    plan = alone.beside(beside) if beside else alone
+    plan = alone.with_draft(draft_plan) if draft_plan else alone
     unknown, fitting = device == CUDA and memory is None, fits(alone) and not error
     options = [] if fits(alone) else list(smaller(planner, config, fits))
     speed, remarks = _speed(card, device, model, config)

@@ -15,7 +15,7 @@ from .on_gpu import PROMPT, speed_object
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
-    from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan
+    from edgeinfer.memory_planner import Alternative, DraftMemory, MemoryPlan
 
     from ...llm.strategy import Choice, Strategy
     from ...models.description import ModelDescription
@@ -53,7 +53,7 @@ class PlanReport:
     """One plan, what it was made for, and what else would fit."""
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
-                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None,
+                 profile: DeviceProfile | None, choice: Choice | None, draft_memory: DraftMemory | None = None,
                  refused: str = ""):
         from edgeinfer.memory_planner import Planner, default_ctx, default_threads
 
@@ -63,7 +63,7 @@ class PlanReport:
         self.model, self.device, self.profile, self.choice, self.refused = model, device, profile, choice, refused
         self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
         self.budget, self.budget_source = self._limit()
-        self.planner = Planner(model.graph, model.weight_bytes, beside=beside)
+        self.planner = Planner(model.graph, model.weight_bytes, draft_memory=draft_memory)
         self.within = replace(self.config, budget_bytes=self.budget)
         self.fitted = Fitted(choice.strategy.plan) if choice else fitted(model, self.planner, self.within, device)
 
@@ -142,7 +142,7 @@ class PlanReport:
         placers = {"kept_experts": keep_experts, "streamed_layers": stream}
         found = [placer for name, placer in placers.items() if any(name in option.options for option in options)]
         return largest_ctx(self.planner, self.config, self.budget, self.model.config.max_position_embeddings,
-                           place=found[0]) if found else None
+                           placer=found[0]) if found else None
 
     def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
         """Return what tokens read of experts, and how fast they come where storage was measured."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.memory_planner import beside_draft, default_ctx, draft_config
+from edgeinfer.memory_planner import default_ctx, draft_config, draft_memory_of
 
 from ...bundle import Bundle, weights_identity
 from ...errors import RequestError, TokenizerError
@@ -16,7 +16,7 @@ from ...models import resolve, tokenizer_of
 from ...runtime import Session, planner_of
 
 if TYPE_CHECKING:
-    from edgeinfer.memory_planner import Beside
+    from edgeinfer.memory_planner import DraftMemory
 
     from ...base.progress import OnProgress
     from ...config import RuntimeConfig
@@ -61,7 +61,7 @@ class Draft:
             _check_weights(name, self.bundle, target)
             _check_context(name, self.bundle.config, target.config, config)
             _check_tokenizer(name, (self.bundle.path, self.bundle.config), (target.path, target.config), tokenizer)
-            self.beside: Beside = beside_draft(planner_of(self.bundle))
+            self.draft_memory: DraftMemory = draft_memory_of(planner_of(self.bundle))
         except BaseException:
             self.bundle.close()
             raise
