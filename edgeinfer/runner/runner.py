@@ -46,7 +46,7 @@ class Runner(Caching, abc.ABC):
     """Execution of FFNs stored neuron by neuron, for models that have them."""
     budget_bytes: int = 0
     """Memory budget of the whole process, 0 if none was found."""
-    instead: object | None = None
+    smaller_alternative: object | None = None
     """If weights are read from storage, the first smaller request that would fit without (as text by `str`)."""
     stages: Items[Any] = ()
     """Parts of the model, in order, if several processes have one each."""

@@ -38,7 +38,7 @@ class PlannedRun(NamedTuple):
     graph: Graph
     plan: MemoryPlan
     budget_bytes: int
-    instead: Alternative | None
+    smaller_alternative: Alternative | None
     """If weights are read from storage, the first smaller request that would fit without."""
 
 
@@ -76,8 +76,8 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None
     except BudgetError as error:
         raise or_exact(error, config, lambda exact: plan_run(bundle, exact, placer, draft_memory).plan) from None
     whole = not plan.parts and plan.cold is None and plan.experts is None
-    instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
-    return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
+    smaller_alternative = None if whole else next(alternatives(planner, config, budget, rebuild), None)
+    return PlannedRun(config, recipe, sparse, graph, plan, budget, smaller_alternative)
 
 
 def or_exact(error: BudgetError, config: RuntimeConfig, plan_of: Callable[[RuntimeConfig], MemoryPlan]) -> BudgetError:

@@ -47,14 +47,14 @@ class Session(SequenceOwner):
     progress : callable, optional
         Called with (done, total, name) while kernels compile on the first run.
     loading : callable, optional
-        Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read in, and while their
-        checksums are compared if that takes more than a second.
+        Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read, and while checksums
+        are compared for more than a second.
     host : Session, optional
-        Lends its threads: the two take turns, and either may be closed first.
+        Shares its threads: the two sessions take turns, and either may be closed first.
     placer : callable, optional
-        Finds what stays in memory where not all weights fit; else layers are streamed (`registry.placer`).
+        Chooses the weights that stay in memory if not all fit; without it layers are streamed (`registry.placer`).
     draft_memory : DraftMemory, optional
-        A second model in the plan, such as a draft model; opening it takes that memory.
+        Memory that the plan reserves for a draft model, a self-draft or a draft head; opening that takes it.
 
     Raises
     ------
@@ -68,9 +68,9 @@ class Session(SequenceOwner):
     Attributes
     ----------
     selects : bool
-        Whether decoded tokens leave out rows of V.
-    instead : Alternative or None
-        If layers are streamed, the first smaller request that would fit without.
+        True if decoded tokens skip rows of V.
+    smaller_alternative : Alternative or None
+        The first smaller request that would fit without streaming, if layers are streamed.
     """
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
@@ -82,12 +82,13 @@ class Session(SequenceOwner):
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.tuner.choose)
         planned = plan_run(bundle, _with_threads_of(host, config), placer, draft_memory)
-        self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
-        cold = self._cold()
+        (self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes,
+         self.smaller_alternative) = planned
+        cold = self._cold_neurons()
         bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
-        with ExitStack() as opened:  # whatever fails below, nothing stays open
+        with ExitStack() as opened:  # nothing stays open if a step below fails
             regions = {region.name: allocate(region.nbytes, touched=region.name != "kv")
                        for region in self.plan.regions if region.name in abi.REGIONS and region.name != "weights"}
             self._prefaulter = Prefaulter(regions["kv"])
@@ -114,8 +115,8 @@ class Session(SequenceOwner):
                 one.attach(self, settings)
             opened.pop_all()
 
-    def _cold(self) -> Cold | None:
-        """Return the neurons that stay in storage, where the plan has any."""
+    def _cold_neurons(self) -> Cold | None:
+        """Return the cold neurons, which stay in storage, if the plan has any."""
         if not self.plan.cold:
             return None
         from edgeinfer.bundle import read_cold
@@ -126,29 +127,30 @@ class Session(SequenceOwner):
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
                 spec: int = 0, on_progress: OnPromptProgress | None = None) -> Logits:
-        """Process a prompt in chunks, or as a technique says; see `Runner.prefill`."""
+        """Process a prompt in chunks, or by the strategy of a technique; see `Runner.prefill`."""
         if self.prefill_strategy and self.prefill_strategy.takes(ids := integers("ids", ids)):
             return self.prefill_strategy.prefill(sequence, ids, cancel, spec, on_progress)
         return super().prefill(sequence, ids, cancel, spec, on_progress)
 
     def forward(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.forward`."""
-        return self._take_in(plain_segments(segments), cancel)
+        return self._run_and_commit(plain_segments(segments), cancel)
 
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
                sample_specs: Items[int] = (), further: int = 0) -> Logits:
-        """Run over one more token of each of several sequences, or over more of them; see `Runner.decode`."""
+        """Decode one or more tokens of several sequences; see `Runner.decode`."""
         segments = decoding(sequences, ids, sample_specs)
-        return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.forward(segments,
-                                                                                                         cancel)
+        if further > 0:
+            return self._run_and_commit(plain_segments(segments), cancel, further)
+        return self.forward(segments, cancel)
 
     def pass_tokens(self, role: int) -> int:
-        """Return how many tokens of a role a forward pass may have: of decoded ones as many as there is scratch for."""
+        """Return the most tokens of a role in a forward pass; decoded ones are limited by their scratch memory."""
         most = self.plan.request
         return most.decoded_tokens if role == DECODE and self.selects else most.tokens
 
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make room for a prompt for `forward_range`; `append` takes its tokens in, `truncate` calls it off."""
+        """Reserve room for a prompt that `forward_range` runs; `append` commits its tokens, `truncate` cancels it."""
         self.kv.check_own(sequence)
         room = self.plan.request.ctx - len(sequence)
         if not 1 <= n_tokens <= room:
@@ -157,7 +159,7 @@ class Session(SequenceOwner):
             self.kv.extend(sequence, n_tokens)
             if self.kv.states:
                 self.kv.states.begin(sequence, n_tokens)
-        except BaseException:  # what it took before the pool was empty is not to keep others from continuing
+        except BaseException:  # others may need the blocks that it took before the pool was empty
             self.kv.trim(sequence)
             raise
         sequence.reserved = n_tokens
@@ -167,10 +169,10 @@ class Session(SequenceOwner):
         """Run the instructions first .. stop - 1 over tokens that begin `offset` rows after the sequence's end, or are
         the `rows` after it, ascending from 0 on.
 
-        So a prompt can go through the program stage by stage: every chunk through the first range of instructions, then
-        every chunk through the next. At the beginning of a layer all that a chunk needs of the instructions before is
-        its residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks are in room that was
-        made by `reserve`; their sequence has none of these tokens before `append`.
+        This runs a prompt stage by stage: every chunk through the first range of instructions, then every chunk through
+        the next. At the beginning of a layer a chunk needs only its hidden states (tensor ``x.0``) of the instructions
+        before, which the caller keeps between stages. `reserve` made room for all chunks; the sequence has none of
+        these tokens before `append`.
         """
         (segment,) = plain_segments((segment,))
         self._admit((segment,))
@@ -180,7 +182,7 @@ class Session(SequenceOwner):
                                    "chain; give one for each, ascending.")
             offset = int(rows[-1]) + 1 - len(rows)
         if offset < 0 or offset + len(segment.ids) > segment.sequence.reserved:
-            raise RequestError(f"{len(segment.ids)} tokens {offset} behind the end do not fit the "
+            raise RequestError(f"{len(segment.ids)} tokens {offset} after the end do not fit the "
                                f"{segment.sequence.reserved} reserved ones; reserve more.")
         n = len(self.program.instructions)
         if not 0 <= first <= stop <= n:
@@ -191,7 +193,7 @@ class Session(SequenceOwner):
         return logits
 
     def append(self, sequence: Sequence, ids: Items[int], role: int = DECODE) -> None:
-        """Take in reserved tokens that have gone through all instructions; PROMPT where all ranges had that role."""
+        """Commit reserved tokens that have gone through all instructions; PROMPT where all ranges had that role."""
         ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
@@ -199,7 +201,7 @@ class Session(SequenceOwner):
             raise RequestError(f"Recurrent layers have gone through {sequence.reserved} reserved tokens; append all of "
                                f"them, not {len(ids)}.")
         if role == DECODE:
-            _decoding(sequence)
+            _mark_decoding(sequence)
         sequence.tokens.extend(ids)
         sequence.cut, sequence.reserved = len(ids) < sequence.reserved, 0
         self.kv.trim(sequence)
@@ -208,25 +210,25 @@ class Session(SequenceOwner):
 
     @property
     def reader(self) -> Readers | None:
-        """Reader of weights in storage while tokens are generated; None if all weights are in memory."""
+        """Reader of weights in storage during generation; None if all weights are in memory."""
         return self.executor.stream
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds that forward passes have waited for such reads."""
+        """Nanoseconds that forward passes have waited for reads of weights."""
         return self.executor.waited_ns
 
     @property
     def value_blocks(self) -> int:
-        """Blocks of V, each of one KV head, that decoded tokens have read of those whose rows they choose."""
+        """Blocks of V, each of one KV head, that decoded tokens have read in layers with top-n attention."""
         return self.executor.get(abi.CTX_VALUES)
 
     def settle(self) -> None:
-        """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
+        """Wait until the process holds all planned memory; peaks measured earlier are too low."""
         self._prefaulter.wait()
 
     def close(self) -> None:
-        """End a pass that runs, stop the threads and let go of all memory; callable twice, and from any thread."""
+        """Cancel the running pass, stop the threads and free all memory; callable twice, and from any thread."""
         self._prefaulter.close()
         self.executor.close()
         self.executor.regions.clear()
@@ -236,9 +238,8 @@ class Session(SequenceOwner):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
-        """Run over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
-        """
+    def _run_and_commit(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
+        """Run tokens, commit them to their sequences, and decode up to `further` more within the same pass."""
         self._admit(segments)
         further = self._steps(segments, further) if further else 0
         try:
@@ -250,12 +251,12 @@ class Session(SequenceOwner):
             chosen = self._tables.chosen(len(segments), further, self.executor.steps_left) if further else repeat(())
             for segment, more in zip(segments, chosen, strict=False):
                 if segment.role == DECODE:
-                    _decoding(segment.sequence)
+                    _mark_decoding(segment.sequence)
                 if self.kv.states:
                     self.kv.states.end(segment.sequence, len(segment.ids), len(more))
                 segment.sequence.tokens.extend((*segment.ids, *more))
                 segment.sequence.cut = False
-        finally:  # a forward pass that failed, or ended early, leaves blocks behind the last token
+        finally:  # frees the blocks after the last token if the forward pass failed or ended early
             for segment in segments:
                 self.kv.trim(segment.sequence)
                 if self.kv.states:
@@ -264,7 +265,7 @@ class Session(SequenceOwner):
 
 
 def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:
-    """Fill in the threads of a session that lends its own."""
+    """Return the config with the number of threads of the host session."""
     if host is None:
         return config
     if config.threads not in (None, host.config.threads):
@@ -273,8 +274,7 @@ def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConf
     return replace(config, threads=host.config.threads)
 
 
-def _decoding(sequence: Sequence) -> None:
-    """Record that the next token of a sequence may be another than in a prompt: what approximates has a part in it.
-    """
+def _mark_decoding(sequence: Sequence) -> None:
+    """Mark where decoding began: from here on approximate passes may have changed the KV cache."""
     if sequence.decoded is None:
         sequence.decoded = len(sequence)

@@ -45,7 +45,7 @@ def pair(directory: Path) -> Iterator[Pair]:
 def passes(draft: Session, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps of each forward pass of the draft from now on."""
     found: list[int] = []
-    take_in = draft._take_in
+    take_in = draft._run_and_commit
 
     def counted(segments, cancel, further=0):
         before = len(segments[0].sequence)
@@ -53,7 +53,7 @@ def passes(draft: Session, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(segments[0].sequence) - before)
         return rows
 
-    monkeypatch.setattr(draft, "_take_in", counted)
+    monkeypatch.setattr(draft, "_run_and_commit", counted)
     return found
 
 

@@ -114,7 +114,7 @@ def test_what_lies_outside_the_program_or_the_context_is_refused(paths: dict[str
             with pytest.raises(RequestError,
                                match=f"^The program has no instructions {first} to {stop - 1}; it has 0 to "):
                 opened.forward_range(Segment(sequence, [1, 2]), first, stop)
-        with pytest.raises(RequestError, match="2 tokens -5 behind the end do not fit"):
+        with pytest.raises(RequestError, match="2 tokens -5 after the end do not fit"):
             opened.forward_range(Segment(sequence, [1, 2]), 0, n[-1], offset=-5)
         opened.truncate(sequence, 20)
         assert opened.decode([sequence], [7])[0].tobytes() == expected

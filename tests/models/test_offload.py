@@ -108,7 +108,7 @@ def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -
             assert plan.cold and needs - less - 60_000 < plan.total_bytes <= needs - less
             assert plan.cold.slots >= plan.cold.least_slots and sum(plan.cold.hot) > before
             assert all(n % 64 == 0 or n == 328 for n in plan.cold.hot)
-            assert opened.instead is None or "ctx" in opened.instead.options
+            assert opened.smaller_alternative is None or "ctx" in opened.smaller_alternative.options
             assert (watched(lambda o=opened: logits_of(o, IDS, 12)) == want).all()
             before, least = sum(plan.cold.hot), min(least or plan.total_bytes, plan.total_bytes)
             opened.close()

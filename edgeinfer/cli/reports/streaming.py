@@ -23,8 +23,8 @@ def notice(runner: Runner) -> str | None:
                 f"{format_size(reader.bytes_per_pass)} for each token or prompt chunk")
     line += (f", because all weights in memory would take {format_size(plan.unstreamed_bytes)} and the budget is "
              f"{format_size(runner.budget_bytes)}.")
-    if runner.instead is not None:
-        line += f" They would fit with {runner.instead}."
+    if runner.smaller_alternative is not None:
+        line += f" They would fit with {runner.smaller_alternative}."
     if not reader.direct:
         line += (" The file system refuses direct I/O, so reads go through the page cache, which is asked to drop "
                  "them.")
