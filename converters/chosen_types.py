@@ -1,4 +1,4 @@
-"""Types of weights that differ from matrix to matrix, however they were chosen."""
+"""Per-tensor quantisation types (mixed precision)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from edgeinfer.quant import WeightType
 
 @dataclass(frozen=True)
 class ChosenTypes:
-    """The types of a model's matrices."""
+    """Quantisation types of a model's matrices."""
 
     types: Mapping[str, WeightType]
-    """Of matrices, or of parts of them, by name."""
+    """Types of matrices, or of parts of them, by name."""
     request: str
     """The request, as on the command line."""
     gap: float | None = None
-    """Share by which a choice of the same bytes could cost less, at most; None if nothing was chosen by cost."""
+    """Largest share by which another choice of the same size could cost less; None if nothing was chosen by cost."""
     cost: float = 0.0
-    """Expected divergence in nats where effects of matrices were measured, else the sum of relative errors."""
+    """Expected KL divergence in nats if effects of matrices were measured, else the sum of relative errors."""
 
     def type_of(self) -> TypeOf:
-        """Return the storage of each weight; of one that has no name here, such as a draft head's, as q4 has it."""
+        """Return the type of each weight; weights without an entry, such as a draft head's, get that of q4."""
         others = requested_types()
         return lambda weight: self.types[weight.name] if weight.name in self.types else others(weight)
 
     def quantisation(self, graph: Graph) -> Quantisation:
-        """Return what the header of a bundle says: the type of most of the layers' weights."""
+        """Return the quantisation for a bundle's header: the type of most weights of the layers."""
         nbytes: Counter[WeightType] = Counter()
         ends: dict[str, str] = {}
         for weight in graph.weights:
@@ -40,6 +40,6 @@ class ChosenTypes:
                 nbytes[stored] += stored.nbytes(weight.shape)
             elif weight.kind in ("embedding", "head"):
                 ends[weight.kind] = stored.dtype
-        chief = nbytes.most_common(1)[0][0]
-        group = chief.group_size if chief.group_size in GROUP_SIZES else GROUP_SIZES[0]
-        return Quantisation(chief.dtype, group, ends["embedding"], ends.get("head", ends["embedding"]))
+        most_common = nbytes.most_common(1)[0][0]
+        group = most_common.group_size if most_common.group_size in GROUP_SIZES else GROUP_SIZES[0]
+        return Quantisation(most_common.dtype, group, ends["embedding"], ends.get("head", ends["embedding"]))

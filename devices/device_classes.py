@@ -1,4 +1,4 @@
-"""Constants of the estimator: those of a profile, else those of its class (classes.toml), and how far off they are."""
+"""Constants of the estimator with their errors: from the profile, else from its class (classes.toml)."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from .toml_files import read_toml
 
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
-"""Half-width of the 80 % band if the constants come from runs of this machine: of decoding, and of prompts."""
+"""Half-widths of the 80 % band if the constants come from runs on this machine: decoding, prompts."""
 MEDIAN_TO_BAND, WIDEST = 1.9, 0.6
-"""80 % of normal errors are within this many times their median; and no band says more than this."""
+"""Ratio of the 80 % band to the median error, for normal errors; largest half-width of any band."""
 OWN_ERROR = 0.25
-"""The same if the profile has a decoding speed observed on this device: other models and programs differ."""
+"""Half-width of the 80 % band if a decoding speed was observed on this device, with another model or program."""
 
 
 OURS = "edgeinfer"
-"""Name of the program whose speed is wanted unless another is named."""
+"""Program that an estimate is for unless another is named."""
 OWN_OBSERVED, OWN_DERIVED = 0.35, 0.45
-"""Half-widths of the bands of edgeinfer's speed on processors where another program was measured, and none."""
+"""Half-widths of the 80 % bands of edgeinfer on processors with and without measurements of another program."""
 OWN_PROMPTS = {"mfu": 0.46, "mfu_attention": 0.15, "activation_cost": 400.0}
-"""Prompts of edgeinfer on processors that were not probed: between llama.cpp's 0.2 of the peak and the 0.74 that a
-probed processor reached; attention and the values between matrices are those of the probed one."""
+"""Constants of edgeinfer's prompt speed on processors that were not probed. `mfu` is between the 0.2 of llama.cpp and
+the 0.74 of a probed processor; the others are those of the probed one."""
 
 GPU_SHARPNESS, CORES_SHARPNESS = 4.0, 2.5
-"""Exponents that join the two limits of decoding: where both are as low, less than either is reached."""
+"""Exponents of the soft minimum of decoding's two limits, memory bandwidth and issue rate."""
 NO_DOT_PRODUCTS, WIDE_CODES = 0.5, 1.4
-"""Bytes in a cycle of a GPU without dot products, an assumption, and of cores with codes of 8 bits and more, a fit."""
+"""Factors of the bytes per cycle: of a GPU without int8 dot products (assumed), of cores with codes of 8 bits or more
+(fitted)."""
 
 EXPERTS_ERROR = 0.3
-"""The least half-width for mixtures of experts on GPUs."""
+"""Least half-width of the 80 % band for MoE models on GPUs."""
 
 NO_CONSTANTS = "constants"
-"""Source of a probed profile that says why it has no constants of its own."""
+"""Key in the sources of a probed profile of the reason why it has no constants of its own."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of one device, ready to use; by default nothing is lost and nothing takes time beside the limits."""
+    """Constants of one device; the defaults are an ideal device, which reaches its limits without fixed costs."""
 
     f_w: float = 1.0
     """Share of the bandwidth that reading weights reaches."""
     t0_ms: float = 0.0
     """Fixed time of a token, for 32 layers."""
     token_ms: float = 0.0
-    """Additional fixed time of a token: Python and sampling, independent of the model."""
+    """Additional fixed time of a token for Python and sampling, independent of the model."""
     sequence_ms: float = 0.0
-    """The same for each sequence of a step."""
+    """Additional fixed time of each sequence of a step."""
     f_kv: float = 1.0
     """Share of the bandwidth that attention reaches on keys and values."""
     attention_ms: float = 0.0
-    """Time of 1e9 operations of attention in decoding, beside the reading: heads that share keys and values cost it."""
+    """Time of 1e9 operations of attention in decoding, in addition to reading: the cost of heads that share K and V."""
     mfu: float = 1.0
     """Share of the peak that the matrices of prompts reach."""
     mfu_attention: float = 1.0
@@ -76,7 +77,7 @@ class Constants:
 
 @cache
 def classes() -> dict[str, dict[str, Any]]:
-    """Classes by name, as classes.toml has them; ``unknown`` is among them."""
+    """Return the classes of classes.toml by name, ``unknown`` included."""
     return read_toml(Path(__file__).with_name("classes.toml"))
 
 
@@ -90,19 +91,19 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
                  experts: bool = False) -> Constants:
     """Return the constants to use for a device.
 
-    A constant of the profile comes first. If the profile says what decoding draws, that share of the bandwidth comes
-    next, and f_kv keeps its ratio to f_w. The rest is the class's, and its generation's; `_drawn` changes its f_w by
-    figures of the device. t0_ms holds at `t0_clock_ghz`, for it is spent in kernels that wait for no memory.
+    A constant of the profile takes precedence. Next, if the profile has a measured decoding bandwidth, f_w is its share
+    of the device's bandwidth, and f_kv keeps its ratio to f_w. The others are those of the class and its generation;
+    `_bandwidth_share` adjusts f_w to the device. t0_ms is scaled from `t0_clock_ghz` to the device's clock.
 
     Parameters
     ----------
     profile : DeviceProfile
     table : mapping, optional
-        Constants instead of those of the profile's class (for fits).
+        Constants that replace those of the profile's class (for fits).
     bits : float
-        Of a weight's code: those of 8 and more take less unpacking for each byte.
+        Bits of a weight's code: 8 and more need less unpacking for each byte.
     experts : bool
-        Whether a token reads some of several experts, which GPUs read more slowly (`experts` of a class).
+        True if a token reads some of several experts, which GPUs do more slowly (`experts` of a class).
     """
     known = profile.device_class in classes()
     table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
@@ -111,15 +112,15 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
     values |= {name: float(table.get(name, 0.0)) for name in rest}
     if clock := profile.figures.get("clock_ghz"):
         values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
-    share, values["f_w"] = values["f_w"], _drawn(profile, table, bits)
+    share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
     if profile.device_class in PROCESSORS:
         values["f_kv"] *= values["f_w"] / share
     if profile.effective_gbs is not None:
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
         values["f_w"] = seen
-    if few := experts and table.get("experts"):
-        values["f_w"] *= few
+    if expert_share := experts and table.get("experts"):
+        values["f_w"] *= expert_share
     values.update(profile.constants)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
@@ -134,7 +135,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
-    if few and basis != CALIBRATED:
+    if expert_share and basis != CALIBRATED:
         error, source = max(error, EXPERTS_ERROR), f"{source}; mixtures of experts differ more"
     program = profile.runtime or next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                                       table.get("program", Constants.program))
@@ -142,19 +143,19 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
         values |= OWN_PROMPTS
         prefill_error = WIDEST
         error = max(error, OWN_OBSERVED if profile.effective_gbs is not None else OWN_DERIVED)
-        source = ("edgeinfer was not measured there; its kernels are taken to draw what another program drew"
+        source = ("edgeinfer was not measured there; it is assumed to reach the bandwidth of another program"
                   if profile.effective_gbs is not None else
                   "edgeinfer was not measured there; derived from its cores and its memory")
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
                      basis=basis, error_source=source)
 
 
-def _drawn(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:
-    """Return the share of the bandwidth that weights draw: what the memory delivers, and what the unit asks for.
+def _bandwidth_share(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:
+    """Return the share of the bandwidth that reading weights reaches: a soft minimum of memory and unit.
 
-    Error correction in the same memory (`ecc_share`), two dies that are joined and a processor beside the GPU leave
-    less of the memory. A unit asks for so many bytes in a cycle: its multiprocessors for `issue_bytes_per_clock`, half
-    as many without dot products of int8, its cores for those of cores.toml.
+    Error correction in the same memory (`ecc_share`), joined dies and a processor that shares the GPU's memory reduce
+    the memory's limit. The unit's limit is bytes per cycle: of multiprocessors `issue_bytes_per_clock`, half of it
+    without int8 dot products; of cores the value in cores.toml.
     """
     figures = profile.figures
     share = float(table["f_w"]) * figures.get("ecc_share", 1.0)
@@ -174,5 +175,5 @@ def _drawn(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> flo
 
 
 def _calibrated_error(profile: DeviceProfile, figure: str, least: float) -> float:
-    """Return the band of a calibrated machine, wider if other users' load made the probe's own runs disagree."""
+    """Return the half-width for a calibrated machine, wider if other load made the probe's runs disagree."""
     return min(max(least, MEDIAN_TO_BAND * profile.figures.get(figure, 0.0)), WIDEST)

@@ -1,4 +1,4 @@
-"""Power that devices draw, from vendors' limits and published measurements (power.toml): energy of tokens."""
+"""Power and energy of devices, from vendors' limits and published measurements (power.toml)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Power:
     watts: float
     """Published figure."""
     title: str
-    """Part of the machine that it is of."""
+    """Part of the machine that the figure is for."""
     decoding: float
-    """Watts while it decodes, from `low` to `high`."""
+    """Watts while decoding, from `low` to `high`."""
     low: float
     high: float
     prompt: float
@@ -30,13 +30,13 @@ class Power:
     source: str
 
     def joules(self, tok_per_s: float, spread: float = 0.0) -> tuple[float, float, float]:
-        """Return joules of a token, and their band.
+        """Return the energy of a token in joules, with its lower and upper bound.
 
         Parameters
         ----------
         tok_per_s : float
         spread : float
-            Half-width of the speed's band as a share.
+            Half-width of the speed's band, relative to the speed.
         """
         value = self.decoding / tok_per_s
         below, above = (math.hypot(end / self.decoding - 1, spread) for end in (self.low, self.high))

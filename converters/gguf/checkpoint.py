@@ -244,10 +244,10 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
                 table[replace(weight, name=name).order_name] = ORDER
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
-    chief = sizes.most_common(1)[0][0]
+    most_common = sizes.most_common(1)[0][0]
     head = table.get("head", table["embed"])
-    group = chief.group_size if chief.group_size in GROUP_SIZES else SPARE_GROUP
-    return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
+    group = most_common.group_size if most_common.group_size in GROUP_SIZES else SPARE_GROUP
+    return expected_types(table), Quantisation(most_common.dtype, group, table["embed"].dtype, head.dtype)
 
 
 def _of_drafts(config: ModelConfig, kinds: Kinds) -> tuple[Weight, ...]:

@@ -160,10 +160,11 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
                     "they are yet. To requantise all weights and report the error, add --weights q4 (or int8, f16).")
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
-    chief = sizes.most_common(1)[0][0]
+    most_common = sizes.most_common(1)[0][0]
     if ORDER in table.values():
         refuse_unread(build_graph(config, expected_types(table)), table)
-    return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
+    group = most_common.group_size or SPARE_GROUP
+    return expected_types(table), Quantisation(most_common.dtype, group, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
 
 

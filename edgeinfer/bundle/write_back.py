@@ -1,4 +1,4 @@
-"""A file's bytes on their way to the disk while more of them are made, so that its end need not be waited for long."""
+"""Flush a file in the background while it is written, so that closing it does not wait long."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
 STEP_BYTES = 64 << 20
-"""Bytes written before the disk is asked to flush them; a slower disk is asked less often."""
+"""Bytes written between two flushes; a slow disk is flushed less often."""
 
 
 class WriteBack:
-    """Has the system write out a file from a thread of its own.
+    """Flushes a file from a thread of its own.
 
-    The system itself begins when a tenth of the memory is waiting, or after seconds. What the disk refuses is raised in
-    the thread that writes.
+    The operating system itself flushes only when a tenth of the memory is dirty, or after seconds. Errors of the disk
+    are raised in the thread that writes.
     """
 
     def __init__(self, file: BinaryIO):

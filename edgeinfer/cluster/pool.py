@@ -1,4 +1,4 @@
-"""Workers that answer rows of a batch: who gets which row, and what happens to the rows of a worker that is lost."""
+"""A pool of workers (not of KV blocks) that answer rows of a batch, and the rows of workers that are lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..server import Answered, Row
 
 TRIES = 5
-"""Workers that may be lost with one row before the run ends: the row may be what ends them."""
+"""Most workers lost with one row before the run ends: the row may be the cause."""
 
 
 class Worker(Reopened, Protocol):
@@ -25,7 +25,7 @@ class Worker(Reopened, Protocol):
 
 
 class _Place:
-    """A worker and what it has."""
+    """A worker with its rows."""
 
     def __init__(self, worker: Worker):
         self.process, self.last = worker, b""
@@ -39,16 +39,16 @@ class _Place:
 
 
 class Pool:
-    """Gives rows to workers, and a row whose worker is lost to another one.
+    """Distributes rows over workers, and retries the rows of a lost worker on others.
 
-    A row goes to the worker whose latest row has the longest beginning in common with it, unless that one has as many
-    rows as it may have, and to the one with the fewest if there is nothing in common.
+    A row goes to the worker whose latest row shares the longest prefix with it, unless that worker is full; without a
+    shared prefix, to the worker with the fewest rows.
 
     Parameters
     ----------
     workers : at least one
-    at_once : rows that each may have at once
-    say : gets a sentence for each worker that is lost or comes back
+    at_once : most rows of a worker at a time
+    say : called with a sentence for each worker that is lost or returns
     """
 
     def __init__(self, workers: Sequence[Worker], at_once: int, say: Callable[[str], object]):

@@ -1,4 +1,4 @@
-"""Functions that a chat template may call, namespaces among them, and its limits: all bounded."""
+"""Functions and namespaces for chat templates, with bounds on their work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BoundedNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
     def __repr__(self) -> str:
-        return "<namespace>"  # printing the values could take for ever where they share parts
+        return "<namespace>"  # printing may take exponential time for nested shared values
 
 
 def _check_name(name: Any) -> None:
@@ -81,7 +81,7 @@ def strftime_now(pattern: Any) -> str:
 
 
 def raise_exception(message: Any = "no reason given") -> None:
-    """End the template, as its author needs it."""
+    """Raise the template author's error."""
     raise RefusedError(str(message))
 
 
