@@ -35,7 +35,7 @@ from edgeinfer.memory_planner import default_threads
 FORMATS = ("q4_0", "q4_k_m")
 READ_BYTES = 1 << 30
 SPARE = 64
-"""Positions of a context behind the longest test: those of what warms up."""
+"""Positions of a context after the longest test, for warming up."""
 STARTS = 3
 """Processes of each side whose first token is timed."""
 

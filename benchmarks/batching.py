@@ -47,7 +47,7 @@ def session(path: Path, **options: Any) -> Iterator[Session]:
 
 
 def engine_steps(path: Path, rounds: int) -> dict[int, float]:
-    """Return tokens per second of the engine by the number of sequences that decode together, behind short prompts."""
+    """Return tokens per second of the engine by the number of sequences that decode together, after short prompts."""
     with session(path, ctx=ANSWER + 16, max_sequences=max(SEQUENCES)) as opened:
         found: dict[int, list[float]] = {n: [] for n in SEQUENCES}
         for _ in range(rounds + 1):

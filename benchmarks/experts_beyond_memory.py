@@ -11,7 +11,7 @@ disk.
 
 Predicted is the time of a token in memory, as measured here without a limit, and the bytes of the experts that a cache
 of those chosen most does not hold, at the speed of scattered reads as the runtime has them, the median of readings
-before the rounds and behind each. docs/explanation/experts.md has the outcome.
+before the rounds and after each. docs/explanation/experts.md has the outcome.
 """
 
 from __future__ import annotations

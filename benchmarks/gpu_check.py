@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py --prepare        # on a machine without a GPU: write models and golden answers
 
 smoke takes a minute with small models: placement of every operation, logits beside the CPU provider, greedy tokens,
-ragged steps, chunks behind a past, both layouts of KV, sampling, cancellation, memory that is given back. numerics
+ragged steps, chunks after a past, both layouts of KV, sampling, cancellation, memory that is freed. numerics
 compares the logits of larger models, and of two layers of every family. speed measures decoding, prompts, arrivals
 and memory beside the plan and the estimate. soak watches memory for three minutes.
 

@@ -100,7 +100,7 @@ class Requests:
         return time.perf_counter() - began
 
     def streamed(self, **more: Any) -> tuple[float, float]:
-        """Return wall and processor time of the server for a streamed token behind the first one, in seconds."""
+        """Return wall and processor time of the server for a streamed token after the first one, in seconds."""
         began = self.server.cpu_seconds()
         ((one,), _) = ask_all(self.server.port, [{**streamed_request(self.prompt(), LONG), **more}], 1)
         return (one.end - one.ttft) / LONG, (self.server.cpu_seconds() - began) / LONG
@@ -199,7 +199,7 @@ def ready(model: str, rounds: int) -> str:
 
 
 def memory(model: str, rounds: int) -> str:
-    """Measure the most memory of `edgeinfer serve`, behind a few requests, and of `edgeinfer run`."""
+    """Measure the peak memory of `edgeinfer serve`, after a few requests, and of `edgeinfer run`."""
     port, ours, others = free_port(), list[int](), list[int]()
     text = "Once upon a time"
     for _ in range(rounds):

@@ -31,7 +31,7 @@ from edgeinfer.memory_planner import default_threads
 OURS, PEER = "edgeinfer", "llama-server"
 SEQUENCES = 8
 SPARE = 16
-"""Positions of a context behind a prompt and its answer."""
+"""Positions of a context after a prompt and its answer."""
 WORDS = 16000
 """Token ids of prompts are below: both known shapes have more."""
 

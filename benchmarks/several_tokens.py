@@ -101,7 +101,7 @@ def run(given: argparse.Namespace, bundle: Path, name: str) -> None:
     machine, plan = describe(), timed.session.plan
     kind = "one new token of each of several sequences" if given.sequences else "new tokens of one sequence"
     weights = next(region.nbytes for region in plan.regions if region.name == "weights")
-    head = (f"{name}, {weights / 1e6:.0f} MB of weights, {kind} behind {given.depth} tokens: {machine['processor']}, "
+    head = (f"{name}, {weights / 1e6:.0f} MB of weights, {kind} after {given.depth} tokens: {machine['processor']}, "
             f"{machine['cores']}, {plan.request.threads} used, {timed.session.isa}, {time.strftime('%Y-%m-%d')}; "
             f"medians of {given.rounds} pairs each, the calmest of {tried / len(counts):.0f}, during which the host "
             f"took at most {100 * taken:.0f} % of the processors' time.")

@@ -94,7 +94,7 @@ class Requests:
         return sum(len(one.token_ids) for one in done) / seconds
 
     def share(self, form: TextForm, n: int) -> float:
-        """Return the share of the time of n requests in which masks are computed and tokens taken in."""
+        """Return the share of the time of n requests in which masks are computed and tokens consumed."""
         spent, methods = [0.0], (Constraint.prepare, Constraint.prepare_draft, Constraint.accept, Constraint.forced)
 
         def timed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,9 +164,9 @@ def measure(path: Path, layers: int, depth: int, given: argparse.Namespace) -> d
 
 def measured_crossover(found: list[tuple[int, float]]) -> float | None:
     """Return the depth at which the ratio passes 1, between (depth, ratio) in order; None if it does not."""
-    for (before, less), (behind, more) in itertools.pairwise(found):
+    for (before, less), (after, more) in itertools.pairwise(found):
         if less < 1 <= more:
-            return float(before * (behind / before) ** ((1 - less) / (more - less)))
+            return float(before * (after / before) ** ((1 - less) / (more - less)))
     return None
 
 

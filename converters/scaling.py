@@ -1,6 +1,6 @@
 """Factors of channels that move from the inputs of matrices into their columns (arXiv 2306.00978, 2211.10438).
 
-An input channel divided by s and the columns behind it multiplied by s give the same outputs. What makes the input is
+An input channel divided by s and the columns after it multiplied by s give the same outputs. What makes the input is
 divided: the weight of a norm, or the rows of up in front of down. Where one channel is far larger than its group, the
 int8 values of activations lose the others of the group; where its weights matter most, they take the levels of theirs.
 """

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> object:
 
 
 def _before_fork() -> None:
-    """Let imports of other threads end: their locks would stay taken in the child."""
+    """Wait for imports of other threads: their locks would stay locked in the child."""
     from .base.process import wait_for_imports
 
     wait_for_imports()

@@ -115,7 +115,7 @@ class GenerationConfig:
     draft_tokens: int | None = option(None, integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"))
     """Most draft tokens verified by one forward pass; None is as the model was opened."""
     ignore_eos: bool = option(False, FLAG)
-    """Go on after an end-of-text token (for measurements)."""
+    """Continue after an end-of-text token (for measurements)."""
 
     def __post_init__(self) -> None:
         check_fields(self)

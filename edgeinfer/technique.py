@@ -116,7 +116,7 @@ class Technique:
     settle: Callable[[Any, int], Any] = lambda settings, layers: settings
     """``settle(settings, layers)`` fills in what depends on how many layers a model has."""
     boundaries: Callable[[Any], tuple[int, ...]] = lambda settings: ()
-    """After which layers tokens of a prompt may be left behind, whose K and V later layers then lack."""
+    """Layers after which prompt tokens may be pruned, whose K and V later layers then lack."""
     prompt_share: Callable[[Any, int, int, int], float] = lambda settings, tokens, depth, layers: 1.0
     """``prompt_share(settings, tokens, depth, layers)``: share of a prompt's tokens times layers that is computed."""
     regions: Callable[[Any, Any, Any], Iterable[Any]] = _nothing

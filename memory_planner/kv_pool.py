@@ -28,7 +28,7 @@ def place_kv(accesses: Iterable[KvAccess], request: Request, prunes: bool) -> tu
         Of all operations.
     request : Request
     prunes : bool
-        Whether tokens of prompts may be left behind between layers; then all layers keep everything.
+        True if prompt tokens may be pruned between layers; then all layers keep everything.
     """
     accesses = list(accesses)
     windowed = None if prunes else Windowed.of(accesses, request)

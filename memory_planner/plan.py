@@ -117,7 +117,7 @@ class Request:
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
-"""Kinds of regions: allocated up front and never given back; pages of a file, which the system may drop and read again;
+"""Kinds of regions: allocated up front and never freed; pages of a file, which the system may drop and read again;
 such pages locked into memory; reserved for what others allocate; in the memory of another device.
 """
 RESIDENT, FLASH, EXPERTS, STREAMED = "resident", "sparse from flash", "experts from flash", "streamed"
@@ -178,7 +178,7 @@ class MemoryPlan:
     state: StatePlan | None = None
     """Slots of recurrent layers, if there are any."""
     boundaries: tuple[int, ...] = ()
-    """After which layers tokens of prompts may be left behind: the stages are the layers between two of them."""
+    """Layers after which prompt tokens may be pruned; a stage is the layers between two of them."""
 
     @property
     def mode(self) -> str:

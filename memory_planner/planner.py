@@ -183,7 +183,7 @@ class Planner:
 
 
 def boundaries_of(request: Request) -> tuple[int, ...]:
-    """Return after which layers tokens of prompts may be left behind, by techniques whose settings are settled."""
+    """Return the layers after which prompt tokens may be pruned, by techniques whose settings are resolved."""
     return next((found for one, settings in each(request.techniques) if (found := one.boundaries(settings))), ())
 
 

@@ -23,14 +23,14 @@ def allocation_bytes(graph: Graph) -> dict[str, int]:
 
 def settle(graph: Graph, allocations: dict[str, Placement]) -> None:
     """Put weights that share an allocation after the first of these, as far as in their file."""
-    strides, first, behind = graph.strides, "", 0
+    strides, first, offset = graph.strides, "", 0
     for weight in graph.weights:
         if not weight.pieces:
             continue
         stride, allocation = strides[weight.name], allocations[weight.name]
-        first = first if behind else weight.name
-        allocations[weight.name] = replace(allocation, offset=allocations[first].offset + behind, stride=stride)
-        behind = (behind + allocation.nbytes // weight.pieces) % stride
+        first = first if offset else weight.name
+        allocations[weight.name] = replace(allocation, offset=allocations[first].offset + offset, stride=stride)
+        offset = (offset + allocation.nbytes // weight.pieces) % stride
 
 
 def extents(allocations: Mapping[str, Placement], names: Iterable[str]) -> dict[str, int]:

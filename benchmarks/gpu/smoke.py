@@ -89,13 +89,13 @@ def model(check: Check, name: str, layout: str) -> None:
 
 
 def chunks(check: Check, what: str, runner: Runner, answer: Golden) -> None:
-    """Check a prompt that is read in two chunks, the second behind a past."""
+    """Check a prompt that is read in two chunks, the second after a past."""
     ids, sequence = answer.ids[:PROMPT].tolist(), runner.new_sequence()
     runner.prefill(sequence, ids[:7])
     worst = difference(runner.prefill(sequence, ids[7:]), answer.logits[0])
     runner.release(sequence)
     most = bound(check, answer)
-    check.add(f"{what}: second chunk behind a past", f"{worst:.1e}", f"{most:.1e}", worst <= most)
+    check.add(f"{what}: second chunk after a past", f"{worst:.1e}", f"{most:.1e}", worst <= most)
 
 
 def ragged(check: Check, what: str, runner: Runner, most: float) -> None:

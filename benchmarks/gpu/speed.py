@@ -64,7 +64,7 @@ def many(check: Check, name: str, layout: str, sizes: Sizes) -> None:
 
 
 def decoded(check: Check, name: str, runner: OnnxRunner, n: int, depth: int, count: int, drafts: bool = False) -> None:
-    """Add a row for decode steps of n sequences behind a depth, and of draft tokens of each."""
+    """Add a row for decode steps of n sequences at a depth, and of draft tokens of each."""
     held = filled(runner, n, depth)
     step = median_step(runner, held, count)
     read = (runner.plan.region("weights").nbytes + n * depth * position_bytes(runner)) / step / 1e9

@@ -82,7 +82,7 @@ class EdgeInfer:
         repeats : float
             Share of the tokens that are the one before again: these want the same neurons.
         seed : int, optional
-            Which tokens; by default they go on from call to call.
+            Token ids; by default they continue from call to call.
         """
         session, times, token = self._session, [], 0
         session.truncate(self._sequence, 0)

@@ -22,7 +22,7 @@ def serve(handlers: dict[str, Callable[..., dict[str, Any]]]) -> None:
         try:
             request = json.loads(line)
             answer = handlers[request.pop("do")](**request)
-        except Exception as error:  # whatever a peer raises belongs to the report, and the worker goes on
+        except Exception as error:  # errors of a peer belong to the report, and the worker continues
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

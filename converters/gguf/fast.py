@@ -83,9 +83,9 @@ def _template(vocabulary: Vocabulary, front: list[int], back: list[int]) -> dict
     around = {vocabulary.tokens[i]: {"id": vocabulary.tokens[i], "ids": [i], "tokens": [vocabulary.tokens[i]]}
               for i in (*front, *back)}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    before, behind = [special(i) for i in front], [special(i) for i in back]
-    return {"type": "TemplateProcessing", "single": [*before, texts[0], *behind],
-            "pair": [*before, texts[0], *behind, texts[1], *behind], "special_tokens": around}
+    before, after = [special(i) for i in front], [special(i) for i in back]
+    return {"type": "TemplateProcessing", "single": [*before, texts[0], *after],
+            "pair": [*before, texts[0], *after, texts[1], *after], "special_tokens": around}
 
 
 def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], source: str) -> list[str] | list[tuple[str, str]]:

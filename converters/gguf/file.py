@@ -29,7 +29,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_origin(path: Path) -> Path:
-    """The file behind links; a part of a split model keeps a name by which the others are found.
+    """Return the target of links; a part of a split model keeps a name by which the others are found.
 
     The hub's cache has links with the parts' names to files that are called by their checksums.
     """

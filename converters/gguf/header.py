@@ -280,7 +280,7 @@ class HeaderReader:
             raise self._cut_short()
 
     def _cut_short(self) -> CheckpointError:
-        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._whole} bytes; "
+        return CheckpointError(f"{self._path} is cut short: its header continues after the file's {self._whole} bytes; "
                                "download it again.")
 
     def _bad(self, why: str) -> CheckpointError:

@@ -117,7 +117,7 @@ def _repository(folder: Path, repo_id: str) -> Iterator[Found]:
     unfinished = [path for path in sorted((folder / "blobs").glob("*.incomplete")) if not special(path)]
     if unfinished:
         yield Found("hub", "", folder, repo_id, sum(path.stat().st_size for path in unfinished),
-                    f"A download of {repo_id} is not complete; running or converting it goes on with it.")
+                    f"A download of {repo_id} is not complete; running or converting it continues the download.")
 
 
 def _hub_gguf(found: Found, repo_id: str, snapshot: Path, files: list[str]) -> Found:

@@ -1,4 +1,4 @@
-"""One writer per destination: a lock that the system gives back when its process ends, in whichever container."""
+"""One writer per destination: a lock that the system releases when its process ends, also across containers."""
 
 from __future__ import annotations
 

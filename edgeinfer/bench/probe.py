@@ -105,7 +105,7 @@ class MachineProbe:
     # -- memory and threads ------------------------------------------------------------------------------------------
 
     def small_pages(self) -> None:
-        """Go on with memory on small pages, to see what huge ones are worth."""
+        """Continue with memory on small pages, to measure the effect of huge ones."""
         self._take_memory(huge=False)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class MachineProbe:
 
     def _take_memory(self, huge: bool) -> None:
         self._forget(*self._executors)
-        self._regions.pop("weights", None)  # given back first: both together may be more than there is
+        self._regions.pop("weights", None)  # freed first: both together may not fit
         self._regions["weights"] = memory = allocate(self.read_bytes, huge=huge)
         memory[:12] = np.array([0.5, 1.0, 1.0], np.float32).view(np.uint8)  # what f32_peak computes with
         memory[LINE : 13 * LINE] = np.arange(192, dtype=np.float32).view(np.uint8)

@@ -89,7 +89,7 @@ class StatedProposals(Drafter):
                 for end in ends]
 
     def release(self, texts: Items[Any]) -> None:
-        """There is nothing to give back."""
+        """Do nothing: no memory is held."""
 
 
 class Replayed(Generation):

@@ -102,7 +102,7 @@ class MappedFile:
 
 
 def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
-    """Return what raises `BundleError` once the file behind mapped weights was written to, as long as they are mapped.
+    """Return a check that raises `BundleError` once the file of mapped weights was written to, while they are mapped.
 
     Parameters
     ----------

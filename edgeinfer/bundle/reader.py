@@ -218,15 +218,15 @@ class Bundle:
         cold = list(self._files(cold=True))
         total = sum(piece.nbytes for piece in (*pieces, *cold))
 
-        def behind(before: int) -> OnStageProgress | None:
+        def offset_progress(before: int) -> OnStageProgress | None:
             return progress and (lambda done, _, name: progress(before + done, total, name))
 
         with self._using():
-            compare(pieces, progress=behind(0))
+            compare(pieces, progress=offset_progress(0))
             check_orders(self.header.tensors, self.weights)
             check_parts(self, clusters=True)  # which names the neurons that were altered
             if cold:
-                compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
+                compare(cold, progress=offset_progress(sum(piece.nbytes for piece in pieces)))
 
     @property
     def parts(self) -> frozenset[str]:
@@ -239,7 +239,7 @@ class Bundle:
         return not self.parts.isdisjoint(APPROXIMATING)
 
     def close(self) -> None:
-        """Let go of the mapping; it ends when the last view of it is gone."""
+        """Release the mapping; it ends with its last view."""
         self._weights = None
 
     def __enter__(self) -> Bundle:

@@ -223,7 +223,7 @@ class _Run:
 
 
 def _keep(view: View, here: slice, rows: Tensor, left: Floats) -> None:
-    """Keep the rows of a forward pass, which go on from there in the next group."""
+    """Keep the rows of a forward pass, from which the next group continues."""
     left[here] = view.floats(rows)
 
 

@@ -23,7 +23,7 @@ REACH_SECONDS = 5.0
 ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_timeout_ms_task_wait_for_death_info": "20",
           "RAY_core_worker_internal_heartbeat_ms": "50", "RAY_worker_niceness": "0"}
 """Variables of Ray, whatever the shell has. The third and fourth say how long a call to a lost process waits for the
-reason, and how often Ray looks whether that time is over: by default a second each, in which its request could go on
+reason, and how often Ray looks whether that time is over: by default a second each, in which its request could continue
 elsewhere. The last one gives replicas the priority of other programs: by default Ray's workers yield to all of them.
 """
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -21,8 +21,8 @@ from ..server import in_thread
 from .job import WorkerLost
 
 PIECE_BYTES = 2 << 20
-"""Bytes that go at a time, at most: while they are taken in, the thread that decodes may wait for Python's lock. A part
-of a prompt goes in one piece unless it is longer."""
+"""Most bytes sent at a time: while they are copied into blocks, the thread that decodes may wait for Python's lock. A
+part of a prompt is sent in one piece unless it is longer."""
 REMAINS_SECONDS = 3600.0
 """Age at which the folder of a process that is no more is deleted."""
 _HEAD = struct.Struct("<QQ")

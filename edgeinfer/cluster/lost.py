@@ -53,7 +53,7 @@ class Losses:
         """Note that a process is lost, and begin to open it again."""
         if place.there:
             place.lose()
-            self._say(f"{place.process.name} is lost ({why}); others go on with its requests.")
+            self._say(f"{place.process.name} is lost ({why}); others continue its requests.")
             place.reopening = asyncio.ensure_future(self._reopen(place))
 
     async def _reopen(self, place: Place) -> None:

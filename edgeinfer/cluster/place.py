@@ -44,12 +44,12 @@ class Place(Load):
         return done._replace(cached_tokens=computed.cached_tokens)
 
     def learn_prompt(self, seconds: float, tokens: int) -> None:
-        """Take in what a prompt took that it had to compute alone."""
+        """Record the time of a prompt that it had to compute alone."""
         if tokens >= MEASURABLE:
             self.learn(prompt=seconds / tokens)
 
     def learn_from(self, task: Any) -> None:
-        """Take in what a request took that had it for itself."""
+        """Record the time of a request that had it for itself."""
         done = task.result() if hasattr(task, "samples") else None
         if done is None or done.ttft_ms is None:
             return

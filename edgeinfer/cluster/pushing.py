@@ -19,7 +19,7 @@ from ..errors import DestinationError, EdgeInferError
 PIECE_BYTES = 16 << 20
 """Bytes that go at a time."""
 REMAINS_SECONDS = 3600.0
-"""Age at which what an interrupted push has left is deleted: each piece of one that goes on renews it."""
+"""Age at which what an interrupted push has left is deleted: each piece of an ongoing push renews it."""
 
 
 async def pushed(ask: Callable[..., Awaitable[Any]], bundle: Path, say: Callable[[str], object]) -> str:

@@ -1,4 +1,4 @@
-"""The engine of a front: it gives requests to replicas, and goes on elsewhere with those whose replica is lost."""
+"""The engine of a front end: it sends requests to replicas, and retries those of a lost replica on another."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class RemoteEngine:
         async with self._losses.changed:
             while (found := self._taken(need, arithmetic, may_go_apart)) is None:
                 if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
-                    raise ClosedError("No replica is left that can go on with this request; ask again later.")
+                    raise ClosedError("No replica is left that can continue this request; ask again later.")
                 await self._losses.changed.wait()
             return found
 

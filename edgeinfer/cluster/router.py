@@ -107,7 +107,7 @@ class Load:
             self._blocks.popitem(last=False)
 
     def learn(self, prompt: float | None = None, decode: float | None = None, link: float | None = None) -> None:
-        """Take in the seconds a token of a request that ran alone, and a byte of a prompt that came."""
+        """Record the seconds per token of a request that ran alone, and per byte of a transferred prompt."""
         old = self.speeds
         self.speeds = Speeds(*(before if new is None else before + NEW_WEIGHT * (new - before)
                                for before, new in zip(old, (prompt, decode, link), strict=True)))

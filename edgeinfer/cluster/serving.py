@@ -180,7 +180,7 @@ class Serving:
 
 
 def _written(request: Request[Any], part: memoryview | None) -> asyncio.Event:
-    """Return what is set when a part of a prompt is in its blocks, or when these are given back."""
+    """Return an event that is set when a part of a prompt is in its blocks, or when these are freed."""
     told, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def tell() -> None:

@@ -1,4 +1,4 @@
-"""Tasks that run elsewhere: their checks are those of the engine's, and what replicas send is taken in here."""
+"""Tasks that run on a replica: they are checked like the engine's, and receive the replica's messages."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Remote:
         raise NotImplementedError
 
     def take_parts(self, parts: Iterable[Part]) -> int:
-        """Take in parts of the text; returns the number of new tokens of the longest sample."""
+        """Append parts of the text; returns the number of new tokens of the longest sample."""
         return 0
 
     def take_end(self, done: Done) -> None:
-        """Take in the end."""
+        """Record the end."""
         self.value, self.preemptions = done.value, done.preemptions
         self.cached_tokens = min(done.cached_tokens, len(self.prompt_ids))  # the last replica may have had more
 
@@ -77,7 +77,7 @@ class Mirror:
         self._skip = len(self.tokens)
 
     def take(self, part: Part) -> None:
-        """Take in a part."""
+        """Append a part."""
         if self.finish_reason:
             return
         skip = min(self._skip, len(part.ids))
@@ -132,7 +132,7 @@ class RemoteGeneration(Remote, Generation):
         return Job(key, TEXT, self.prompt_ids, options, salt, self._skip_special, generated)
 
     def take_parts(self, parts: Iterable[Part]) -> int:
-        """Take in new tokens and their texts."""
+        """Append new tokens and their texts."""
         before = self.new_tokens
         for part in parts:
             self._mirrors[part.number].take(part)
@@ -142,7 +142,7 @@ class RemoteGeneration(Remote, Generation):
         return new
 
     def take_end(self, done: Done) -> None:
-        """Take in the end."""
+        """Record the end."""
         super().take_end(done)
         self._report = done.speculation
 

@@ -99,9 +99,9 @@ class BeamSearch(Generation):
 
         The next beams are chosen among all rows, so all come from one forward pass.
         """
-        behind = [(beam, beam.tokens[len(beam.sequence) : -1]) for beam in live if beam.sequence is not None]
+        pending = [(beam, beam.tokens[len(beam.sequence) : -1]) for beam in live if beam.sequence is not None]
         lost = [Run(beam.sequence, ids, DECODE, last=False, owner=beam)
-                for beam, ids in behind if beam.sequence is not None and ids]
+                for beam, ids in pending if beam.sequence is not None and ids]
         return lost or super()._decodes(live)
 
     def take(self, ran: list[Ran]) -> str:

@@ -206,7 +206,7 @@ class Engine:
             self._bell.release()
 
     def _leave(self) -> None:
-        """Run no further steps in this thread, if it does; the engine's own goes on with what there is."""
+        """Run no further steps in this thread, if it does; the engine's own thread continues the requests."""
         with self._starting:
             if not self.inside:
                 return

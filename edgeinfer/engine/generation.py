@@ -41,7 +41,7 @@ class Generation(Task[Completion]):
     speculation : drafts tokens, which forward passes verify; the text is the same
     begin_form : returns the form of a text that begins, for each sample
     generated : tokens of the only sample that are there already, from a request that was moved here; its text continues
-        as it would have gone on there
+        as it would have continued there
     skip_special : leave special tokens out of the text
 
     Raises
@@ -88,7 +88,7 @@ class Generation(Task[Completion]):
         self._taken_over = self._resume(generated)
 
     def _resume(self, generated: Iterable[int]) -> int:
-        """Take in tokens that another run has generated; returns how many."""
+        """Append tokens that another run has generated; returns their number."""
         ids = list(generated)
         if not ids:
             return 0
@@ -103,7 +103,7 @@ class Generation(Task[Completion]):
         n, n_prompt, room, config = self.n_sequences, len(self.prompt_ids), max(self.room, 0), self._runner.config
         whose, remedy = f"A prompt of {n_prompt} tokens and up to {room} new ones", MORE
         if n > 1:
-            whose = f"{n} {what} of up to {room} tokens behind a prompt of {n_prompt}"
+            whose = f"{n} {what} of up to {room} tokens after a prompt of {n_prompt}"
             if config.kv_memory is None and config.kv_tokens in (None, config.ctx):  # the pool follows own_tokens
                 remedy = f"own_tokens={self._config.max_tokens}"
         check_blocks(self._runner, whose, n_prompt, room, n, remedy=remedy)
@@ -199,7 +199,7 @@ class Generation(Task[Completion]):
                     (sample.sampler.address,), sample, prepare=sample.prepare) for sample in live]
 
     def take(self, ran: list[Ran]) -> str:
-        """Take in sampled tokens; returns the new text of the first sample."""
+        """Append sampled tokens; returns the new text of the first sample."""
         text, took = "", False
         for run, _, rows, chosen in ran:
             if not len(rows):  # a part of the prompt, or of what was computed before
@@ -224,7 +224,7 @@ class Generation(Task[Completion]):
         return pieces[0]
 
     def _take_decoded(self, run: Run, row: Any, chosen: Items[int]) -> str:
-        """Take in the tokens that a pass went on with, and one from the last row; a text may end within them."""
+        """Append the tokens that a pass decoded by itself, and one from the last row; a text may end within them."""
         sample = run.owner
         text: str = sample.take(row, self.room, chosen)
         if sample.finish_reason:  # its blocks after the end are for the others

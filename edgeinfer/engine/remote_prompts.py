@@ -29,7 +29,7 @@ class RemotePrompt:
     sequence, taken : Sequence or None
         Its blocks; those that its request has.
     error : EdgeInferError or None
-        Reason for which its blocks were given back.
+        Reason for which its blocks were freed.
     """
 
     def __init__(self, ids: Items[int]):
@@ -40,7 +40,7 @@ class RemotePrompt:
 
 
 class Part(NamedTuple):
-    """Blocks of a prompt; None gives back those that are there."""
+    """Blocks of a prompt; None frees them."""
 
     prompt: RemotePrompt
     data: bytes | memoryview | None
@@ -119,7 +119,7 @@ class RemotePrompts:
         return True
 
     def give_back_one(self) -> bool:
-        """Give back the blocks of the latest prompt, which is computed here instead; returns whether there was one."""
+        """Free the blocks of the latest prompt, which is computed here instead; returns whether there was one."""
         if not self._held:
             return False
         self._give_back(self._held[-1], RequestError("Requests that run needed its KV blocks."))

@@ -57,7 +57,7 @@ class Request(Generic[Result]):
         self.task, self.reuse, self.prompt_cache, self.salt = task, reuse, prompt_cache, salt
         self.number = next(_numbers)
         self.arrived = 0.0
-        """When the engine took it in, by time.monotonic()."""
+        """Time at which the engine accepted it, by time.monotonic()."""
         self.saves_prompt = True
         """Write a prompt that its file lacks there."""
         self.saved_tokens = 0
@@ -99,7 +99,7 @@ class Request(Generic[Result]):
     def receive(self, part: bytes | memoryview | None, told: Callable[[], object]) -> None:
         """Let KV blocks of the prompt be written that another process computes, in order, before the request starts.
 
-        They are those of all tokens but the last. None gives them back, so that the prompt is computed here.
+        They are those of all tokens but the last. None frees them, so that the prompt is computed here.
 
         Parameters
         ----------

@@ -145,8 +145,8 @@ class Scheduler:
         """Return how many tokens a request is expected to add soon: its prompt, and a part of its answers."""
         task = request.task
         left = len(task.known_ids) - held
-        behind = min(task.most_tokens, RESERVE_TOKENS)
-        return max(left, 0) + (behind * task.n_sequences if left > 1 else 0)
+        reserved = min(task.most_tokens, RESERVE_TOKENS)
+        return max(left, 0) + (reserved * task.n_sequences if left > 1 else 0)
 
     def _first_sequence(self, request: Request[Any]) -> Sequence:
         """Return a sequence that holds a proper prefix of what the request knows, as far as that is kept somewhere."""

@@ -64,7 +64,7 @@ class Scoring(Task[list[Score]]):
         if len(listed) > room:
             ctx = self._runner.config.ctx
             raise RequestError(f"Continuation {number} has more than {room} tokens, for which the context of {ctx} "
-                               f"has room behind the prompt of {len(self.prompt_ids)}; shorten one of them, or open"
+                               f"has room after the prompt of {len(self.prompt_ids)}; shorten one of them, or open"
                                " the model with a larger context (--ctx).")
         try:
             return checked_prompt(listed, self._runner)
@@ -107,7 +107,7 @@ class Scoring(Task[list[Score]]):
         return [Run(sequence, ids[len(sequence) - n_prompt : -1], DECODE, each=True, owner=ids)]
 
     def take(self, ran: list[Ran]) -> str:
-        """Take in log-probabilities, and conclude the scores that are complete."""
+        """Add log-probabilities, and return the scores that are complete."""
         for run, _, rows, _ in ran:
             if run.owner is not None:
                 for row in rows:
@@ -136,7 +136,7 @@ class Scoring(Task[list[Score]]):
         self._note(self._first, ids)
 
     def _note(self, found: Floats, ids: list[int]) -> None:
-        """Take in the distribution of the next token."""
+        """Add the distribution of the next token."""
         following = ids[len(self._logprobs)]
         self._logprobs.append(float(found[following]))
         self._greedy = self._greedy and following == int(found.argmax())

@@ -236,7 +236,7 @@ class Steps:
         self.scheduler.budget.took(sum(len(work.runs) for work in works if not work.is_prefill), read, seconds)
 
     def _take(self, request: Request[Any], ran: list[Ran]) -> None:
-        """Let a task take in its part of a pass; an error ends its request alone."""
+        """Give a task its part of a pass; an error ends only its own request."""
         task = request.task
         try:
             request.emit(task.take(ran))

@@ -60,7 +60,7 @@ class Ran(NamedTuple):
     rows: Items[Any]
     """Their logits, float32 of shape (vocab_size,) each, as far as they were wanted; valid until the next pass."""
     chosen: Items[int] = ()
-    """Tokens that the pass went on with by itself."""
+    """Tokens that the pass decoded by itself."""
 
 
 class Task(abc.ABC, Generic[Result]):
@@ -147,7 +147,7 @@ class Task(abc.ABC, Generic[Result]):
 
     @abc.abstractmethod
     def take(self, ran: list[Ran]) -> str:
-        """Take in what came of runs, and return the new text."""
+        """Process the outcome of runs, and return the new text."""
 
     def release(self) -> None:
         """Give the sequences back; the task stays as it is, and can `begin` again."""

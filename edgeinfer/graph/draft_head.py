@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer behind the model drafts the token after the next (arXiv 2412.19437, section 2.2).
+"""Multi-token prediction: a layer after the last drafts the token after the next (arXiv 2412.19437, section 2.2).
 
 For each token the head reads the token's embedding and the final norm's output of the token before. Its layer follows
 the model's last one in number, so its K and V are one more layer of the cache. It shares the model's embedding and

@@ -40,7 +40,7 @@ WINDOW = 512
 READ_BYTES = 4 << 20
 """Of a long text only so much is read."""
 MOST_LOST = 0.2
-"""Share of a text's characters that its tokens may not give back."""
+"""Largest share of a text's characters that its tokens may fail to reproduce."""
 LOGITS_BYTES = 64 << 20
 """Most that the logits of a forward pass take, whose tokens are as many as this permits."""
 KEPT_BYTES = 4 << 30

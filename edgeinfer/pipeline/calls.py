@@ -141,7 +141,7 @@ class StageCalls:
         return self.session.run_part(segments, part.offset, given, cancel)
 
     def commit(self, ran: Items[tuple[int, Items[int], int]]) -> None:
-        """Let sequences take in the tokens of a pass."""
+        """Commit the tokens of a pass to sequences."""
         self.session.commit([(self._sequences[number], ids, role) for number, ids, role in ran])
 
     def abort(self, lengths: Items[tuple[int, int]]) -> None:

@@ -128,7 +128,7 @@ class ProcessStage(Stage):
             wire.send(self._to, {"number": self._sent, "call": name, "with": arguments, "answer": answers}, rows)
         except (OSError, ValueError):  # it has ended, or the stage was closed
             raise self._ended() from None
-        except BaseException:  # half of a message may have been sent, and nothing behind it would be understood
+        except BaseException:  # half of a message may have been sent, and no later one would be understood
             self._process.kill()
             raise
         return self._sent

@@ -76,10 +76,10 @@ def layer_sizes(graph: Graph, kv: str, tokens: int) -> list[int]:
         That it holds.
     """
     n = graph.config.num_hidden_layers
-    sizes, counted, behind = [0] * n, set[str](), False
+    sizes, counted, in_layers = [0] * n, set[str](), False
     for op in graph.ops:
-        behind = behind or op.layer is not None
-        layer = op.layer if op.layer is not None else n - 1 if behind else 0
+        in_layers = in_layers or op.layer is not None
+        layer = op.layer if op.layer is not None else n - 1 if in_layers else 0
         for weight in op.weights:
             if weight.name not in counted:
                 sizes[layer] += graph.types[weight.name].nbytes(weight.shape)

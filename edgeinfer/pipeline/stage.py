@@ -52,7 +52,7 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the stage and give back its memory; callable twice, and from any thread."""
+        """End the stage and free its memory; callable twice, and from any thread."""
 
 
 class LocalStage(Stage):

@@ -9,9 +9,9 @@ Rules for what a runner keeps of a sequence, whichever it is:
   (`cache_prefix`, `from_prefix`).
 * **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork shares it until
   one of the two writes. A journal of the last tokens lets `truncate` forget those of the last pass, if they were few;
-  else a sequence can be cut where a `checkpoint` is, and `rollback` runs over the tokens behind it again. A common
+  else a sequence can be cut where a `checkpoint` is, and `rollback` runs the tokens after it again. A common
   beginning is shared only up to a checkpoint.
-* **KV rows of layers with a window** may be given back once no token that can follow sees them. A fork shares those
+* **KV rows of layers with a window** may be freed once no token that can follow sees them. A fork shares those
   that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
   hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a

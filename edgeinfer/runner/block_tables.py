@@ -56,7 +56,7 @@ class Sequences(abc.ABC):
 
     @abc.abstractmethod
     def trim(self, sequence: Sequence) -> None:
-        """Give back what is held after the last token (after a cancelled forward pass, too)."""
+        """Free blocks after the last token, also those of a cancelled forward pass."""
 
     # Nothing is cached unless a class overrides these; `origin` is that of `prefix_keys`.
 
@@ -146,7 +146,7 @@ class BlockTables(Sequences):
         return copy
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past the last token that is there or reserved (after a cancelled forward pass, too)."""
+        """Free blocks after the last token or reserved place, also those of a cancelled forward pass."""
         keep = -(-(len(sequence.tokens) + sequence.reserved) // self.block_tokens)
         if keep < len(sequence.blocks):
             sequence.listed = min(sequence.listed, keep)

@@ -94,5 +94,5 @@ class DraftRunner(Protocol):
         rows : float32 array of shape (len(sequences), vocab_size)
             Logits after the last token of each, valid until the next forward pass.
         chosen : list of list of int
-            Up to `further` tokens that each went on with by itself, as many for each.
+            Up to `further` tokens that the pass decoded by itself, the same number for each sequence.
         """

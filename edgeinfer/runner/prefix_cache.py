@@ -75,7 +75,7 @@ class PrefixCache(BlockPool):
         return len(self._free) + len(self._idle)
 
     def is_own(self, block: int) -> bool:
-        """Whether the block is available once its holder lets go."""
+        """True if the block is available once its holder frees it."""
         return self._holders[block] - (block in self._keys) == 1
 
     def is_cached(self, block: int) -> bool:
@@ -113,7 +113,7 @@ class PrefixCache(BlockPool):
             self._idle[block] = None
 
     def clear(self) -> None:
-        """Let go of all cached blocks; sequences keep what they hold."""
+        """Drop all cached blocks; sequences keep theirs."""
         self._cached.clear()
         self._idle.clear()
         while self._keys:

@@ -55,14 +55,14 @@ class Schedule:
                 raise UsageError(f"keep is {share:g} at one boundary; shares are above 0 and at most 1.")
         for before, share in zip(self.keep, self.keep[1:], strict=False):
             if share > before:
-                raise UsageError(f"keep grows from {before:g} to {share:g}; what was left behind does not come back, "
+                raise UsageError(f"keep grows from {before:g} to {share:g}; pruned tokens are never revived, "
                                  "so no share may be larger than the one before.")
         if self.layers and len(self.layers) != len(self.keep):
             raise UsageError(f"{len(self.keep)} shares are given for {len(self.layers)} boundaries between layers; "
                              "give one for each.")
         for earlier, later in zip((0, *self.layers), self.layers, strict=False):
             if later <= earlier:
-                raise UsageError(f"The boundary after layer {later} stands behind {earlier}; number layers from 1, "
+                raise UsageError(f"The boundary after layer {later} comes after {earlier}; number layers from 1, "
                                  "each boundary after the one before.")
 
     @classmethod
@@ -95,7 +95,7 @@ class Schedule:
         found = self if self.layers else replace(self, layers=tuple(
             min(n_layers - n + i, max(i + 1, round(step * (i + 1)))) for i in range(n)))
         if found.layers[-1] >= n_layers:
-            raise UsageError(f"The boundary after layer {found.layers[-1]} has no layer behind it; the model has "
+            raise UsageError(f"The boundary after layer {found.layers[-1]} has no layer after it; the model has "
                              f"{n_layers}.")
         return found
 
@@ -125,7 +125,7 @@ class Schedule:
         said = f"{n} tokens are too few to prune, all go through all layers"
         if tokens[1:]:
             went = ", ".join(map(str, tokens[1:]))
-            said = f"of {n} tokens {went} go on, {share:.0%} of the tokens' layers are computed"
+            said = f"of {n} tokens {went} continue, {share:.0%} of the tokens' layers are computed"
         return {"schedule": str(self), "tokens": list(tokens), "share": share, "said": f"{self}: {said}",
                 "assumed": ASSUMPTION}
 
@@ -153,7 +153,7 @@ def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float],
         low, high = (low, middle) if (least := divergence(schedule(middle))) <= target else (middle, high)
     if high == 100:
         raise RequestError(f"Even {schedule(99)} diverges by {least:.5f}, and the target is {target:g}; raise it, or "
-                           "put the boundaries behind later layers (--lazy-layers).")
+                           "put the boundaries after later layers (--lazy-layers).")
     return schedule(high)
 
 

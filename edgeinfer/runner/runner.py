@@ -104,11 +104,11 @@ class Runner(Caching, abc.ABC):
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n.
 
-        Raises `RequestError` if layers with a window have given back what a token after them sees (`reach`).
+        Raises `RequestError` if layers with a window have freed rows that a token after them sees (`reach`).
         """
 
     def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
-        """Return the most of the first n tokens that a sequence can be cut to: all n where nothing was given back."""
+        """Return the largest length up to n that a sequence can be cut to: n if no row was freed."""
         return n_tokens
 
     def checkpoint(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ PROMPT: int = abi.ROLE_PROMPT
 DECODE: int = abi.ROLE_DECODE
 """Roles of tokens: text that is read, and text that is being written."""
 GONE = -1
-"""Number of a block that was given back."""
+"""Number that stands for a freed block."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class WindowTable:
     """Blocks of one sequence in layers with a window."""
 
     blocks: list[int] = field(default_factory=list)
-    """Their numbers, one for each block of the sequence; GONE for the first ones, which were given back."""
+    """Numbers of the sequence's blocks; GONE for the first ones if they were freed."""
     gone: int = 0
     """Number of leading blocks that are freed or about to be."""
     table: Any = None
@@ -136,7 +136,7 @@ def prepare_samples(segments: Items[Segment]) -> None:
 def decoding(sequences: Items[Sequence], ids: Items[int], sample_specs: Items[int]) -> list[Segment]:
     """Return the segments of a forward pass over one token of each sequence; see `Runner.decode`."""
     if len(sequences) != len(ids):
-        raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
+        raise RequestError(f"{len(sequences)} sequences cannot continue with {len(ids)} tokens; give one for each.")
     each = zip(sequences, ids, sample_specs or repeat(0), strict=False)
     return [Segment(sequence, (token,), (0,), DECODE, None, (spec,)) for sequence, token, spec in each]
 

@@ -37,7 +37,7 @@ class StateTable:
     before: list[tuple[int, int]] = field(default_factory=list)
     """During a pass that cannot be undone: a copy of the slot, with its `base`."""
     after: int = 0
-    """Number of tokens after a pass that has ended; the sequence is as long once it has taken them in."""
+    """Number of tokens after a pass that has ended: the length of the sequence once they are committed."""
     kept: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The checkpoint by its number of tokens: slot and `base`."""
 
@@ -92,7 +92,7 @@ class StateSlots:
             table.before.append((copy, table.base))
 
     def end(self, sequence: Sequence, n_tokens: int, steps: int = 0, offset: int = 0) -> None:
-        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` takes them in next,
+        """Note that a pass over n tokens and this many further steps of one has ended; `sequence` commits them next,
         after those `offset` tokens that are reserved and have gone through the same layers."""
         table, length = _of(sequence), len(sequence) + offset + n_tokens
         table.base = len(sequence) + offset + steps
@@ -101,7 +101,7 @@ class StateSlots:
         table.after = length + steps
 
     def settle(self, sequence: Sequence) -> None:
-        """Go back to the state before a pass if the sequence did not take in its tokens, or forget that state."""
+        """Restore the state before a pass if the sequence did not commit its tokens, or drop that state."""
         table = _of(sequence)
         if table.after != len(sequence) and table.before:
             changed, (table.blocks[0], table.base) = table.blocks[0], table.before[-1]
@@ -159,7 +159,7 @@ class StateSlots:
         """Raise `RequestError` if a sequence cannot be cut to n tokens."""
         if (most := self.can_truncate(sequence, n_tokens)) < n_tokens:
             raise RequestError(f"A sequence of {len(sequence)} tokens cannot be cut to {n_tokens}: its recurrent state "
-                               f"has gone on. Cut it to {most}, or run its beginning again (rollback).")
+                               f"has continued. Cut it to {most}, or run its beginning again (rollback).")
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n, to which the sequence can be cut; it still has the others."""
@@ -237,7 +237,7 @@ class StateSlots:
         return NOTE.pack(self._bases[slot], tail, parent)
 
     def noted(self, slot: int, note: bytes) -> bool:
-        """Take in what another process knew of a slot that is about to be cached; return whether it can be true."""
+        """Accept another process's note of a slot that is about to be cached; return whether it is plausible."""
         base, tail, parent = NOTE.unpack(note)
         if base < 0 or not 0 <= tail < abi.BLOCK_TOKENS:
             return False
@@ -248,7 +248,7 @@ class StateSlots:
         return True
 
     def clear(self) -> None:
-        """Let go of all checkpoints of the cache."""
+        """Drop all checkpoints of the cache."""
         self.pool.clear()
         self._tails.clear()
 

@@ -31,7 +31,7 @@ class WindowBlocks:
     """Ownership of the blocks of layers with a window (`Sequence.recent`).
 
     A sequence keeps as many blocks as its limit (`Windowed.sequence_blocks`), so that it can be truncated by the tokens
-    of a pass and more. When the pool is empty, all sequences give back the blocks that they do not need: they then keep
+    of a pass and more. When the pool is empty, all sequences free the blocks that they do not need: they then keep
     only `MARGIN_TOKENS` for truncation. The pool is a prefix cache, too, with the keys of the sequences' other blocks;
     each of the two evicts by itself.
 
@@ -51,7 +51,7 @@ class WindowBlocks:
     # raised before blocks go: a sequence may say that it lacks what it has, never that it has what it lacks.
 
     def extend(self, sequence: Sequence, n_tokens: int, cut: bool) -> None:
-        """Make room for n more tokens, and give back what they leave behind.
+        """Make room for n more tokens, and free blocks that leave the window.
 
         Raises `RequestError` for more than a forward pass has, and if all blocks are held.
         """
@@ -71,7 +71,7 @@ class WindowBlocks:
             recent.blocks.append(self.take())
 
     def place(self, sequence: Sequence, first: int, end: int) -> None:
-        """Give an empty sequence the blocks `first` to end - 1, as if those before had been given back."""
+        """Give an empty sequence the blocks `first` to end - 1, as if those before had been freed."""
         recent = _of(sequence)
         recent.gone = first
         recent.blocks += [GONE] * first
@@ -123,7 +123,7 @@ class WindowBlocks:
         other.gone, other.blocks = recent.gone, list(recent.blocks)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past the last token that is there or reserved."""
+        """Free blocks after the last token or reserved place."""
         recent = _of(sequence)
         keep = -(-(len(sequence.tokens) + sequence.reserved) // self._block_tokens)
         if keep < len(recent.blocks):
@@ -145,7 +145,7 @@ class WindowBlocks:
         return most
 
     def share_cached(self, sequence: Sequence, keys: Items[bytes]) -> None:
-        """Give an empty sequence the cached blocks that are seen after all of these, as if it had given back others.
+        """Give an empty sequence the cached blocks that are seen after all of these, as if it had freed others.
         """
         recent, first = _of(sequence), self._first_seen(len(keys) * self._block_tokens)
         recent.gone = first
@@ -175,11 +175,11 @@ class WindowBlocks:
             lowest = _of(sequence).gone * self._block_tokens + self.windowed.window - 1
             raise RequestError(
                 f"A sequence of {len(sequence)} tokens cannot be cut to {n_tokens}: layers with a window of "
-                f"{self.windowed.window} have given back what a token there would see. Cut it to {lowest} tokens at "
+                f"{self.windowed.window} have freed rows that a token there would see. Cut it to {lowest} tokens at "
                 "least, or run its beginning again (rollback).")
 
     def _give_back(self, recent: WindowTable, first: int) -> None:
-        """Give back the blocks before block `first`."""
+        """Free the blocks before block `first`."""
         begin, first = recent.gone, min(first, len(recent.blocks))
         if first <= begin:
             return
@@ -206,12 +206,12 @@ class WindowBlocks:
 
     @staticmethod
     def _named(recent: WindowTable) -> list[int]:
-        """Blocks that a sequence holds, but for those that an interruption kept from being given back."""
+        """Blocks that a sequence holds, except those that an interruption kept from being freed."""
         recent.blocks[: recent.gone] = [GONE] * min(recent.gone, len(recent.blocks))
         return [block for block in recent.blocks if block != GONE]
 
     def _shrink(self) -> None:
-        """Give back all that sequences need not keep."""
+        """Free all blocks that sequences do not need."""
         for sequence in self._living:
             first = self.windowed.first_needed(len(sequence.tokens))
             self._give_back(_of(sequence), first // self._block_tokens)

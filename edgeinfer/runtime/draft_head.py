@@ -153,7 +153,7 @@ class DraftHeadSession(SelfDraftSession):
             self._drafted[segment.sequence] = row
 
     def close(self) -> None:
-        """Let go of its memory; the session goes on without it."""
+        """Free its memory; the session continues without it."""
         if self._host.row_reader is self:
             self._host.row_reader = None
         super().close()

@@ -154,7 +154,7 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: OnStageProgress | 
     weights : uint8 array
         The mapping.
     path : Path
-        The file behind it.
+        The mapped file.
     progress : callable, optional
         Called with (bytes done, bytes in all, file name) if there are PROGRESS_BYTES or more.
     spans : of (first byte, byte after the last), optional

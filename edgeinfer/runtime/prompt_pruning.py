@@ -52,7 +52,7 @@ class Pruned(NamedTuple):
             return f"New prompt tokens: {n}, fewer than {LEAST_PROMPT}, so all of them went through all layers."
         stages = zip(self.schedule.layers, others, strict=True)
         went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in stages)
-        return f"Of {n} prompt tokens went on: {went}; {self.share:.0%} of the tokens' layers were computed."
+        return f"Of {n} prompt tokens were kept: {went}; {self.share:.0%} of the tokens' layers were computed."
 
 
 class _PruningStage(NamedTuple):
@@ -86,7 +86,7 @@ class PruningStages:
     UnsupportedModelError
         More than one tensor of the model goes from layer to layer.
     UsageError
-        The recipe leaves no layer behind the last boundary.
+        The recipe leaves no layer after the last boundary.
     """
 
     def __init__(self, session: Session, schedule: Schedule):
@@ -175,7 +175,7 @@ class PruningStages:
 
     def _through(self, sequence: Sequence, ids: Items[int], rows: Rows, number: int,
                  cancel: Cancellation | None, tell: Callable[[_PruningStage, int], None]) -> Floats:
-        """Let tokens go through a stage; returns the queries of the last ones in the attention that chooses."""
+        """Run tokens through a stage; returns the last ones' queries in the attention that ranks."""
         stage, queries = self._stages[number], []
         for part in self._chunks(rows):
             start, recent = stage.first, part >= len(ids) - RECENT
@@ -190,7 +190,7 @@ class PruningStages:
 
     def _forward(self, sequence: Sequence, ids: Items[int], rows: Rows, stage: _PruningStage, first: int, stop: int,
               cancel: Cancellation | None, spec: int | None = None) -> Logits:
-        """Let tokens go through instructions of a stage, which begins with what the stage before has left of them."""
+        """Run tokens through instructions of a stage, from the hidden states that the stage before has stored."""
         if first and first == stage.first:
             self._rows_of(self._residual, len(rows))[:] = self._aux[rows]
         outputs, sample_specs = ((), ()) if spec is None else ((len(rows) - 1,), (spec,))
@@ -239,8 +239,8 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             break
         keys = session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens]
         rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) * np.float32(attention.scale)
-        for behind, q in enumerate(rows[::-1]):
-            position = n_tokens - 1 - behind
+        for back, q in enumerate(rows[::-1]):
+            position = n_tokens - 1 - back
             sees = there & (positions <= position) & (positions > position - (attention.window or n_tokens))
             scores = np.einsum("gd,pd->gp", q, keys)
             if attention.cap:

@@ -104,7 +104,7 @@ class SelfDraftPlan(DraftPlan):
             The model has nothing to leave out.
         """
         if model.recurrent:
-            raise RequestError("A part of this model cannot draft for it: its recurrent layers would take in draft "
+            raise RequestError("A part of this model cannot draft for it: its recurrent layers would process draft "
                                "tokens. Leave --speculate self out; lookup and draft models work.")
         recipes = list(_recipes(model, plain, parts))
         if not recipes:
@@ -183,7 +183,7 @@ class SelfDraftSession(Session):
         """All memory is there from the start."""
 
     def close(self) -> None:
-        """End a forward pass that runs and let go of its own memory."""
+        """Cancel the running forward pass and free its own memory."""
         self.executor.close()
         self.executor.regions.clear()
 

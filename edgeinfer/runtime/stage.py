@@ -1,7 +1,7 @@
 """A session over a range of layers: one stage of a pipeline, which takes rows from the stage before.
 
 A forward pass may go through a stage in parts, chunks of prompts one after the other, so that the stages of a pipeline
-work on different parts at the same time. The sequences of a stage take in the tokens of a pass when all stages have run
+work on different parts at the same time. A stage commits the tokens of a pass when all stages have run
 them (`commit`), or none (`abort`).
 """
 
@@ -105,7 +105,7 @@ class StageSession(Session):
         return self._logits[:n] if self.leads else logits
 
     def commit(self, ran: Items[tuple[Sequence, Items[int], int]]) -> None:
-        """Let sequences take in the tokens that all parts of a pass have run, of a role."""
+        """Commit the tokens of a role that all parts of a pass have run."""
         for sequence, ids, role in ran:
             self.append(sequence, ids, role)
 
@@ -115,7 +115,7 @@ class StageSession(Session):
             self.truncate(sequence, len(sequence))
 
     def close(self) -> None:
-        """Let go of all memory; see `Session.close`."""
+        """Free all memory; see `Session.close`."""
         super().close()
         self._given = None
 

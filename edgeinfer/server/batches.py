@@ -86,12 +86,12 @@ class Batches:
         self._closed = False
 
     def claim(self) -> None:
-        """Take the folder, and go on with what its former server has left; raises `ApiError` if another one has it."""
+        """Lock the folder, and continue its unfinished batches; raises `ApiError` if another server has it."""
         if self.store.claim():
             self._resume()
 
     def resume(self) -> None:
-        """Go on with the batches that a former server has left, unless another server has the folder."""
+        """Continue the unfinished batches, unless another server has the folder."""
         if not self.store.folder.is_dir():
             return
         with contextlib.suppress(ApiError):
@@ -154,7 +154,7 @@ class Batches:
                 raise ApiError(409, f"The file {file} is used by {one.id}; cancel that first.", code="in_use")
 
     async def close(self) -> None:
-        """Leave all batches as they are; another server goes on with them."""
+        """Leave all batches as they are; another server continues them."""
         self._closed = True
         for task in (self._run, self._task):
             if task is not None:
@@ -187,7 +187,7 @@ class Batches:
             try:
                 self._leave_out_empty(batch)
                 self._keep(batch)
-            except (ApiError, OSError) as error:  # of a full disk: the next start of the server goes on with it
+            except (ApiError, OSError) as error:  # of a full disk: the next start of the server continues it
                 self._server.log(f"The batch {batch.id} is {batch.status}, which cannot be noted: {error}")
 
     async def _answer(self, batch: Batch) -> None:

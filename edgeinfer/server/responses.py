@@ -106,7 +106,7 @@ class _Response:
         self._items: list[dict[str, Any]] = []
 
     def take(self, part: Event) -> list[bytes]:
-        """Take in a part of the answer; returns the events that tell of it."""
+        """Append a part of the answer; returns its events."""
         if isinstance(part, CallStart):
             return [*self._close(), self._open({
                 "type": "function_call", "id": new_id("fc_"), "call_id": part.id, "name": part.name,

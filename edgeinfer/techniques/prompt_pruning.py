@@ -68,7 +68,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
         raise UnsupportedModelError("Layers of this model read the K and V of others, of which a token that is left "
                                     "behind has more than they; its prompts cannot be pruned, so leave --lazy out.")
     if graph.config.recurrent:
-        raise UnsupportedModelError("Recurrent layers take in every token, so prompts of this model cannot be pruned; "
+        raise UnsupportedModelError("Recurrent layers process every token, so prompts of this model cannot be pruned; "
                                     "leave --lazy out.")
     hidden = graph.config.hidden_size
     heads = max((op.kv for op in graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
@@ -76,7 +76,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     score += 24 if graph.config.alibi else 0  # what ALiBi adds to the scores of a head, and the steps to it
     yield Region("aux", request.ctx * (4 * hidden + score) + 64,
                  f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {schedule}, "
-                 f"and {score} to choose which tokens go on")
+                 f"and {score} to choose which tokens continue")
 
 
 def score_bytes(group: int, head_dim: int) -> int:

@@ -152,7 +152,7 @@ class FastTokenizer:
     def _set_to(self, parse_special: bool, stopped: Callable[[], bool] | None) -> Iterator[None]:
         """Have the library's switch, which it keeps in the tokenizer, stay so meanwhile.
 
-        Threads that want it alike do not wait for each other: one may have been left behind with a long text.
+        Threads do not wait for each other: one may still be busy with a long text that was abandoned.
         """
         if self._process != os.getpid():  # forked: the parent's user does not exist here
             self._begin_users()

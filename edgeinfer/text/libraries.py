@@ -18,7 +18,7 @@ FORK_SECONDS = 10.0
 
 
 def _before_fork() -> None:
-    """Wait for a thread that holds standard error back; in the child of a fork no thread would give it back."""
+    """Wait for a thread that holds standard error back; in the child of a fork no thread would release it."""
     _forking.append(_REDIRECTING.acquire(timeout=FORK_SECONDS))
 
 

@@ -96,7 +96,7 @@ def _joined(left: _Part, right: _Part) -> _Part:
 
 
 def separates(pattern: str, left: str, right: str) -> bool:
-    """Return whether no match can contain a character of `left` and, directly behind it, one of `right`.
+    """Return whether no match can contain a character of `left` and, directly after it, one of `right`.
 
     Then a text may be cut between two such characters: what matches on either side does not depend on the other one.
     """

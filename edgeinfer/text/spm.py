@@ -51,7 +51,7 @@ class SentencePieceTokenizer:
         self._cut = _pattern(self._ids)
         self._cut_plain = _pattern([text for text, i in self._ids.items() if i not in self.special_ids])
         # The original Llama code (``legacy``, the default) puts a space before the text after a special token too.
-        self._prefix_behind_special = settings.get("legacy") is not False
+        self._prefix_after_special = settings.get("legacy") is not False
         has_prefix = self._processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
         self.rules = PieceRules(replacements=((SPACE_MARK, " "),), n_leading_spaces=int(has_prefix))
         bos, eos = self._processor.bos_id(), self._processor.eos_id()
@@ -108,7 +108,7 @@ class SentencePieceTokenizer:
             if part:
                 with library_errors(self._path):
                     begins = i == 0 or (not parts[0] and i == 2)
-                    prefixed = not continues if i == 0 else begins or self._prefix_behind_special
+                    prefixed = not continues if i == 0 else begins or self._prefix_after_special
                     ids += self._with_prefix(prefixed).encode(part)
         return ids
 
@@ -167,7 +167,7 @@ class SentencePieceTokenizer:
             "pieces": {i: own.id_to_piece(i) for i in pieces}, "added tokens": self._added,
             "kinds of pieces": {i: [kind(i) for kind in kinds] for i in pieces},
             "scores": {i: own.get_score(i) for i in pieces},
-            "spaces behind special tokens": self._prefix_behind_special,
+            "spaces after special tokens": self._prefix_after_special,
         }
 
 

@@ -219,7 +219,7 @@ def test_forks_are_made_for_further_children_alone(opened: Session, monkeypatch:
 
 
 def test_a_search_that_may_not_fit_is_refused(llm: LLM) -> None:
-    message = (r"^8 beams of up to 200 tokens behind a prompt of 5 may need \d+ KV blocks of 16 tokens, and the model "
+    message = (r"^8 beams of up to 200 tokens after a prompt of 5 may need \d+ KV blocks of 16 tokens, and the model "
                r"is open for \d+; lower max_tokens, or open it with own_tokens=200\.$")
     with pytest.raises(RequestError, match=message):
         llm.complete(PROMPT, beams=8, max_tokens=200)

@@ -73,7 +73,7 @@ def test_a_draft_that_is_the_model_draft_tokens_what_it_will_sample(pair: Pair, 
     assert drafter.propose(texts[1:], 2) == [text.ahead(2) for text in texts[1:]]
     drafter.release(texts)
     drafter.release(texts)
-    assert free_blocks(draft) > free - 20  # the first text stays for a request that goes on with it
+    assert free_blocks(draft) > free - 20  # the first text stays for a request that continues it
     for text in texts:
         target.release(text.sequence)
 

@@ -256,7 +256,7 @@ def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path
             with monkeypatch.context() as patch:
                 patch.setattr(Step, part, lost)
                 with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the "
-                                                         r"request ends here: CUDA failure 700 If that goes on, open"):
+                                                         r"request ends here: CUDA failure 700 If that continues"):
                     opened.decode([sequence], [1])
             assert sequence.tokens == ids
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32

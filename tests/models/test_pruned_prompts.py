@@ -1,4 +1,4 @@
-"""Prompts in stages: exact where all tokens go on, pruned the same bits however they are computed."""
+"""Prompts in stages: exact where all tokens continue, pruned the same bits however they are computed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_boundaries_behind_an_early_exit_are_refused(model: Path) -> None:
         opened.prefill(opened.new_sequence(), tokens(100))
         last = opened.prefill_strategy.last
         assert last.tokens == (100, 50) and last.share == pytest.approx(250 / 300)
-    with pytest.raises(UsageError, match=r"^The boundary after layer 4 has no layer behind it; the model has 3\.$"), \
+    with pytest.raises(UsageError, match=r"^The boundary after layer 4 has no layer after it; the model has 3\.$"), \
             session(model, ctx=128, recipe=recipe, lazy=HALF):
         pass
 

@@ -40,12 +40,12 @@ def asked(lazy: Any, layers: str | None = None) -> Schedule | None:
 @pytest.mark.parametrize(("text", "layers", "sentence"), [
     ("keep=1.2", None, "keep is 1.2 at one boundary; shares are above 0 and at most 1."),
     ("keep=0.5,0", None, "keep is 0 at one boundary; shares are above 0 and at most 1."),
-    ("keep=0.3,0.5", None, "keep grows from 0.3 to 0.5; what was left behind does not come back, so no share may be "
+    ("keep=0.3,0.5", None, "keep grows from 0.3 to 0.5; pruned tokens are never revived, so no share may be "
                            "larger than the one before."),
     ("keep=0.5", "1,2", "1 shares are given for 2 boundaries between layers; give one for each."),
-    ("keep=0.5,0.2", "2,2", "The boundary after layer 2 stands behind 2; number layers from 1, each boundary after the "
+    ("keep=0.5,0.2", "2,2", "The boundary after layer 2 comes after 2; number layers from 1, each boundary after the "
                             "one before."),
-    ("keep=0.5,0.2", "0,2", "The boundary after layer 0 stands behind 0; number layers from 1, each boundary after the "
+    ("keep=0.5,0.2", "0,2", "The boundary after layer 0 comes after 0; number layers from 1, each boundary after the "
                             "one before."),
     ("keep=-0.5", None, "The pruning schedule 'keep=-0.5' cannot be read; write keep=SHARE,SHARE,..., as in "
                         "keep=0.7,0.5,0.35."),
@@ -63,7 +63,7 @@ def test_what_makes_no_schedule_is_refused(text: str | None, layers: str | None,
 
 
 @pytest.mark.parametrize(("layers", "n_layers", "sentence"), [
-    ((3, 5), 5, "The boundary after layer 5 has no layer behind it; the model has 5."),
+    ((3, 5), 5, "The boundary after layer 5 has no layer after it; the model has 5."),
     ((), 2, "A schedule with 2 boundaries has 3 stages, and the model has 2 layers; give fewer shares."),
     ((), 1, "A schedule with 2 boundaries has 3 stages, and the model has 1 layers; give no schedule."),
 ])
@@ -145,13 +145,13 @@ def test_an_open_model_prunes_prompts_and_goes_on(model: Path, tmp_path: Path) -
 
 
 def test_what_a_prompt_will_take() -> None:
-    """Tokens in each stage, and their share of tokens times layers: those that always go on, and short prompts."""
+    """Tokens in each stage, and their share of tokens times layers: those that always continue, and short prompts."""
     schedule = Schedule((0.5, 0.01), (1, 3))
     assert schedule.tokens(200) == (200, 100, 17) and schedule.tokens(200, 7) == (200, 100, 16)
     assert schedule.tokens(63) == (63,) and schedule.share((63,), 5) == 1
     assert schedule.share((200, 100, 17), 5) == (200 + 2 * 100 + 2 * 17) / 1000
-    assert schedule.outlook(200, 5)["said"] == "keep=0.5,0.01 after layers 1,3: of 200 tokens 100, 17 go on, 43% of " \
-                                               "the tokens' layers are computed"
+    assert schedule.outlook(200, 5)["said"] == "keep=0.5,0.01 after layers 1,3: of 200 tokens 100, 17 continue, 43% " \
+                                               "of the tokens' layers are computed"
     assert "63 tokens are too few to prune" in schedule.outlook(63, 5)["said"]
 
 
@@ -176,7 +176,7 @@ def test_boundaries_in_a_variable_give_way_where_nothing_is_pruned(model: Path, 
 def test_layers_that_a_recipe_leaves_out_are_none_of_a_schedule(model: Path) -> None:
     for command in ("plan", "estimate"):
         short = command, model, "--machine", "rpi5", "--recipe", "early_exit:layers=3"
-        assert "go on, 83% of" in " ".join(edgeinfer(*short, "--lazy", "keep=0.5", "--lazy-layers", "2").out.split())
+        assert "continue, 83% of" in " ".join(edgeinfer(*short, "--lazy", "keep=0.5", "--lazy-layers", "2").out.split())
         done = edgeinfer(*short, "--lazy", "keep=0.5,0.4,0.3")
         assert done.code == UsageError.exit_code and "has 4 stages, and the model has 3 layers" in done.err
 
@@ -205,7 +205,7 @@ def test_a_plan_names_aux_cache_flags_and_scratch(model: Path) -> None:
     done = edgeinfer("plan", model, "--lazy", TEXT, "--ctx", "512", "--json")
     regions = {region["name"]: region for region in done.json["regions"]}
     reason = regions["aux"]["reason"]
-    assert "512 prompt tokens" in reason and "to choose which tokens go on" in reason
+    assert "512 prompt tokens" in reason and "to choose which tokens continue" in reason
     assert "bytes say what later layers lack of prompts" in regions["kv"]["reason"]
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_cut_says_so_and_is_run_again(bundle: Path) -> None:
         sequence = opened.new_sequence()
         opened.prefill(sequence, ids)
         assert [opened.can_truncate(sequence, n) for n in (60, 48, 47, 0)] == [60, 48, 0, 0]
-        with pytest.raises(RequestError, match="cannot be cut to 47: its recurrent state has gone on"):
+        with pytest.raises(RequestError, match="cannot be cut to 47: its recurrent state has continued"):
             opened.truncate(sequence, 47)
         opened.rollback(sequence, 47)
         assert opened.prefill(sequence, more).tobytes() == fresh(opened, [*ids[:47], *more])

@@ -106,7 +106,7 @@ def test_passes_that_cannot_be_decoded(models: Path) -> None:
                 "pass, which "
                 "takes 1 to 2 sequences (max_sequences), 50 tokens (prefill_chunk) and 8 rows (outputs)."
             )
-        with pytest.raises(RequestError, match=r"^1 sequences cannot go on with 2 tokens; give one for each\.$"):
+        with pytest.raises(RequestError, match=r"^1 sequences cannot continue with 2 tokens; give one for each\.$"):
             opened.decode([first], [1, 2])
         with pytest.raises(RequestError, match=r"^A sequence takes part twice in one forward pass; fork it\.$"):
             opened.decode([first, first], [1, 2])

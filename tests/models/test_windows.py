@@ -347,7 +347,7 @@ def test_what_layers_with_a_window_have_no_room_for_is_said(path: Path) -> None:
     with session(path, ctx=CTX, prefill_chunk=CHUNK, max_sequences=4, own_tokens=16) as opened:
         with pytest.raises(RequestError, match=r"^200 tokens at once are more than the 80 that layers"):
             opened.reserve(opened.new_sequence(), 200)
-        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens behind a prompt of 16 may need 45 KV"):
+        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens after a prompt of 16 may need 45 KV"):
             BeamSearch(opened, None, tokens(16), GenerationConfig(beams=4, max_tokens=120))
         BeamSearch(opened, None, tokens(500), GenerationConfig(beams=4, max_tokens=16))
 

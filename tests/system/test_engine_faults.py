@@ -119,8 +119,8 @@ def test_a_saved_prompt_waits_for_room(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ask", "sentence"), [
     (lambda llm: llm.complete([5] * 400, max_tokens=5), "A prompt of 400 tokens and up to 5 new ones may need 26 "),
     (lambda llm: llm.complete([5] * 90, max_tokens=400), "A prompt of 90 tokens and up to 400 new ones may need 31 "),
-    (lambda llm: llm.complete([5] * 90, max_tokens=90, n=4), "4 samples of up to 90 tokens behind a prompt of 90 may "),
-    (lambda llm: llm.complete([5] * 90, max_tokens=90, beams=4), "4 beams of up to 90 tokens behind a prompt of 90 ma"),
+    (lambda llm: llm.complete([5] * 90, max_tokens=90, n=4), "4 samples of up to 90 tokens after a prompt of 90 may "),
+    (lambda llm: llm.complete([5] * 90, max_tokens=90, beams=4), "4 beams of up to 90 tokens after a prompt of 90 ma"),
     (lambda llm: llm.score([5] * 200, [[6], [6] * 90]), "A prompt of 200 tokens and a continuation of 90 may need 19 "),
     (lambda llm: llm.embed([[5] * 400]), "A text of 400 tokens may need 25 KV blocks of 16 tokens, and the model is"),
 ])

@@ -272,7 +272,7 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
         (retyped(99), r"token_embd.weight of .* has GGUF type 99, which this version of edgeinfer does not know \(it"),
         (retyped(2, columns=570), r"has rows of 570 elements, which are not blocks of 32, as Q4_0 needs; download"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + 2 * (text("t") + struct.pack("<IQIQ", 1, 1, 0, 0)), "tensor t twice"),
-        (GOOD[: GOOD_DATA - 200], r"is cut short: its header goes on after the file's \d+ bytes; download it again"),
+        (GOOD[: GOOD_DATA - 200], r"is cut short: its header continues after the file's \d+ bytes; download it again"),
         (later(lambda f, t: f.update({"general.architecture": "mamba"})), "architecture 'mamba'; known: "),
         (later(lambda f, t: f.pop("general.architecture")), "of architecture None; known"),
         (later(lambda f, t: f.update({"llama.block_count": 31})), "lacks the tensor blk.30.attn_norm.weight"),
@@ -353,7 +353,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest
         return read(reader)
 
     monkeypatch.setattr(HeaderReader, "header", cut_then_read)
-    with pytest.raises(CheckpointError, match=r"model\.gguf is cut short: its header goes on after"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is cut short: its header continues after"):
         describe_gguf(path)
 
 

@@ -150,7 +150,7 @@ def test_lost_replicas_change_no_text(model: str, right: list[Any], three: list[
         one.lost_after = dies
     with serving({"chat": model}, opener(three, said)) as running:
         assert all_of(running) == right
-    assert lost[0] > 10 and sum("is lost (killed); others go on" in one for one in said) > 5, (lost, said)
+    assert lost[0] > 10 and sum("is lost (killed); others continue" in one for one in said) > 5, (lost, said)
     assert sum(len(job.generated) > 0 for one in three for job in one.jobs) > 3
 
 

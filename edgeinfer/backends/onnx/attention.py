@@ -74,7 +74,7 @@ def _(op: RopeStore, at: Lowering) -> None:
 
 @lower.register
 def _(op: RotateQueries, at: Lowering) -> None:
-    """Queries of a layer that reads the K and V of another; or factors of queries, behind their rotation."""
+    """Queries of a layer that reads the K and V of another; or factors of queries, after their rotation."""
     if at.graph.config.rotations and at.graph.config.rotations[op.table].kind == "query_scale":
         at.scaled[op.layer] = op.table
     else:

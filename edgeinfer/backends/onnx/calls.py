@@ -106,7 +106,7 @@ class Calls(abc.ABC):
         return self._outputs[count]
 
     def close(self) -> None:
-        """Let go of what is bound."""
+        """Release the bound arrays."""
         self._bound.clear()
         self._steps.clear()
         self._outputs.clear()

@@ -68,7 +68,7 @@ def _dense_rows(table: Part, ids: str, order: tuple[int, ...], at: Lowering) -> 
         return at.node("Gather", at.store(weights.dense_rows(table, at.dtype, name, table.weight.shape)), ids, axis=0)
     found = at.node("Gather", at.store(weights.dense(table, at.dtype)), ids, axis=1)
     found = at.node("Transpose", found, perm=order)
-    # onnxruntime 1.32 fuses a Transpose with the Cast and MatMul behind it and ends in a segmentation fault
+    # onnxruntime 1.32 fuses a Transpose with the Cast and MatMul after it and ends in a segmentation fault
     return at.node("Reshape", found, at.constant(*at.rows(table.columns)))
 
 

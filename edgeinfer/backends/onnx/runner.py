@@ -181,13 +181,13 @@ class OnnxRunner(Runner):
             except Exception:  # of any kind where a signal handler closed the model between two of these lines
                 self.sessions.check_open()
                 raise
-            finally:  # a forward pass that failed leaves room behind the last token
+            finally:  # a forward pass that failed leaves room after the last token
                 for segment in segments:
                     self.kv.trim(segment.sequence)
             return logits[: sum(len(segment.outputs) for segment in segments)]
 
     def close(self) -> None:
-        """End a forward pass that runs and let go of all memory; callable twice, and from any thread."""
+        """Cancel the running forward pass and free all memory; callable twice, and from any thread."""
         self.sessions.terminate()
         if self.sessions.forked:  # the holder of the turn does not exist here
             return

@@ -73,7 +73,7 @@ class Sessions:
             if cancel is not None and cancel.asked:
                 raise CancelledError("The run was cancelled.") from None
             raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: "
-                                 f"{one_line(error)} If that goes on, open the model again.") from None
+                                 f"{one_line(error)} If that continues, open the model again.") from None
 
     def _run(self, session: Any, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
         self._caller.run(session, binding, lambda: self._closed or (cancel is not None and cancel.asked), graph)
@@ -84,6 +84,6 @@ class Sessions:
         self._caller.end()
 
     def close(self) -> None:
-        """Let go of the models, when the run that was ended is over."""
+        """Free the models once the cancelled run has ended."""
         self._caller.close()
         self.model = self._copies = None

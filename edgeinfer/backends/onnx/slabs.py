@@ -104,5 +104,5 @@ class Slabs:
         binding.bind_output(written, *like, self._address(number, target))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._kept = []

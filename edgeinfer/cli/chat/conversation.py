@@ -147,7 +147,7 @@ class Conversation:
         return int(self._llm.runner.config.ctx or 0)
 
     def used(self) -> str:
-        """Return how full the context is, for a line that goes on."""
+        """Return how full the context is, as the end of a line."""
         used = min(len(self.ids("")), self.ctx) if self.turns else 0
         return f"{used:,} of {self.ctx:,} tokens, "
 
@@ -228,7 +228,7 @@ class Conversation:
             raise EdgeInferError(f"{path} cannot be written: {error.strerror or error}.") from None
 
     def load(self, name: str) -> str:
-        """Go on with a conversation in a file, and return the model that it was with.
+        """Continue a conversation from a file, and return its model.
 
         Raises `EdgeInferError` if the file is not one; this conversation is then as before.
         """

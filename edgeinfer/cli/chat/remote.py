@@ -63,7 +63,7 @@ class RemoteConversation(Conversation):
             self._answer.cancelled.set()
 
     def used(self) -> str:
-        """Return how full the context is, for a line that goes on."""
+        """Return how full the context is, as the end of a line."""
         done = self.last if self.turns else None
         used = done.prompt_tokens + done.completion_tokens if done else 0
         return f"{used:,} tokens, " if self._ctx is None else f"{used:,} of {self._ctx:,} tokens, "

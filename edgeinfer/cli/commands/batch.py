@@ -72,7 +72,7 @@ def batch(
     Each line of IN.jsonl is a JSON object with custom_id, method (POST), url (/v1/chat/completions, /v1/completions or
     /v1/embeddings) and body, the request as the server takes it. OUT.jsonl gets a line for each, in the order in which
     they finish: id, custom_id, response (status_code, request_id, body) and error. A request that is refused gets a
-    line with its status, and the others go on. Requests run together, as many as the KV pool has room for, and those
+    line with its status, and the others continue. Requests run together, as many as the KV pool has room for, and those
     whose prompts begin alike follow each other, so that the prefix cache has what they share. The same command
     continues a run that was stopped or killed.
 

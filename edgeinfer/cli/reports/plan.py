@@ -23,7 +23,7 @@ JSON_FIELDS = {
         "`decode_tok_per_s` with half the context filled, `low`, `high`, `ttft_ms` of a `prompt`, `kld` "
         "(least and largest that was measured; null if none was); `shape`, the built-in one, or null; "
         "`quantised`, whether the weights are stored in another type than floats; `bundle`",
-        "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
+        "mode": "where weights are during decoding: resident, streamed, sparse from flash, experts from flash; "
         "refused where it does not fit",
         "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",
         "parameters": "of the model; tied matrices count once",

@@ -19,7 +19,7 @@ class Bar(NamedTuple):
     name: str
     value: float
     text: str
-    """Written behind it."""
+    """Text after it."""
     low: float | None = None
     high: float | None = None
     """Ends of its band."""

@@ -72,7 +72,7 @@ def forward(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str],
 
 def block(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Callable[[ModelConfig, str], Mixer] = mixer
           ) -> Tensor:
-    """One layer; the one behind the last, which drafts, has attention."""
+    """Add one layer; the draft head, after the last layer, has attention."""
     x = mix(g, c, x, i, parts)
     return moe(g, c, x, i, norm=norm(f"model.layers.{i}.post_attention_layernorm", c.hidden_size))
 

@@ -59,7 +59,7 @@ class Executor:
     events : int64 array
         What instructions may wait for: 0 = pending, positive = the data is there, negative = it will not come.
     steps_left : int
-        Of those that the last forward pass might have gone on; ctx may be another program's by now.
+        Steps of those that the last forward pass might have run; ctx may be another program's by now.
     stream : Readers or None
         Reads weights from storage and sets these completion events.
 

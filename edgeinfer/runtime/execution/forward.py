@@ -40,7 +40,7 @@ class RowReader(Protocol):
         """Read the rows of all tokens of a forward pass that has come to that instruction."""
 
     def follow(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
-        """Use them, before the sequences take in the tokens."""
+        """Use them, before the sequences commit the tokens."""
 
     def forked(self, sequence: Sequence, copy: Sequence) -> None:
         """Let a fork have what is kept of a sequence."""

@@ -130,9 +130,9 @@ class Tables:
             if segment.parents is not None:
                 _write_tree(table[first:last], segment.parents)
 
-    def _set_rows(self, sequence: Sequence, behind: NDArray[np.int64]) -> None:
+    def _set_rows(self, sequence: Sequence, offsets: NDArray[np.int64]) -> None:
         """Let the tokens of a chain be other rows after the end of its sequence than the next ones."""
-        table, rows = self.tokens[: len(behind)], len(sequence.tokens) + behind
+        table, rows = self.tokens[: len(offsets)], len(sequence.tokens) + offsets
         table[:, _ROW] = table[:, _POSITION] = rows
         self._set_slots(sequence, rows, 0)
 

@@ -63,5 +63,5 @@ class PoolMemory:
             part[:, :, to, ..., here // 4, here % 4] = part[:, :, since, ..., there // 4, there % 4]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._by_block, self._by_row = [], []

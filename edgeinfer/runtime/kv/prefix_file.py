@@ -40,7 +40,7 @@ class Pool(NamedTuple):
     note: Callable[[int], bytes] = lambda block: b""
     """Returns the note of a block."""
     noted: Callable[[int, bytes], bool] = lambda block, note: True
-    """Takes in the note of a block that is about to be cached; returns whether it can be true."""
+    """Accepts the note of a block that is about to be cached; returns whether it is plausible."""
 
     @property
     def key_bytes(self) -> int:
@@ -117,7 +117,7 @@ class PrefixFile:
             raise FILE.unreadable(path, error) from None
 
     def _read(self, file: io.BufferedReader, path: Path, header: dict[str, Any]) -> int:
-        """Read what follows a header; blocks are cached if the checksum is right, and else given back."""
+        """Read what follows a header; blocks are cached if the checksum is right, and freed otherwise."""
         keys = {name: np.empty((header[name], pool.key_bytes), np.uint8) for name, pool in self._pools.items()}
         taken: dict[str, dict[bytes, int]] = {name: {} for name in self._pools}
         try:
@@ -155,7 +155,7 @@ class PrefixFile:
             yield from state_pieces(self._kv, slot)
 
     def _note(self, keys: Keys, taken: dict[str, dict[bytes, int]]) -> bool:
-        """Take in the notes of new blocks; return whether they can be true."""
+        """Accept the notes of new blocks; return whether they are plausible."""
         for name, pool in self._pools.items():
             notes = {row[:KEY_BYTES].tobytes(): row[KEY_BYTES:].tobytes() for row in reversed(keys[name])}
             if not all(pool.noted(block, notes[key]) for key, block in taken[name].items()):

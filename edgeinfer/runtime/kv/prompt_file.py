@@ -139,7 +139,7 @@ class PromptFile:
 
 
 def _pruner(header: dict[str, Any]) -> str:
-    """Return the technique that left tokens behind in a prompt cache, which is a key of its header; empty for none."""
+    """Return the technique that pruned tokens of a prompt cache, a key of its header; empty for none."""
     if PRESENT not in header:
         return ""
     return next((key for key in header if technique(key)), "")

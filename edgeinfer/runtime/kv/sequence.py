@@ -115,7 +115,7 @@ class KVCache(BlockTables):
         return copy
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past the last token that is there or reserved."""
+        """Free blocks after the last token or reserved place."""
         super().trim(sequence)
         if self.recent:
             self.recent.trim(sequence)
@@ -238,7 +238,7 @@ class KVCache(BlockTables):
             self.states.clear()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.planes, self.pruned_mask, self.state_memory = [], self.pruned_mask[:0], self.state_memory[:0]
         for memory in (self._memory, self._window_memory):
             memory.close()
@@ -271,6 +271,6 @@ class KVCache(BlockTables):
 
     @property
     def pruning(self) -> dict[str, str]:
-        """Settings of the technique that leaves tokens of prompts behind, by its name; empty if none does."""
+        """Settings of the technique that prunes prompts, by its name; empty if none does."""
         return {one.name: str(settings) for one, settings in each(self.plan.request.techniques)
                 if one.boundaries(settings)}

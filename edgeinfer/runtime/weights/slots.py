@@ -103,7 +103,7 @@ class Slots(Readers):
         if self._words[_FAILED]:
             if not inside and self._park(ended):  # else the completion events of what did not come end the forward pass
                 self._forget()
-        elif not continues and not self._under_way(continues):  # no instruction will let go what an early one holds
+        elif not continues and not self._under_way(continues):  # no instruction will release what an early one holds
             held = self._held()
             self._parts[held, _LEFT], self._events[held], self._own[_EARLY] = 0, 1, 0
 

@@ -60,7 +60,7 @@ class Answer:
         return self.tools[name]
 
     def start(self, name: str) -> Tool:
-        """Begin a call; from here on its text is no longer given back. Raises `Malformed` for an unknown name."""
+        """Begin a call; from here on its text is no longer returned. Raises `Malformed` for an unknown name."""
         tool = self.known(name)
         self.source.kept()
         self._content.drop()

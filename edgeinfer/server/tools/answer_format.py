@@ -145,7 +145,7 @@ def _think(answer: Answer, thought: Thought) -> Steps[None]:
 
 
 def end_marker(answer: Answer, *markers: str) -> Steps[str]:
-    """Read the space and marker behind a call, if they are there; other space is content."""
+    """Read the space and marker after a call, if they are there; other space is content."""
     space = yield from answer.source.run(SPACE)
     found = yield from answer.source.literal(*markers)
     if not found:

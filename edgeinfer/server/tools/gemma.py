@@ -22,7 +22,7 @@ _NAME, _KEY, _BARE = re.compile(r"[^\s{<]*"), re.compile(r"[^:,{}\[\]]*"), re.co
 
 
 class _Arguments:
-    """Arguments behind their opening brace, while they are passed on as JSON."""
+    """Arguments after their opening brace, while they are passed on as JSON."""
 
     def __init__(self, answer: Answer, quote: str):
         self._answer, self._source, self._out = answer, answer.source, answer.arguments

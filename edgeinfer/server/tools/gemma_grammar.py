@@ -79,7 +79,7 @@ class _Notation:
         if not properties and schema.get("additionalProperties") is not False:
             member = self._lark.rule(f'{_ANY_KEY} ":" {self.value(schema.get("additionalProperties"), depth + 1)}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
-        first, later = "", '""'  # what may follow where nothing was written yet, and behind another member
+        first, later = "", '""'  # continuations at the beginning, and after another member
         for key in sorted(properties, reverse=True):
             check_key(key, "<:,{}[]\n", self._tool)
             member = self._lark.rule(f"{self._lark.text(key + ':')} {self.value(properties[key], depth + 1)}")

@@ -130,7 +130,7 @@ class Hermes(AnswerFormat):
 
 
 class Llama(AnswerFormat):
-    """``{"name": ..., "parameters": ...}`` where the answer begins, or behind ``<|python_tag|>``: Llama 3."""
+    """``{"name": ..., "parameters": ...}`` at the beginning of an answer, or after ``<|python_tag|>``: Llama 3."""
 
     name = "llama"
     special = True

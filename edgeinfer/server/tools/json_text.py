@@ -43,7 +43,7 @@ class _Scanner:
         self._in_key = False
 
     def __call__(self, text: str, at: int) -> int:
-        """Read as much as belongs to the value, and return the position behind."""
+        """Read as much as belongs to the value, and return the position after it."""
         while at < len(text) and not self.done and not self.wrong:
             if self._state == STRING:
                 at = self._string(text, at)

@@ -85,8 +85,8 @@ class Lark:
         ----------
         tool : Tool
         opening : makes the text before the value of a key
-        close : text behind each value
-        between : text behind that
+        close : text after each value
+        between : text after that
         """
         schema = arguments_schema(tool)
         required, parts = required_of(schema), []

@@ -92,7 +92,7 @@ def test_rows_of_a_lost_worker_are_answered_and_it_comes_back() -> None:
 
     found, said = run(lambda said: Pool(workers, 4, said.append), work)
     assert [one.status for one in found] == [200] * 60 and Counter(one.body for one in found)[b"a"] > 4
-    assert set(said) == {"a is lost (killed); others go on with its requests.", "a is back."}
+    assert set(said) == {"a is lost (killed); others continue its requests.", "a is back."}
 
 
 def test_a_worker_that_does_not_come_back_leaves_all_to_the_others() -> None:
@@ -104,7 +104,7 @@ def test_a_worker_that_does_not_come_back_leaves_all_to_the_others() -> None:
 
     found, said = run(lambda said: Pool(workers, 2, said.append), work)
     assert {one.body for one in found} == {b"b"} and len(found) == 20
-    assert said == ["a is lost (killed); others go on with its requests.", "a does not come back (no such node)."]
+    assert said == ["a is lost (killed); others continue its requests.", "a does not come back (no such node)."]
 
 
 def test_the_run_ends_where_nobody_is_left_or_a_row_ends_workers() -> None:

@@ -57,8 +57,8 @@ class Operand(NamedTuple):
     nbytes: int
     """Length in bytes; `Program.check` proves that it ends inside its region."""
 
-    def behind(self, skipped: int) -> Operand:
-        """Return what of it is after this many bytes."""
+    def shifted(self, skipped: int) -> Operand:
+        """Return the memory after its first `skipped` bytes."""
         return Operand(self.region, self.offset + skipped, self.nbytes - skipped)
 
 

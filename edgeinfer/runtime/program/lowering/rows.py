@@ -78,7 +78,7 @@ def _(op: NormedSum, at: Lowering) -> list[Instruction]:
 
 @lower.register
 def _(op: NormPart, at: Lowering) -> list[Instruction]:
-    part = at.at(op.out).behind(4 * op.start)
+    part = at.at(op.out).shifted(4 * op.start)
     parameters = fill(ROWS, width=op.weight.shape[0], in_stride=at.stride(op.x), out_stride=at.stride(op.out),
                       rows=rows(op.out), eps=op.eps, parts=op.pieces)
     flags = (abi.FLAG_CENTRED if op.centred else 0) | (abi.FLAG_BIAS if op.bias else 0)
@@ -91,7 +91,7 @@ def _(op: Activate, at: Lowering) -> list[Instruction]:
     parameters = fill(VALUES, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out),
                       function=VALUE_FUNCTIONS[op.function], factor=op.factor,
                       by_stride=at.stride(op.by) if op.by else 0)
-    by = at.at(op.by).behind(4 * op.start) if op.by else at.at(op.columns)  # all rows take the columns' factors
+    by = at.at(op.by).shifted(4 * op.start) if op.by else at.at(op.columns)  # all rows take the columns' factors
     return [at.instruction(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), by], parameters,
                       abi.FLAG_TIMES if op.by or op.columns else 0)]
 
