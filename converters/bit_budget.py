@@ -105,7 +105,7 @@ class BitBudget:
     def _limit(self, graph: Graph, weights: Sequence[Weight]) -> int:
         """Return the bytes that all matrices may take, gaps not counted."""
         if self.bits is not None:
-            return int(self.bits * sum(map(parameters, weights)) / 8)
+            return int(self.bits * sum(map(parameters, weights)) / 8) - _bytes_apart(graph)
         assert self.size is not None
         others = [weight for weight in graph.weights if weight.kind not in KINDS]
         return self.size - sum(graph.types[weight.name].nbytes(weight.shape) for weight in others)
@@ -116,7 +116,7 @@ class BitBudget:
         for end in (min, max):
             types = {weight.name: end(each, key=lambda one, weight=weight: one.nbytes(weight.shape))  # type: ignore[misc]
                      for weight, each in zip(weights, possible, strict=True)}
-            matrices = sum(types[weight.name].nbytes(weight.shape) for weight in weights)
+            matrices = sum(types[weight.name].nbytes(weight.shape) for weight in weights) + _bytes_apart(graph)
             ends.append((8 * matrices / sum(map(parameters, weights)), _file_bytes(graph, types)))
         (least, smallest), (most, largest) = ends
         if self.bits is not None and not least <= self.bits <= most:
@@ -133,11 +133,19 @@ def _file_bytes(graph: Graph, types: Mapping[str, WeightType]) -> int:
     return weights_file_bytes(replace(graph, types={**graph.types, **types}))
 
 
+def _bytes_apart(graph: Graph) -> int:
+    """Return the bytes of the columns that are stored apart, which belong to the matrices that have zeros there."""
+    return sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights if weight.kind == "outliers")
+
+
 def _types(reading: WeightReader, weight: Weight) -> list[WeightType]:
     """Return the types that a weight could have: none that padding makes larger than one of as many bits."""
     found = list(dict.fromkeys(fitting(WeightType.of(name, group), weight.shape) for name, group in CANDIDATES))
-    found += [stored for name in requestable() if (stored := WeightType.of(name)).quantised and stored not in found
-              and fitting(stored, weight.shape) == stored and _is_moved(reading, weight, stored)]
+    if weight.name in reading.outliers.columns:  # whose codes would have the outliers, too
+        found = [stored for stored in found if not _is_moved(reading, weight, stored)]
+    else:
+        found += [stored for name in requestable() if (stored := WeightType.of(name)).quantised and stored not in found
+                  and fitting(stored, weight.shape) == stored and _is_moved(reading, weight, stored)]
     sizes = [(one.nbytes(weight.shape), one.bits_per_weight) for one in found]
     return [one for one, (nbytes, bits) in zip(found, sizes, strict=True)
             if not any(less < nbytes and as_many >= bits for less, as_many in sizes)]
@@ -159,6 +167,7 @@ def _measured(reading: WeightReader, weight: Weight, types: Sequence[WeightType]
     for share, own, rows in _sample(reading, weight, statistics):
         squares = float(np.einsum("rc,rc->", rows, rows))
         output, norm = output + share * (own.error_of(rows) if own else squares), norm + share * squares
+        rows, own = reading.outliers.rounded(weight, rows, own)
         for i, stored in enumerate(types):
             if not moved[i]:
                 found = rounding.quantise_matrix(rows, stored, weight.name, own).errors
@@ -188,6 +197,6 @@ def _sample(reading: WeightReader, weight: Weight, statistics: Statistics
         own = statistics[piece] if statistics else None
         mine = tiles[piece * of_piece :][:of_piece]
         n = max(1, SAMPLE_ROWS * step // (pieces * (tiles[0][1] - tiles[0][0])))
-        rows = [reading.stored_rows(weight, *at) for at in islice(mine, 0, None, max(1, len(mine) // n))]
+        rows = [reading.whole_rows(weight, *at) for at in islice(mine, 0, None, max(1, len(mine) // n))]
         share = float(own.tokens) if own and pieces > 1 else 1.0
         yield share, own, np.ascontiguousarray(np.concatenate(rows))

@@ -21,7 +21,7 @@ from edgeinfer.bundle import (
     weights_identity,
 )
 from edgeinfer.errors import TokenizerError
-from edgeinfer.graph import Graph, TypeOf, is_quantised, requested_types
+from edgeinfer.graph import Graph, is_quantised, requested_types
 from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
@@ -141,15 +141,16 @@ def convert(
             if not _write_texts(writer, checkpoint, files, made):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
             found = calibration(checkpoint) if calibration else None
+            if found and found.outliers:
+                found, graph = apart(found, reading, graph, type_of)
+                reserve(graph, said=False)
             mixed = chooser(reading, graph, found) if chooser else None
             if mixed:
-                type_of = mixed.type_of()
-                graph = checkpoint.graph(type_of)
+                graph = checkpoint.graph(reading.outliers.types(mixed.type_of()))
                 writer.quantisation = mixed.quantisation(graph)
                 reserve(graph, said=True)
-            if found:
-                found, graph = _adapted(found, reading, graph, type_of)
-                reserve(graph, said=False)
+            if found and not found.outliers:
+                found = scaled(found, reading, graph)
             tensors = _write_weights(writer, reading, graph, drafts, found)
             if found or mixed:
                 writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))
@@ -158,13 +159,6 @@ def convert(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks), mixed,
     )
-
-
-def _adapted(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf
-             ) -> tuple[Calibration, Graph]:
-    """Return a calibration and a graph for inputs whose outliers are multiplied apart, or divided by factors."""
-    return apart(calibration, reading, graph, type_of) if calibration.outliers else \
-        (scaled(calibration, reading, graph), graph)
 
 
 def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Calibration:
@@ -193,7 +187,8 @@ def _write_weights(writer: BundleWriter, reading: WeightReader, graph: Graph, he
     strides, entries, tensors = graph.strides, [], []
     for weight in graph.weights:
         stored = with_levels(reading, weight, graph.types[weight.name])
-        data, report = stored_bytes(reading, weight, stored, *([calibration.of] if calibration else []))
+        data, report = stored_bytes(reading, weight, stored, *(
+            [reading.outliers.of(calibration.of)] if calibration else []))
         entries.append(writer.add(weight.name, stored, weight.shape, data, weight.pieces,
                                   strides.get(weight.name, 0)))
         tensors.append(report())

@@ -67,6 +67,12 @@ class Outliers:
 
         return without
 
+    def rounded(self, weight: Weight, rows: NDArray[np.float32], inputs: InputStatistics | None
+                ) -> tuple[NDArray[np.float32], InputStatistics | None]:
+        """Return what is rounded of some rows of a whole matrix, and the statistics of its inputs."""
+        own = self.columns.get(weight.name)
+        return self.apply(weight, rows), inputs if inputs is None or own is None else _without(inputs, own)
+
     def types(self, type_of: TypeOf) -> TypeOf:
         """Return the types of weights, those of outliers included."""
         def typed(weight: Weight) -> WeightType:
@@ -98,22 +104,18 @@ def share_of(asked: str) -> float | None:
     return share
 
 
-def with_outliers(calibration: Callable[[Any], Calibration] | None, asked: str, sized: bool
-                  ) -> Callable[[Any], Calibration]:
+def with_outliers(calibration: Callable[[Any], Calibration] | None, asked: str) -> Callable[[Any], Calibration]:
     """Return a conversion's calibration that stores outliers apart, as an option's text asks.
 
     Raises
     ------
     UsageError
-        Inputs are not known, the size was chosen (`sized`), or the text is none of an option's.
+        Inputs are not known, or the text is none of an option's.
     """
     share_of(asked)  # or it is refused
     if calibration is None:
         raise UsageError(f"--outliers {asked} needs to know the inputs of matrices; also give --calibrate, or "
                          "--imatrix FILE.")
-    if sized:
-        raise UsageError(f"--outliers {asked} adds to the size that --bits and --size choose types for; leave one "
-                         "of the two out.")
     return lambda checkpoint: replace(calibration(checkpoint), outliers=asked)
 
 
@@ -131,13 +133,15 @@ def find_outliers(graph: Graph, free: Callable[[Weight], bool], statistics: Of, 
         Share of the columns of each matrix; None: those that are `FAR` beyond the median, up to `MOST`.
     """
     columns = {}
+    weights = {weight.name: weight for weight in graph.weights}  # whose sources are named as the checkpoint does
     for op in graph.ops:
-        if type(op) in (Linear, GatedLinear) and isinstance(op, Linear | GatedLinear) \
-                and op.weight.kind == "matrix" and not op.weight.ordered and free(op.weight):
-            known = statistics(op.weight)
+        if type(op) not in (Linear, GatedLinear) or not isinstance(op, Linear | GatedLinear):
+            continue
+        weight = weights.get(op.weight.name)
+        if weight and weight.kind == "matrix" and not weight.ordered and free(weight):
+            known = statistics(weight)
             if known and len(known) == 1 and len(own := _outliers(known[0], share)):
-                columns[op.weight.name] = own
-    weights = {weight.name: weight for weight in graph.weights}
+                columns[weight.name] = own
     return Outliers(columns, {weights[name].outliers_name: weights[name] for name in columns})
 
 

@@ -41,9 +41,12 @@ class WeightReader(SourceReader):
 
     def stored_rows(self, weight: Weight, start: int, stop: int) -> NDArray[np.float32]:
         """The stored rows start to stop, multiples of 16 up to the last one, as float32."""
+        return self._stored_block(weight, self.whole_rows(weight, start, stop), start)
+
+    def whole_rows(self, weight: Weight, start: int, stop: int) -> NDArray[np.float32]:
+        """The rows of the checkpoint, without factors, and with the columns that are stored apart."""
         whole = self.outliers.whole(weight)
-        block = block_of(whole, start, stop, prod(whole.shape[1:]), np.float32, self.rows)
-        return self._stored_block(weight, block, start)
+        return block_of(whole, start, stop, prod(whole.shape[1:]), np.float32, self.rows)
 
     def _stored_block(self, weight: Weight, block: NDArray[np.float32], start: int) -> NDArray[np.float32]:
         return self.outliers.apply(weight, block if self.scaling is None else self.scaling.apply(weight, block, start))
@@ -87,21 +90,21 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
                             checkpoint.file_types(weight), not errors.squared_error, moved is not None,
                             sum(part.output_error for part in own), sum(part.output_error_plain for part in own),
                             bool(own), tuple(dict.fromkeys(remarks)),
-                            0 if weight.kind in ("vector", "router") else parameters(weight))
+                            0 if weight.kind in ("vector", "router", "outliers") else parameters(weight),
+                            weight.kind not in ("vector", "router"))
 
     return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
 
 
 def apart(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf) -> tuple[Calibration, Graph]:
-    """Return a calibration without outliers and the graph that multiplies these apart; none is a sentence."""
+    """Find outliers; return the calibration that records them, and the graph that multiplies them apart."""
     found = find_outliers(graph, partial(is_free, reading.checkpoint, graph), calibration.of,
                           share_of(calibration.outliers))
     if not found.columns:
         return replace(calibration, remarks=(*calibration.remarks, "No column of an input is an outlier, so none is "
                                              "stored apart.")), graph
     reading.outliers = found
-    return replace(calibration, of=found.of(calibration.of), apart={name: columns.tolist() for name, columns
-                                                                     in found.columns.items()}), \
+    return replace(calibration, apart={name: columns.tolist() for name, columns in found.columns.items()}), \
         reading.checkpoint.graph(found.types(type_of))
 
 

@@ -41,7 +41,9 @@ class TensorReport:
     remarks: tuple[str, ...] = ()
     """Sentences on how it was rounded."""
     weights: int = 0
-    """Its weights, without padding; 0 of what is no matrix."""
+    """Its weights, without padding; 0 of what is no matrix, and of columns that it has in another one."""
+    matrix: bool = False
+    """Whether it counts in the mean bits of a weight."""
 
     @property
     def bits(self) -> float:
@@ -152,7 +154,7 @@ class ConversionReport:
 
 def mean_bits(tensors: Sequence[TensorReport]) -> float:
     """Return the mean bits of a weight of those tensors that are matrices."""
-    matrices = [one for one in tensors if one.weights]
+    matrices = [one for one in tensors if one.matrix]
     return 8 * sum(one.nbytes for one in matrices) / max(sum(one.weights for one in matrices), 1)
 
 

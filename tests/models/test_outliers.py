@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
-from edgeinfer.converters import CALIBRATION_FILE, Calibration, Checkpoint, convert, share_of
+from edgeinfer.converters import CALIBRATION_FILE, BitBudget, Calibration, Checkpoint, convert, share_of
 from edgeinfer.converters.outliers import find_outliers
 from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
 from edgeinfer.graph import Graph, Weight
@@ -20,6 +20,7 @@ from edgeinfer.sparse.ffn import ffns
 from tests.helpers.bundles import alter_header, weights_of
 from tests.helpers.checkpoints import make_checkpoint, read_tensors, save_tensors
 from tests.helpers.command_line import edgeinfer
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.sessions import logits_of, running, tokens
 
 FAR = [3, 20]
@@ -127,11 +128,37 @@ def test_what_cannot_have_outliers_says_so(tmp_path: Path, monkeypatch: pytest.M
     alone = edgeinfer("convert", source, tmp_path / "other", "--outliers", "auto")
     assert alone.code == 2 and "--outliers auto needs to know the inputs of matrices" in alone.sentence
     assert not (tmp_path / "other").exists()
-    sized = edgeinfer("convert", source, tmp_path / "other", "--outliers", "auto", "--calibrate", "--bits", "5")
-    assert sized.code == 2 and "--outliers auto adds to the size that --bits and --size" in sized.sentence
     pytest.importorskip("onnx")
     refused = edgeinfer("export", tmp_path / "m", tmp_path / "m.onnx")
     assert refused.code != 0 and "stored apart, which is not exported to ONNX" in refused.sentence
+
+
+@pytest.mark.parametrize("budget", [{"bits": 6.0}, {"size": 55_000}])
+def test_outliers_are_part_of_the_bits_and_of_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       budget: dict[str, float]) -> None:
+    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    source = with_outliers(tmp_path / "hf", num_hidden_layers=1)
+    report = convert(source, tmp_path / "m", calibration=calibrated("auto"), chooser=BitBudget(**budget))  # type: ignore[arg-type]
+    matrices = [one for one in report.tensors if not one.name.endswith(("norm", "columns"))]
+    bits = 8 * sum(one.nbytes for one in matrices) / sum(one.weights for one in matrices)
+    assert {one.name for one in matrices if not one.weights} == {f"layers.0.{of}_outliers" for of in ("qkv", "gate_up")}
+    assert report.bits == pytest.approx(bits) and (report.chosen and report.chosen.types["layers.0.qkv"].quantised)
+    if "bits" in budget:
+        assert 0.97 * budget["bits"] < bits <= budget["bits"]
+    else:
+        assert 0.97 * budget["size"] < (tmp_path / "m/weights.bin").stat().st_size <= budget["size"]
+    with running(tmp_path / "m") as opened:
+        assert opened.graph.types["layers.0.qkv"].outliers == 2
+
+
+def test_columns_apart_leave_no_codes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's codes have the columns that are multiplied apart, so a matrix without them has others."""
+    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    source = with_outliers(tmp_path / "hf", num_hidden_layers=1, hidden_size=64, intermediate_size=96)
+    write_gguf(tmp_path / "m.gguf", source, "Q8_0")
+    report = convert(tmp_path / "m.gguf", tmp_path / "m", calibration=calibrated("auto"), chooser=BitBudget(bits=8.0))
+    exact = {one.name: one.exact for one in report.tensors if one.dtype == "int8"}
+    assert exact["embed"] and not exact.get("layers.0.qkv", False) and not exact.get("layers.0.gate_up", False)
 
 
 @pytest.mark.parametrize("value", [0, 48, -1])

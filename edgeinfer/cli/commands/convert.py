@@ -123,9 +123,9 @@ def convert(
     --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that what it gives for its
     inputs changes least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
     text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
-    that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix.
-    --compare prints perplexity and the KL
-    divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in all of them.
+    that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix;
+    --bits and --size count them. --compare prints perplexity and the KL divergence from f16 of the bundle and of plain
+    rounding to the same types; KV is f32 in all of them.
 
     --weights q4_k_m and q5_k_m give each matrix the type that it has in llama.cpp's files of these names.
 
@@ -161,7 +161,7 @@ def convert(
         ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=effects)
         method, calibration = ways.popitem()
         if outliers is not None:
-            calibration = with_outliers(calibration, outliers, sized=effects)
+            calibration = with_outliers(calibration, outliers)
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
         rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
                                                                 ways.items()}, progress)
