@@ -72,7 +72,7 @@ class Judged:
 
     @property
     def over(self) -> bool:
-        """Whether it misses its bound."""
+        """True if it misses its bound."""
         return self.bound is not None and self.error > self.bound
 
 

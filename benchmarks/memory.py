@@ -193,7 +193,7 @@ def limited_table(rows: list[Limited]) -> Iterator[str]:
 
 
 def too_large(path: Path, case: Case) -> bool:
-    """Whether this machine has too little memory for a case."""
+    """Return whether this machine has too little memory for a case."""
     c = SHAPES[case.shape]
     kv = case.ctx * 2 * c.num_hidden_layers * c.kv_width * {"int8": 1, "f16": 2, "f32": 4}[case.kv]
     return (path / "weights.bin").stat().st_size + kv > ENOUGH * available_bytes()

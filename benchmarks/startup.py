@@ -49,7 +49,7 @@ class Startup:
     ttft_ms: float
     """Median time from the request to its first token, likewise."""
     numba: bool
-    """Whether a run that found its kernels imported Numba."""
+    """True if a run that found its kernels imported Numba."""
     load_average: float
     """Processes that wanted to run while this was measured; nan where the system does not say."""
 
@@ -83,7 +83,7 @@ def reported(environment: Mapping[str, str]) -> dict[str, float]:
 
 
 def imports_numba(environment: Mapping[str, str]) -> bool:
-    """Whether a run imports Numba."""
+    """Return whether a run imports Numba."""
     code = (
         "import contextlib, io, sys\n"
         "from edgeinfer.cli import main\n"

@@ -152,7 +152,7 @@ def _types(reading: WeightReader, weight: Weight) -> list[WeightType]:
 
 
 def _is_moved(reading: WeightReader, weight: Weight, stored: WeightType) -> bool:
-    """Whether codes of the checkpoint's would stay as they are."""
+    """Return whether codes of the checkpoint's would stay as they are."""
     return reading.checkpoint.moved(weight, stored, lambda *_: None, []) is not None
 
 

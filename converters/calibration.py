@@ -44,7 +44,7 @@ class Calibration:
     remarks: tuple[str, ...] = ()
     """Sentences for the person who converts."""
     scale: bool = True
-    """Whether factors may move between weights where that is expected to help (scaling.py)."""
+    """True if factors may move between weights where that is expected to help (scaling.py)."""
     scaled: tuple[str, ...] = ()
     """Names of the matrices whose columns have such factors."""
     effects: Mapping[str, tuple[float, float]] | None = None
@@ -92,12 +92,12 @@ def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph) -> None:
 
 
 def is_rounded(checkpoint: Checkpoint, weight: Weight, stored: WeightType) -> bool:
-    """Whether a weight is read as values and rounded to levels."""
+    """Return whether a weight is read as values and rounded to levels."""
     return stored.quantised and checkpoint.moved(weight, stored, lambda *_: None, []) is None
 
 
 def is_free(checkpoint: Checkpoint, graph: Graph, weight: Weight) -> bool:
-    """Whether a weight is rounded, or a vector of floats: it may have factors."""
+    """Return whether a weight is rounded, or a vector of floats: it may have factors."""
     stored = graph.types[weight.name]
     return weight.kind == "vector" or (weight.kind == "matrix" and is_rounded(checkpoint, weight, stored))
 

@@ -29,15 +29,15 @@ class TensorReport:
     file_types: tuple[str, ...] = ()
     """Of a GGUF file: the types of the tensors that it is made of."""
     exact: bool = False
-    """Whether every value is that of the file."""
+    """True if every value is that of the file."""
     moved: bool = False
-    """Whether codes are those of the file; the inexact rest are scales, or codes that no product can take."""
+    """True if codes are those of the file; the inexact rest are scales, or codes that no product can take."""
     output_error: float = 0.0
     """Squared error of what the matrix gives over the calibration text, mean of a token."""
     output_error_plain: float = 0.0
     """The same had each weight been rounded to its nearest level."""
     calibrated: bool = False
-    """Whether it was rounded by the statistics of its input."""
+    """True if it was rounded by the statistics of its input."""
     remarks: tuple[str, ...] = ()
     """Sentences on how it was rounded."""
     weights: int = 0
@@ -52,7 +52,7 @@ class TensorReport:
 
     @property
     def was_quantised(self) -> bool:
-        """Whether one of the tensors that it is made of is quantised in its file."""
+        """True if one of the tensors that it is made of is quantised in its file."""
         return any(kind not in FLOATS for kind in self.file_types)
 
     @property

@@ -58,7 +58,7 @@ class _Runs:
 
 
 def may_learn() -> bool:
-    """Whether runs may change the local profile: it exists, and EDGEINFER_LEARN is not 0."""
+    """Return whether runs may change the local profile: it exists, and EDGEINFER_LEARN is not 0."""
     return os.environ.get(SWITCH) != "0" and local_path().is_file()
 
 

@@ -168,7 +168,7 @@ def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProf
 
 
 def _only_with_memory(profile: DeviceProfile, key: Key) -> bool:
-    """Whether a device has a name only where that states the memory."""
+    """Return whether a device has a name only where that states the memory."""
     said = [taken_apart(text) for text in (profile.name, profile.title, *profile.aliases)]
     stated = {typed.memory_gib is not None for typed in said if typed.key == key}
     return stated == {True}
@@ -192,7 +192,8 @@ def nearest(typed: Typed, known: Mapping[Key, str]) -> str:
 
 
 def _same_spelt_otherwise(words: list[str], typed: Key) -> bool:
-    """Whether two names have the same numbers, and letters that differ by a slip: 4090 laptop is not an rtx 4090."""
+    """Return whether two names have the same numbers, and letters that differ by a slip: 4090 laptop is not an rtx
+    4090."""
     import difflib
 
     letters = ["".join(word for word in name if not word[0].isdigit()) for name in (words, typed)]

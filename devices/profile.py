@@ -95,7 +95,7 @@ class DeviceProfile:
 
     @property
     def own_memory(self) -> bool:
-        """Whether it is a card with memory of its own, on which no system runs."""
+        """True if it is a card with memory of its own, on which no system runs."""
         return self.device_class in OWN_MEMORY
 
     @property

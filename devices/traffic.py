@@ -104,7 +104,7 @@ class Traffic:
 
     @property
     def experts(self) -> bool:
-        """Whether a token chooses some of several experts."""
+        """True if a token chooses some of several experts."""
         return bool(self.ffn_bytes) and self.prefill_weight_bytes > self.weight_bytes
 
     @property

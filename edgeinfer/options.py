@@ -68,9 +68,9 @@ class Option:
     unset: str = ""
     """Words for what happens without it, where the default is None."""
     several: bool = False
-    """Whether the flag may be repeated."""
+    """True if the flag may be repeated."""
     shared: bool = True
-    """Whether it has an environment variable and a key of the configuration file."""
+    """True if it has an environment variable and a key of the configuration file."""
 
     @property
     def flag(self) -> str:

@@ -100,7 +100,7 @@ class Technique:
     ask: Callable[[Mapping[str, Any]], Any] = _mode
     """From the values of all options to the settings: None if nothing was requested, empty for "not at all"."""
     exact: Callable[[Any], bool] = lambda settings: True
-    """Whether a model with these settings predicts what it predicts without."""
+    """True if a model with these settings predicts what it predicts without."""
     by_itself: str = ""
     """Value of the first option that may be used without being requested, within `--max-kld`; empty for none."""
     part: Part | None = None
@@ -108,9 +108,9 @@ class Technique:
     alone: str = ""
     """Why requests with it share no forward pass, so that a server has no use for it; empty if they do."""
     drafts: bool = False
-    """Whether a model may draft for itself with `by_itself` (``--speculate self``)."""
+    """True if a model may draft for itself with `by_itself` (``--speculate self``)."""
     kv: str = ALWAYS
-    """Whether a prompt cache depends on it: `NEVER`, `DECODED` (where it approximates) or `ALWAYS`."""
+    """True if a prompt cache depends on it: `NEVER`, `DECODED` (where it approximates) or `ALWAYS`."""
     rewrite: Callable[..., Any] | None = None
     """``rewrite(graph, **settings) -> Graph``."""
     settle: Callable[[Any, int], Any] = lambda settings, layers: settings

@@ -60,7 +60,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def is_shared(self, block: int) -> bool:
-        """Whether writing to the block would change it under another holder."""
+        """Return whether writing to the block would change it under another holder."""
         return self._holders[block] > 1
 
     def drop(self, block: int) -> None:

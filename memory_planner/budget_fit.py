@@ -17,7 +17,7 @@ from .stream_layers import stream
 
 
 def fits(planner: Planner, config: RuntimeConfig) -> bool:
-    """Whether a run has all weights in memory within its budget."""
+    """Return whether a run has all weights in memory within its budget."""
     return within(planner, to_request(config), budget_of(config)) is not None
 
 

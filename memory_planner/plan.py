@@ -41,7 +41,7 @@ class Request:
     sequences: int
     """Sequences alive at once."""
     mlock: bool = False
-    """Whether the weights are locked into memory."""
+    """True if the weights are locked into memory."""
     residency: tuple[tuple[str, str], ...] = ()
     """Weights that are not in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all others
     but tables of which a token reads a row, which ``rows`` means."""
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether the KV pool is sized for one prompt that several sequences share."""
+        """True if the KV pool is sized for one prompt that several sequences share."""
         return self.sequences > 1 and self.own_tokens is not None and self.kv_tokens is None
 
     @property

@@ -60,12 +60,12 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
 
 
 def own_pool(config: RuntimeConfig) -> bool:
-    """Whether the KV pool has a size of its own."""
+    """Return whether the KV pool has a size of its own."""
     return config.kv_tokens is not None or config.kv_memory is not None
 
 
 def fills(config: RuntimeConfig) -> bool:
-    """Whether the KV pool gets what the budget leaves; its request has the least, one context."""
+    """Return whether the KV pool gets what the budget leaves; its request has the least, one context."""
     return config.fill_budget and not own_pool(config)
 
 

@@ -46,7 +46,7 @@ class Ffn(NamedTuple):
 
     @property
     def by_neuron(self) -> bool:
-        """Whether its neurons can be left out: else it is in tiles."""
+        """True if its neurons can be left out: else it is in tiles."""
         return isinstance(self.op, NeuronGated)
 
     @property

@@ -33,7 +33,7 @@ class Sparsified:
     down_error: float
     """Squared error that quantising the down matrices again has added, over their squared norm; 0 if it was not."""
     enabled: bool
-    """Whether the divergence is within the bound."""
+    """True if the divergence is within the bound."""
     max_kld: float
     time: tuple[float, str]
     """Of the FFNs of a decoded token in memory, over those of the same model in tiles, dense; by whose curves."""

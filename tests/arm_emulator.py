@@ -95,7 +95,7 @@ def prepare(work: Path, cores: list[str]) -> None:
 
 
 def is_whole(core: str) -> bool:
-    """Whether all is tried on a core."""
+    """Return whether all is tried on a core."""
     return core == WHOLE or kernel_selection.everything()
 
 
@@ -122,7 +122,7 @@ def greedy(opened: Session) -> list[int]:
 
 
 def paths_are_chains(opened: Session) -> bool:
-    """Whether each node of a tree has the logits of the tokens on its path, run one after the other."""
+    """Return whether each node of a tree has the logits of the tokens on its path, run one after the other."""
     sequence, ids = opened.new_sequence(), PROMPT[: len(PARENTS)]
     opened.prefill(sequence, PROMPT)
     paths = [[ids[i] for i in path_to(PARENTS, node)] for node in range(len(PARENTS))]
@@ -132,7 +132,8 @@ def paths_are_chains(opened: Session) -> bool:
 
 
 def cold_is_resident(work: Path) -> bool:
-    """Whether a model has the same logits with neurons on storage; instructions agree with their references there."""
+    """Return whether a model has the same logits with neurons on storage; instructions agree with their references
+    there."""
     path = work / "cold"
     os.environ["EDGEINFER_CHECK"] = "1"
     with offloaded(path, MIXED, 0) as opened:

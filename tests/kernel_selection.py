@@ -73,22 +73,22 @@ def other_levels() -> list[str]:
 
 
 def everything() -> bool:
-    """Whether nothing is to be left out."""
+    """Return whether nothing is to be left out."""
     return os.environ.get("EDGEINFER_TEST_ALL", "0") not in ("", "0")
 
 
 def takes(isa: str, kernel: str) -> bool:
-    """Whether a kernel is tested on an ISA level."""
+    """Return whether a kernel is tested on an ISA level."""
     return everything() or isa == levels()[0] or _is_among(kernel, LOWER)
 
 
 def in_tier(kernel: str) -> bool:
-    """Whether tests of README's tier may want a kernel."""
+    """Return whether tests of README's tier may want a kernel."""
     return _is_among(kernel, TIER)
 
 
 def _is_among(kernel: str, chosen: dict[str, tuple[str, ...]]) -> bool:
-    """Whether a kernel is one of those that were chosen, or of a loop in which nothing was chosen."""
+    """Return whether a kernel is one of those that were chosen, or of a loop in which nothing was chosen."""
     loops = {f"{loop}_{end}": end in ends for loop, ends in chosen.items() for end in WEIGHTS}
     return loops.get(kernel, True)
 

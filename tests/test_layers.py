@@ -83,7 +83,7 @@ def imports_of(tree: ast.AST, module: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def hidden(root: Path, part: str, name: str) -> bool:
-    """Whether `name` is a module of the package that its public API does not list in __all__."""
+    """Return whether `name` is a module of the package that its public API does not list in __all__."""
     home = root / part if part in FOLDERS else root / "edgeinfer" / part
     if not (home / name).is_dir() and not (home / f"{name}.py").is_file():
         return False

@@ -36,7 +36,7 @@ TELL_SECONDS = 10.0
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether slow tests and several instruction sets were asked for."""
+    """Return whether slow tests and several instruction sets were asked for."""
     named = bool(config.args) and all("::" in argument for argument in config.args)
     return bool(config.getoption("all_tests") or config.getoption("markexpr") or named)
 

@@ -55,7 +55,7 @@ class Check:
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is a GPU, whose speed and memory mean something."""
+        """True if the device is a GPU, whose speed and memory mean something."""
         return self.provider.memory == "cuda"
 
     def add(self, what: str, found: str, wanted: str = "", good: bool | None = None) -> None:

@@ -23,7 +23,7 @@ def int64(values: list[int]) -> ov.Node:
 
 
 def causal_mask(attention_mask: ov.Node, positions: ov.Node) -> ov.Node:
-    """Whether a token (third axis) sees another (last axis)."""
+    """Return whether a token (third axis) sees another (last axis)."""
     total = op.gather(op.shape_of(attention_mask), op.constant(np.int64(1)), op.constant(np.int64(0)))
     keys = op.range(op.constant(np.int64(0)), total, op.constant(np.int64(1)), "i64")
     return op.less_equal(op.unsqueeze(keys, int64([0, 1, 2])), op.unsqueeze(positions, int64([1, 3])))

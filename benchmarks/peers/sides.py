@@ -42,7 +42,7 @@ class Match:
     load: dict[str, Any]
     """More arguments of the peer's request `load`."""
     imports: bool = False
-    """Whether our bundle is made of the peer's file, with its codes, instead of weights of our own type."""
+    """True if our bundle is made of the peer's file, with its codes, instead of weights of our own type."""
 
     def settings(self, depth: int) -> list[tuple[dict[str, Any], str]]:
         """Contexts to measure at a depth, with their words."""

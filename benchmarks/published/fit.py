@@ -134,7 +134,7 @@ def _miss(row: Row, values: Mapping[str, float]) -> float:
 
 
 def _concerns(name: str, row: Row) -> bool:
-    """Whether a constant may change a row's prediction."""
+    """Return whether a constant may change a row's prediction."""
     of, _, key = name.rpartition(".")
     if of == "cores":
         return any(core_kinds()[kind].group == key for kind in row.profile.processor)

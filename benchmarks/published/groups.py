@@ -41,7 +41,7 @@ class Group:
     """Another group, of servers, that is fitted with this one and judged apart."""
 
     def takes(self, row: Row) -> bool:
-        """Whether a row belongs to it."""
+        """Return whether a row belongs to it."""
         return row.decodes and row.group in self.rows and (row.group == "edge" or row.experts == self.experts)
 
 

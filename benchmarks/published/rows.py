@@ -55,7 +55,7 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a speed of decoding."""
+        """True if it is a speed of decoding."""
         return self.test == "tg"
 
     @cached_property
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def experts(self) -> bool:
-        """Whether the model is a mixture of experts."""
+        """True if the model is a mixture of experts."""
         return re.search(EXPERTS, self.model) is not None
 
     @cached_property

@@ -75,7 +75,7 @@ def with_channels_last(graph: Graph, shape_of: ShapeOf) -> Graph:
 
 
 def _turned(source: Source, shape_of: ShapeOf) -> bool:
-    """Whether it is a convolution's weight that is stored as (channels, width, 1)."""
+    """Return whether it is a convolution's weight that is stored as (channels, width, 1)."""
     if not any(isinstance(step, Tap) for step in source.steps):
         return False
     channels, one, width = source.stored

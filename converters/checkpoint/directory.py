@@ -147,7 +147,7 @@ class Checkpoint:
 
     @staticmethod
     def _is_long_document(name: str, path: Path) -> bool:
-        """Whether a licence or card is so long that it is left out."""
+        """Return whether a licence or card is so long that it is left out."""
         return name.startswith(("LICENSE", "README")) and path.stat().st_size > MOST_DOCUMENT
 
     @property

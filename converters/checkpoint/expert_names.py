@@ -99,7 +99,7 @@ def _shared(source: Source, names: Container[str], modules: ExpertModules) -> So
 
 
 def _inputs_first(layer: str, both: str, down: str, shapes: Callable[[str], tuple[int, ...]] | None) -> bool:
-    """Whether stacks are (experts, inputs, outputs), as files of Qwen3-VL-MoE are.
+    """Return whether stacks are (experts, inputs, outputs), as files of Qwen3-VL-MoE are.
 
     Of a layer's two stacks one at least has other sizes then: the usual ones are (n, 2 size, width), (n, width, size).
     """

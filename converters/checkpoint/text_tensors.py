@@ -72,7 +72,7 @@ def said_by(name: str, config: ModelConfig, stored: Collection[str]) -> str:
 
 
 def predicts_ahead(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of the layers after the last, which predict further tokens (GLM, arXiv 2412.19437)."""
+    """Return whether a tensor is of the layers after the last, which predict further tokens (GLM, arXiv 2412.19437)."""
     if not family_of(config.model_type).further_tokens:
         return False
     if name.startswith("mtp."):
@@ -89,5 +89,5 @@ def unread_keys(stored: Collection[str], kv_layers: tuple[int, ...]) -> frozense
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor is not a weight of the model but follows from its config."""
+    """Return whether a tensor is not a weight of the model but follows from its config."""
     return _BUFFERS.fullmatch(name) is not None

@@ -55,7 +55,7 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
 
 
 def has_packing(kind: str, stored: WeightType) -> bool:
-    """Whether rows of this type become the stored type by moving bits."""
+    """Return whether rows of this type become the stored type by moving bits."""
     known = (kind, stored.dtype) in PARTS or (kind, stored.dtype) in _FLOATS
     groups = (64, 128) if stored.dtype == "q2" else (0, 16, 32)
     return known and stored.group_size in groups and stored.layout == "tile16"

@@ -258,7 +258,8 @@ def _of_drafts(config: ModelConfig, kinds: Kinds) -> tuple[Weight, ...]:
 
 
 def _has_column_order(sources: list[Source]) -> bool:
-    """Whether columns of a file's matrices are in another order; codes stay where they are, and inputs are moved."""
+    """Return whether columns of a file's matrices are in another order; codes stay where they are, and inputs are
+    moved."""
     return any(isinstance(step, HeadOrder) and step.axis == "columns" for source in sources for step in source.steps)
 
 

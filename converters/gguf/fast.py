@@ -98,7 +98,7 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], source: str) 
 
 
 def _are_lines(lines: list[Any], vocab: Mapping[str, int]) -> bool:
-    """Whether each is two tokens that make a third, with the only space between; there are some 300,000."""
+    """Return whether each is two tokens that make a third, with the only space between; there are some 300,000."""
     for line in lines:
         if type(line) is not str or line.startswith("#version"):  # which begins a file of merges: passed over there
             return False

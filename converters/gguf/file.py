@@ -20,7 +20,7 @@ SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.IGNORE
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one, by its first bytes or its name."""
+    """Return whether a file is one, by its first bytes or its name."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC or path.suffix == ".gguf"

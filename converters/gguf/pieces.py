@@ -87,7 +87,7 @@ def _marked(text: str, vocabulary: Vocabulary) -> str:
 
 
 def _byte_fallback(vocabulary: Vocabulary) -> bool:
-    """Whether bytes are tokens; then all of them are."""
+    """Return whether bytes are tokens; then all of them are."""
     pieces = {text for _, text in vocabulary.of_type(BYTE)}
     if pieces and pieces != (wanted := {f"<0x{byte:02X}>" for byte in range(256)}):
         missing = sorted(wanted - pieces) or sorted(pieces - wanted)
@@ -117,7 +117,7 @@ def _charsmap(metadata: Mapping[str, Any], source: str) -> bytes:
 
 
 def _inside(units: NDArray[np.int64], n_texts: int) -> bool:
-    """Whether no unit of a double array has children outside of it, and no leaf a text outside of the texts."""
+    """Return whether no unit of a double array has children outside of it, and no leaf a text outside of the texts."""
     base = np.arange(units.size) ^ ((units >> 10) << ((units & (1 << 9)) >> 6))
     inner = (units & _LEAF) == 0
     if (base[inner] | 0xFF).max(initial=0) >= units.size:

@@ -47,7 +47,7 @@ class GgufFile:
         self._file.close()
 
     def has(self, name: str) -> bool:
-        """Whether the file is long enough to hold the whole tensor."""
+        """Return whether the file is long enough to hold the whole tensor."""
         return self.tensors[name].offset + self.tensors[name].nbytes <= self._size
 
     def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:

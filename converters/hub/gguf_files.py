@@ -147,7 +147,8 @@ def _base(kind: str) -> str:
 
 
 def _exact(kind: str) -> bool:
-    """Whether a file of this type can surely be held without loss: most quantised ones have some tensors in Q6_K."""
+    """Return whether a file of this type can surely be held without loss: most quantised ones have some tensors in
+    Q6_K."""
     base = _base(kind)
     return base in EXACT and (base in SMALL_LOSS or "Q6_K" in EXACT)
 

@@ -43,7 +43,7 @@ class PackedKind:
     rows: int = 1
     """Rows that do."""
     ordered: bool = False
-    """Whether columns are in groups in another order than their own."""
+    """True if columns are in groups in another order than their own."""
     order: str = ""
     """Names that order, where it fills the groups one after the other: equal names are equal orders."""
 

@@ -25,7 +25,7 @@ MOST_ERROR = 1e-4
 
 
 def holds_codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType) -> bool:
-    """Whether a stored type takes the codes of a weight as they are."""
+    """Return whether a stored type takes the codes of a weight as they are."""
     return stored.layout == "tile16" and weight.kind != "vector" and all(
         source.name in packed and stored in packed[source.name].kind.held
         and bool(packed[source.name].kind.order) == weight.ordered

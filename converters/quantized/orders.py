@@ -27,7 +27,7 @@ def _has_codes(kinds: Kinds, source: Source) -> bool:
 
 
 def is_ordered(weight: Weight, part: Sequence[Source], kinds: Kinds, stored: WeightType) -> bool:
-    """Whether the sources of a weight, or of a part of it, are stored with their columns in another order.
+    """Return whether the sources of a weight, or of a part of it, are stored with their columns in another order.
 
     Raises
     ------

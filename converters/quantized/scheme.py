@@ -21,7 +21,7 @@ class Scheme:
     symmetric: bool = True
     """GPTQ: whether all zero points are half of the range."""
     ordered: bool = False
-    """Whether columns may be in groups in another order than their own; their tensors tell."""
+    """True if columns may be in groups in another order than their own; their tensors tell."""
     stored_minus_one: bool = False
     """GPTQ: whether zero points are stored less one."""
     group_sizes: tuple[int, ...] = ()
@@ -57,12 +57,12 @@ class Scheme:
         return next(iter((*named, *classes)), self)
 
     def leaves_out(self, module: str) -> bool:
-        """Whether the config says that a module is not quantised."""
+        """Return whether the config says that a module is not quantised."""
         return any(_fits(pattern, module) for pattern in self.left_out)
 
 
 def _fits(pattern: str, module: str) -> bool:
-    """Whether a module is meant: by a part of its name, or by a pattern of which only ``.*`` is understood.
+    """Return whether a module is meant: by a part of its name, or by a pattern of which only ``.*`` is understood.
 
     Patterns are strangers' programs, of which some never end. One with more in it fits nothing: this is for plans from
     a config alone, and tensors tell for the rest. In a part of a name a star stands for anything (gpt-oss).

@@ -70,7 +70,7 @@ def models_below(root: Path, store: str) -> Iterator[Found]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder, or may be one that cannot be looked at; listing it gives the reason."""
+    """Return whether this is a folder, or may be one that cannot be looked at; listing it gives the reason."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
@@ -78,7 +78,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _is_within(path: Path, top: str) -> bool:
-    """Whether a folder is below another one, links resolved; only links can lead out."""
+    """Return whether a folder is below another one, links resolved; only links can lead out."""
     return not os.path.islink(path) or os.path.commonpath((os.path.realpath(path), top)) == top
 
 

@@ -42,7 +42,7 @@ class DestinationLock:
 
     @property
     def held(self) -> bool:
-        """Whether it is ours."""
+        """True if it is ours."""
         return self._lock is not None
 
     def acquire(self, waiting: Callable[[], object] | None = None) -> bool:

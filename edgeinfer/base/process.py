@@ -94,7 +94,7 @@ def _others_import() -> bool:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether a thread with this frame is importing a module of edgeinfer, or any module on its behalf."""
+    """Return whether a thread with this frame is importing a module of edgeinfer, or any module on its behalf."""
     inside = False
     while frame is not None:
         caller = str(frame.f_globals.get("__name__"))

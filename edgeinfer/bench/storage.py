@@ -40,7 +40,7 @@ class StorageSpeed:
     """Per queue depth (bytes of a piece, GB/s)."""
     file_bytes: int
     direct: bool
-    """Whether the page cache was out of the way."""
+    """True if the page cache was out of the way."""
 
 
 class StorageProbe:

@@ -71,7 +71,7 @@ def instruction_operations(session: Session, case: Case, instruction: Instructio
 
 
 def _last_pass_only(instruction: Instruction) -> bool:
-    """Whether a prompt needs the instruction only where logits are wanted."""
+    """Return whether a prompt needs the instruction only where logits are wanted."""
     return abi.COUNT_OUTPUTS in instruction.predicates
 
 

@@ -55,7 +55,7 @@ class Piece:
 
 
 class Passed:
-    """Whether files in their present state were compared before.
+    """Tells whether files in their present state were compared before.
 
     Parameters
     ----------

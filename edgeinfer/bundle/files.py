@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_bundle(path: str | Path) -> bool:
-    """Whether the directory looks like a bundle (it has a bundle.json); nothing is checked."""
+    """Return whether the directory looks like a bundle (it has a bundle.json); nothing is checked."""
     return (Path(path) / HEADER_FILE).is_file()
 
 

@@ -235,7 +235,7 @@ class Bundle:
 
     @property
     def approximates(self) -> bool:
-        """Whether it has parts that a run may approximate with."""
+        """True if it has parts that a run may approximate with."""
         return not self.parts.isdisjoint(APPROXIMATING)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class MatrixInput(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it gets a covariance."""
+        """True if it gets a covariance."""
         return self.width <= WIDEST
 
     @property

@@ -57,7 +57,7 @@ class Sums:
 
     @property
     def finite(self) -> bool:
-        """Whether no value was NaN or infinite."""
+        """True if no value was NaN or infinite."""
         return bool(np.isfinite(self._squares).all())
 
     def statistics(self) -> InputStatistics:

@@ -108,7 +108,7 @@ class ProgressLine:
                 self._show(time.monotonic())
 
     def _due(self, elapsed: float) -> bool:
-        """Whether a stage has taken, or will take, long enough to be shown."""
+        """Return whether a stage has taken, or will take, long enough to be shown."""
         if self._stage != "prompt":
             return elapsed >= (SILENT_SECONDS if self._draws else TOLD_SECONDS) or self._stage in NEVER_SILENT
         if not self._draws:

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     data: bytes
     more: bool
-    """Whether others follow."""
+    """True if others follow."""
     waited: float
     """Seconds until they were there."""
 

@@ -196,7 +196,7 @@ class NodeStage(Stage):
 
     @property
     def lost(self) -> bool:
-        """Whether the actor has ended."""
+        """True if the actor has ended."""
         return not self._closed and bool(self._ray.wait([self._watched], timeout=0)[0])
 
     def ask(self, name: str, *arguments: Any) -> Any:

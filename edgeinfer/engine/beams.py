@@ -169,7 +169,7 @@ class BeamSearch(Generation):
         return sorted(results, key=lambda beam: -beam.score)[: self._config.beams]
 
     def _settled(self, best: Beam) -> bool:
-        """Whether the search may stop: no beam, of which this is the best, can still improve the results."""
+        """Return whether the search may stop: no beam, of which this is the best, can still improve the results."""
         early, length = self._config.early_stopping, best.n_tokens
         if len(self._results) < self._config.beams:
             return False

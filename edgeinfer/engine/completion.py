@@ -64,7 +64,7 @@ class Score:
     """Natural logarithm of each token's probability after the prompt and the tokens before it, in the model's own
     distribution (temperature 1, no filter)."""
     greedy: bool
-    """Whether each token is the likeliest in its place, so that greedy decoding would write this continuation."""
+    """True if each token is the likeliest in its place, so that greedy decoding would write this continuation."""
     tops: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Token id and log-probability of the likeliest tokens in each place, best first, if requested."""
 

@@ -47,7 +47,7 @@ class Embedding(Task[NDArray[np.float32]]):
 
     @property
     def finished(self) -> bool:
-        """Whether all tokens were run, or the request was cancelled."""
+        """True if all tokens were run, or the request was cancelled."""
         return self._cancelled or self._pooled is not None
 
     def begin(self, sequence: Sequence) -> None:

@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def inside(self) -> bool:
-        """Whether this is the thread that runs the steps."""
+        """True if this is the thread that runs the steps."""
         return self._thread is threading.current_thread()
 
     def check_outside(self) -> None:

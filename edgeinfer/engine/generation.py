@@ -83,7 +83,7 @@ class Generation(Task[Completion]):
         self._base: Sequence | None = None
         """Holds the prompt until a sample continues with it."""
         self._chosen = False
-        """Whether the first tokens are there."""
+        """True if the first tokens are there."""
         self._times = TokenTimes()
         self._taken_over = self._resume(generated)
 
@@ -117,7 +117,7 @@ class Generation(Task[Completion]):
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has its finish reason."""
+        """True if every sample has its finish reason."""
         return all([sample.finish_reason for sample in self._samples])
 
     @property
@@ -137,7 +137,7 @@ class Generation(Task[Completion]):
 
     @property
     def needs_each(self) -> bool:
-        """Whether something is looked at after each token: rows of logits, or the form of the text."""
+        """True if something is looked at after each token: rows of logits, or the form of the text."""
         return self._begin_form is not None or any([one.sampler.needs_each for one in self._samples])
 
     @property

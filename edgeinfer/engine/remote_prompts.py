@@ -64,7 +64,7 @@ class RemotePrompts:
 
     @property
     def waiting(self) -> bool:
-        """Whether parts are to be written."""
+        """True if parts are to be written."""
         return bool(self._parts)
 
     def put(self, part: Part) -> None:

@@ -166,7 +166,7 @@ class Request(Generic[Result]):
             self.conclude()
 
     def belongs_to(self, engine: Engine) -> bool:
-        """Whether it is a request of this engine."""
+        """Return whether it is a request of this engine."""
         return self._engine is engine
 
     def waiting_pieces(self) -> list[str | None]:
@@ -249,7 +249,7 @@ class Stream:
         self._request.cancel()
 
     def belongs_to(self, engine: Engine) -> bool:
-        """Whether it is a request of this engine."""
+        """Return whether it is a request of this engine."""
         return self._request.belongs_to(engine)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def stream_key(seed: int, sample: int) -> int:
 
 
 def penalises(config: GenerationConfig) -> bool:
-    """Whether logits depend on the tokens before."""
+    """Return whether logits depend on the tokens before."""
     return (config.repetition_penalty, config.presence_penalty, config.frequency_penalty) != (1, 0, 0)
 
 

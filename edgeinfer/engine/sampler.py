@@ -184,12 +184,12 @@ class Sampler:
 
     @property
     def needs_each(self) -> bool:
-        """Whether it must see each row of logits."""
+        """True if it must see each row of logits."""
         return self._logprobs is not None
 
     @property
     def certain(self) -> bool:
-        """Whether it needs no logits to take the only token that a mask allows."""
+        """True if it needs no logits to take the only token that a mask allows."""
         return self._logprobs is None and not self._config.logit_bias
 
     def prompt(self, ids: Iterable[int]) -> None:

@@ -70,7 +70,7 @@ class Scheduler:
         self.running: list[Request[Any]] = []
         self.preemptions = 0
         self._retry = False
-        """Whether blocks may have become free since the first waiting request did not fit."""
+        """True if blocks may have become free since the first waiting request did not fit."""
 
     def add(self, request: Request[Any]) -> None:
         """Let a request wait."""

@@ -75,7 +75,7 @@ class Scoring(Task[list[Score]]):
 
     @property
     def finished(self) -> bool:
-        """Whether each continuation has its score, or the request was cancelled."""
+        """True if each continuation has its score, or the request was cancelled."""
         return self._cancelled or len(self._scores) == len(self._todo)
 
     @property

@@ -33,7 +33,7 @@ class PassCancellation:
 
     @property
     def asked(self) -> bool:
-        """Whether the pass is to end."""
+        """True if the pass is to end."""
         for wish in self._wishes:  # looked at several times in each pass, so without a generator
             if not wish.asked:
                 return self._closed()

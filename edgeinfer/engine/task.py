@@ -29,15 +29,15 @@ class Run(NamedTuple):
     ids: Items[int]
     role: int = PROMPT
     last: bool = True
-    """Whether logits are wanted after the last token."""
+    """True if logits are wanted after the last token."""
     each: bool = False
-    """Whether logits are wanted after each token."""
+    """True if logits are wanted after each token."""
     specs: Items[int] = ()
     """Addresses of samples, one for each row of logits, see `Segment.sample_specs`."""
     owner: Any = None
     """Name that the task gives it."""
     whole: bool = False
-    """Whether all tokens go into one forward pass."""
+    """True if all tokens go into one forward pass."""
     prepare: Callable[[], None] | None = None
     """Completes what the samples read, see `Segment.prepare`."""
 
@@ -86,7 +86,7 @@ class Task(abc.ABC, Generic[Result]):
     speculation: Speculation | None = None
     """Drafts tokens for it."""
     passes_alone = False
-    """Whether its forward passes are its own (`run_pass`), one beside each step of the others."""
+    """True if its forward passes are its own (`run_pass`), one beside each step of the others."""
 
     def __init__(self, runner: Runner, prompt_ids: Iterable[int]):
         self.prompt_ids = checked_prompt(prompt_ids, runner)
@@ -107,7 +107,7 @@ class Task(abc.ABC, Generic[Result]):
     @property
     @abc.abstractmethod
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
 
     @property
     def further(self) -> int:

@@ -47,7 +47,7 @@ class RopeConfig:
 
     @property
     def uses_training_context(self) -> bool:
-        """Whether the frequencies depend on original_max_position_embeddings."""
+        """True if the frequencies depend on original_max_position_embeddings."""
         return self.kind in ("dynamic", "llama3", "yarn", "longrope", "query_scale")
 
 
@@ -61,7 +61,7 @@ class ExpertsConfig:
     intermediate_size: int
     """Of one expert."""
     normalise: bool = True
-    """Whether the weights of a token's experts add up to 1."""
+    """True if the weights of a token's experts add up to 1."""
     scores: str = "softmax"
     """Function of the router logits: softmax or sigmoid."""
     scale: float = 1.0
@@ -78,11 +78,11 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain FFN in place of experts."""
     shared_gate: bool = True
-    """Whether a sigmoid of its own weighs what the shared FFN gives."""
+    """True if a sigmoid of its own weighs what the shared FFN gives."""
     choice_bias: bool = False
-    """Whether experts are chosen by scores plus a bias, which their weights lack."""
+    """True if experts are chosen by scores plus a bias, which their weights lack."""
     gated: bool = True
-    """Whether an expert has a gate; without one its activation is relu2, which is relu(x) x."""
+    """True if an expert has a gate; without one its activation is relu2, which is relu(x) x."""
     latent_size: int = 0
     """Width of a latent that experts work on; 0: they work on the stream."""
 
@@ -102,7 +102,7 @@ class LatentConfig:
     value_dim: int
     """Of a head."""
     interleaved: bool = True
-    """Whether neighbours turn in the checkpoint."""
+    """True if neighbours turn in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class ModelConfig:
     norms_behind: bool = False
     """The stream itself is normed after attention and FFN, which get it as it is (OPT-350m)."""
     final_norm: bool = True
-    """Whether there is a norm before the head."""
+    """True if there is a norm before the head."""
     head_layer_norm: bool = False
     """Heads of q and k go through layer norms before they turn."""
     head_norm: bool = False
@@ -249,7 +249,7 @@ class ModelConfig:
 
     @property
     def query_scale(self) -> bool:
-        """Whether queries are multiplied by a factor of their position."""
+        """True if queries are multiplied by a factor of their position."""
         return self.local_rope is not None and self.local_rope.kind == "query_scale"
 
     def table_rows(self, ctx: int) -> int:

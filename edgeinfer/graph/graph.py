@@ -57,7 +57,7 @@ class Graph:
 
     @cached_property
     def chooses_values(self) -> bool:
-        """Whether decoded tokens choose which rows of V they read."""
+        """True if decoded tokens choose which rows of V they read."""
         return any(op.kv is not None and op.kv.topn is not None for op in self.ops)
 
     def on_demand(self, kind: str) -> list[OnDemand]:

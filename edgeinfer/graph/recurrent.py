@@ -35,7 +35,7 @@ class RecurrentConfig:
     time_limits: tuple[float, ...] = ()
     """Bounds of a scan's time steps; empty: there are none."""
     gated_first: bool = False
-    """Whether the heads' norm follows the gate (Mamba 2) instead of coming before it (delta rule)."""
+    """True if the heads' norm follows the gate (Mamba 2) instead of coming before it (delta rule)."""
     norm_groups: int = 1
     """Groups of a row that a scan norms one by one; 0: it has a gate and no norm."""
     norm_eps: float = 0.0
@@ -43,7 +43,7 @@ class RecurrentConfig:
     beta_scale: float = 1.0
     """Factor of a delta rule's beta; 2 lets states have negative eigenvalues."""
     by_row: bool = False
-    """Whether each row of a delta rule's state decays by itself (Kimi delta attention, arXiv 2510.26692)."""
+    """True if each row of a delta rule's state decays by itself (Kimi delta attention, arXiv 2510.26692)."""
 
     @property
     def value_width(self) -> int:

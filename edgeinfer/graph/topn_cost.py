@@ -35,7 +35,7 @@ class TopNCost(NamedTuple):
     """Heads that share a KV head: a block is read where one of them needs a row."""
     skew: float = SKEW
     mean: bool = True
-    """Whether a mean of V stands for the rest, whose rows are read too."""
+    """True if a mean of V stands for the rest, whose rows are read too."""
 
     def rows(self, depth: float) -> float:
         """Return about how many rows of V a token reads of a KV head after `depth` positions, the mean's included."""

@@ -167,7 +167,7 @@ class Weight:
     """Experts whose matrices it has. Weights of as many that follow each other share an allocation, expert by expert,
     so that all of an expert is in one piece; 0: it is in one piece itself."""
     ordered: bool = False
-    """Whether column i multiplies not input i, but the one that the vector `order_name` says."""
+    """True if column i multiplies not input i, but the one that the vector `order_name` says."""
 
     @property
     def order_name(self) -> str:

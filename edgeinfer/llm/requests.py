@@ -59,7 +59,7 @@ class ReplicaState(NamedTuple):
     name: str
     isa: str
     there: bool
-    """Whether it answers."""
+    """True if it answers."""
     requests: int
     """Those that it has."""
     sent: int
@@ -68,7 +68,7 @@ class ReplicaState(NamedTuple):
     tok_per_s: float
     planned_bytes: int
     prefills: bool
-    """Whether it computes prompts for others."""
+    """True if it computes prompts for others."""
     received_bytes: int
     """KV blocks that came from these, and what they were to be by the plan."""
     expected_bytes: int
@@ -78,7 +78,7 @@ class Requests(Prompts):
     """The part of `LLM` that makes requests."""
 
     elsewhere = False
-    """Whether other processes run the model."""
+    """True if other processes run the model."""
     runner: Runner
     draft: Runner | None
     _drafting: Drafting
@@ -91,7 +91,7 @@ class Requests(Prompts):
 
     @property
     def lost(self) -> bool:
-        """Whether a process that has a part of the model has ended, so that only opening it again helps."""
+        """True if a process that has a part of the model has ended, so that only opening it again helps."""
         return not self.elsewhere and any(stage.lost for stage in self.runner.stages)
 
     @property

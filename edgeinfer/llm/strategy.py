@@ -78,7 +78,7 @@ class Choice(NamedTuple):
     basis: str
     """Basis of the predictions."""
     probed: bool
-    """Whether they are good for more than comparing."""
+    """True if they are good for more than comparing."""
 
     def sentence(self) -> str:
         """Describe the chosen strategy, the reason, and the runner-up."""

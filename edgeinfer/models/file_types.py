@@ -95,7 +95,8 @@ def _part_of_qkv(weight: Weight, layers: int) -> int | None:
 
 
 def _in_larger(weight: Weight, layers: int, kind: str) -> bool:
-    """Whether a matrix is one of those that llama.cpp stores in more bits: at both ends, and each third between."""
+    """Return whether a matrix is one of those that llama.cpp stores in more bits: at both ends, and each third
+    between."""
     parts = weight.name.split(".")
     if len(parts) < 3 or not parts[1].isdigit() or kind not in parts[-1]:
         return False

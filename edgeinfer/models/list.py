@@ -65,7 +65,7 @@ class LocalModel:
     remedy: str
     """An option with which it runs though it does not as it is; empty if there is none."""
     fits: bool | None
-    """Whether the plan of a run with default settings is within `budget_bytes`; None if there is no plan."""
+    """True if the plan of a run with default settings is within `budget_bytes`; None if there is no plan."""
     planned_bytes: int | None
     mode: str | None
     """Residency of its weights in that plan: ``resident``, or read from storage, as `plan` names it."""

@@ -43,7 +43,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_model(path: Path) -> bool:
-    """Whether the directory looks like a bundle or a checkpoint."""
+    """Return whether the directory looks like a bundle or a checkpoint."""
     return is_bundle(path) or (path / "config.json").is_file()
 
 

@@ -199,7 +199,7 @@ def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
 
 
 def _is_quantised(path: Path) -> bool:
-    """Whether the config of a checkpoint says that its weights are quantised."""
+    """Return whether the config of a checkpoint says that its weights are quantised."""
     from edgeinfer.converters import read_json
 
     from ..graph import is_quantised

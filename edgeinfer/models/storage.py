@@ -35,7 +35,7 @@ class Storage:
 
     @property
     def asked(self) -> bool:
-        """Whether anything is said."""
+        """True if anything is said."""
         return self.weights is not None or self.group_size is not None
 
     @property

@@ -172,7 +172,7 @@ class Wish(Cancellation):
 
     @property
     def asked(self) -> bool:  # type: ignore[override]
-        """Whether the part with this number, or a later one, was given up."""
+        """True if the part with this number, or a later one, was given up."""
         return self._receiver.given_up >= self._number
 
 

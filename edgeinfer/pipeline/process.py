@@ -76,7 +76,7 @@ class ProcessStage(Stage):
 
     @property
     def lost(self) -> bool:
-        """Whether the process has ended."""
+        """True if the process has ended."""
         return not self._closed and self._process.poll() is not None
 
     def ask(self, name: str, *arguments: Any) -> Any:

@@ -39,7 +39,7 @@ class PipelineSequences(Runner):
 
     stages: tuple[Stage, ...]
     _alike: bool
-    """Whether all stages have pools of one size, without windows and recurrent state."""
+    """True if all stages have pools of one size, without windows and recurrent state."""
 
     def _open_sequences(self) -> None:
         self._turn = threading.RLock()
@@ -116,7 +116,7 @@ class PipelineSequences(Runner):
 
     @property
     def lost(self) -> bool:
-        """Whether a stage has ended."""
+        """True if a stage has ended."""
         return any(stage.lost for stage in self.stages)
 
     @in_turn
@@ -194,7 +194,7 @@ class PipelineSequences(Runner):
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether blocks are cached."""
+        """True if blocks are cached."""
         return True
 
     @in_turn

@@ -18,13 +18,13 @@ class Stage(abc.ABC):
     where: str = "this process"
     """Its process or machine, for people."""
     samples: bool = False
-    """Whether the stage can read samples of this process, and choose tokens itself."""
+    """True if the stage can read samples of this process, and choose tokens itself."""
     apart: bool = True
-    """Whether it computes while other stages do."""
+    """True if it computes while other stages do."""
 
     @property
     def lost(self) -> bool:
-        """Whether its process has ended."""
+        """True if its process has ended."""
         return False
 
     def wait(self) -> None:  # noqa: B027 - most have nothing to wait for

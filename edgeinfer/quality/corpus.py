@@ -44,7 +44,7 @@ class Stream:
 
     ids: Sequence[int]
     counted: Sequence[bool]
-    """Whether a token is to be predicted: all but the beginnings of documents."""
+    """True if a token is to be predicted: all but the beginnings of documents."""
     text_bytes: int
     """UTF-8 bytes of the counted tokens' text."""
     name: str = ""

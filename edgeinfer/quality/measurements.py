@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def exact(self) -> bool:
-        """Whether it has the predictions of the model itself."""
+        """True if it has the predictions of the model itself."""
         others = {name: value for name, value in self.values if name != "kv"}
         return others in ({}, {"passes": "none"})
 

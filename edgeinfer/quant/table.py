@@ -49,13 +49,13 @@ class StorageType:
     scale: str = ""
     """Kind of the scales, as in `SCALE_BYTES`."""
     minimum: bool = False
-    """Whether each group has a minimum, of the scale's kind, beside its scale."""
+    """True if each group has a minimum, of the scale's kind, beside its scale."""
     requested: bool = True
-    """Whether floats can be quantised to it."""
+    """True if floats can be quantised to it."""
     usual: bool = True
-    """Whether many models have it: `warmup` compiles its kernels, and plans suggest it."""
+    """True if many models have it: `warmup` compiles its kernels, and plans suggest it."""
     fitted: bool = False
-    """Whether each tensor has a table of its own, of levels in [-127, 127] that fit its weights."""
+    """True if each tensor has a table of its own, of levels in [-127, 127] that fit its weights."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -64,17 +64,17 @@ class StorageType:
 
     @property
     def nested(self) -> bool:
-        """Whether scales are 8 bits times a number of 256 columns."""
+        """True if scales are 8 bits times a number of 256 columns."""
         return "*" in self.scale
 
     @property
     def quantised(self) -> bool:
-        """Whether the kernels multiply int8 activations."""
+        """True if the kernels multiply int8 activations."""
         return bool(self.groups)
 
     @property
     def indexed(self) -> bool:
-        """Whether codes are indices into a table."""
+        """True if codes are indices into a table."""
         return bool(self.table) or self.fitted
 
     @property
@@ -96,7 +96,7 @@ class StorageType:
 
     @property
     def simple(self) -> bool:
-        """Whether codes of a uniform grid are whole bytes or nibbles, and a group has a scale in fp16 alone."""
+        """True if codes of a uniform grid are whole bytes or nibbles, and a group has a scale in fp16 alone."""
         return bool(self.grid and self.groups) and self.bits in (4, 8) and self.scale == "f16" and not self.minimum
 
     @property
@@ -197,7 +197,7 @@ class KvType:
 
     @property
     def scaled(self) -> bool:
-        """Whether elements are codes, each row with a scale in fp16."""
+        """True if elements are codes, each row with a scale in fp16."""
         return self.scale_bytes > 0
 
     @property

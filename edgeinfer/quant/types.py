@@ -83,7 +83,7 @@ class WeightType:
 
     @property
     def _has_levels(self) -> bool:
-        """Whether the levels are as many as there are codes, and int8."""
+        """True if the levels are as many as there are codes, and int8."""
         row = self.storage
         return row.fitted and len(self.levels) == 1 << row.bits and max(map(abs, self.levels)) <= 127
 
@@ -99,7 +99,7 @@ class WeightType:
 
     @property
     def quantised(self) -> bool:
-        """Whether the kernels multiply int8 activations."""
+        """True if the kernels multiply int8 activations."""
         return self.storage.quantised
 
     @property

@@ -36,7 +36,7 @@ class Caching:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether `cache_prefix` caches anything."""
+        """True if `cache_prefix` caches anything."""
         return False
 
     def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:
@@ -79,7 +79,7 @@ class Caching:
 
     @property
     def saves_prompts(self) -> bool:
-        """Whether `save` and `load` do anything."""
+        """True if `save` and `load` do anything."""
         return False
 
     def save(self, sequence: Sequence, path: str | Path) -> None:

@@ -51,7 +51,7 @@ class WeightReader(Protocol):
 
     @property
     def direct(self) -> bool:
-        """Whether reads go past the system's page cache."""
+        """True if reads go past the system's page cache."""
 
 
 class SparseNeurons(Protocol):

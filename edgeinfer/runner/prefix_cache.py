@@ -79,7 +79,7 @@ class PrefixCache(BlockPool):
         return self._holders[block] - (block in self._keys) == 1
 
     def is_cached(self, block: int) -> bool:
-        """Whether the cache holds a block."""
+        """Return whether the cache holds a block."""
         return block in self._keys
 
     def find(self, key: bytes) -> int | None:

@@ -56,7 +56,7 @@ class Sequence:
     state: Any = None
     """Slots of recurrent layers (`StateTable`); None if the model has none."""
     cut: bool = False
-    """Whether rows after the last token may hold what was forgotten or never taken in: it must not reach others, were
+    """True if rows after the last token may hold what was forgotten or never taken in: it must not reach others, were
     it NaN."""
     decoded: int | None = None
     """Index of the first token that may not have been run as part of a prompt; None if all were."""

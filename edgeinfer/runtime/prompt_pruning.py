@@ -112,7 +112,7 @@ class PruningStages:
         return _PruningStage(first, hook, stop, attention)
 
     def takes(self, ids: Items[int]) -> bool:
-        """Whether a prompt is long enough for stages; takes note of one that is not."""
+        """Return whether a prompt is long enough for stages; takes note of one that is not."""
         counts = self.schedule.tokens(len(ids))
         if len(counts) == 1:
             self._note(counts)

@@ -76,7 +76,7 @@ class SequenceOwner(ModelRunner):
 
     @property
     def saves_prompts(self) -> bool:
-        """Whether prompts can be kept in files: they can."""
+        """True if prompts can be kept in files: they can."""
         return True
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
@@ -120,7 +120,7 @@ class SequenceOwner(ModelRunner):
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether blocks are cached: not those of pruned prompts, whose later layers lack tokens."""
+        """True if blocks are cached: not those of pruned prompts, whose later layers lack tokens."""
         return not self.kv.pruning
 
     def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:

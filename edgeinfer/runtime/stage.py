@@ -61,7 +61,7 @@ class StageSession(Session):
             rows = self.executor.regions[place.region][place.offset :][: n * place.stride].view(np.float32)
             self._given = rows.reshape(n, -1)[:, : given.width]
         self.leads = self.graph.logits.rows == "tokens"
-        """Whether another stage follows, which takes the rows of this one; else it has the output head."""
+        """True if another stage follows, which takes the rows of this one; else it has the output head."""
 
     def begin(self, wanted: Items[tuple[Sequence, int]]) -> None:
         """Make room for this many tokens of each sequence, or raise `RequestError` and leave all as they are."""

@@ -38,13 +38,13 @@ class Asked:
     tools: list[Tool] = field(default_factory=list)
     choice: str | Tool = "none"
     parallel: bool = True
-    """Whether an answer may have several calls."""
+    """True if an answer may have several calls."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chat template."""
 
     @property
     def short(self) -> bool:
-        """Whether it is prepared in less time than another thread takes to wake up."""
+        """True if it is prepared in less time than another thread takes to wake up."""
         values = [value for one in self.messages for value in one.values()]
         return not self.tools and self.form is None and all(isinstance(value, str) for value in values) \
             and sum(map(len, values)) <= SHORT

@@ -87,5 +87,5 @@ class ServerConfig:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only programs of this machine reach it."""
+        """True if only programs of this machine reach it."""
         return self.host in LOOPBACK or self.host.startswith("127.")

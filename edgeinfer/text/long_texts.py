@@ -25,7 +25,7 @@ class Cuts:
     skipped: int = 0
     """Characters that are left out at a cut."""
     continues: bool = False
-    """Whether parts but the first are tokenised as the continuation of a text."""
+    """True if parts but the first are tokenised as the continuation of a text."""
 
 
 def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:

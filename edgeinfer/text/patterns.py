@@ -28,9 +28,9 @@ class _Part(NamedTuple):
 
     empty: bool
     first: bool
-    """Whether one may begin with a character that must not follow another."""
+    """True if one may begin with a character that must not follow another."""
     last: bool
-    """Whether one may end with a character after which it must not be."""
+    """True if one may end with a character after which it must not be."""
 
 
 class _Reader:

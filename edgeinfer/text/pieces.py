@@ -23,7 +23,7 @@ class PieceRules:
     """Conversion of tokens to bytes."""
 
     byte_level: bool = False
-    """Whether each character of a token is one byte."""
+    """True if each character of a token is one byte."""
     byte_fallback: bool = False
     """A token ``<0xNN>`` is one byte."""
     replacements: tuple[tuple[str, str], ...] = ()

@@ -31,7 +31,7 @@ class StopStrings:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has been seen."""
+        """True if a stop string has been seen."""
         return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:

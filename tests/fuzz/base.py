@@ -45,7 +45,7 @@ class Target:
 
 
 def well_told(message: str) -> bool:
-    """Whether this is something to show: one line, printable, of a length that a person reads."""
+    """Return whether this is something to show: one line, printable, of a length that a person reads."""
     return bool(message) and message.isprintable() and len(message) < 2000
 
 

@@ -95,7 +95,7 @@ class Export(Target):
 
     @staticmethod
     def same(before: bytes, after: bytes) -> bool:
-        """Whether two files hold the same model: protobuf has several ways to write one."""
+        """Return whether two files hold the same model: protobuf has several ways to write one."""
         return bool(onnx.load_model_from_string(before) == onnx.load_model_from_string(after))
 
     @staticmethod

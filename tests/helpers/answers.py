@@ -218,7 +218,7 @@ def run(case: Case, whole: bool = False) -> Answer:
 
 
 def agree(case: Case, said: Answer, decided: Answer) -> bool:
-    """Whether both are the same answer.
+    """Return whether both are the same answer.
 
     On a machine without a GPU `plan --device cuda` is for one that has it, and says that `run` refuses here.
     """

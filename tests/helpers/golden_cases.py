@@ -39,7 +39,8 @@ def names() -> list[str]:
 
 
 def runs(config: dict[str, Any]) -> bool:
-    """Whether there is a file for the family; without one, its cases and what is tested with them are left out."""
+    """Return whether there is a file for the family; without one, its cases and what is tested with them are left
+    out."""
     return seeing_models().get(config["model_type"], config["model_type"]) in supported_architectures()
 
 

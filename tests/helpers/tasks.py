@@ -26,7 +26,7 @@ class Stepped(Generic[Result]):
 
     @property
     def ended(self) -> bool:
-        """Whether the task is over and its sequences are given back."""
+        """True if the task is over and its sequences are given back."""
         return self.request.ended
 
     def step(self) -> None:

@@ -81,7 +81,8 @@ def plain_logits(path: Path, tensors: dict[str, np.ndarray], **sizes: Any) -> np
 
 
 def near(have: np.ndarray, want: np.ndarray) -> bool:
-    """Whether logits differ by what int8 activations cost random weights; in another order nothing would be alike."""
+    """Return whether logits differ by what int8 activations cost random weights; in another order nothing would be
+    alike."""
     return bool(np.linalg.norm(have - want) <= 0.15 * np.linalg.norm(want))
 
 

@@ -113,7 +113,7 @@ def test_a_session_has_the_memory_of_its_pool(name: str, tmp_path: Path) -> None
 
 
 def filled(opened: Session, n: int, length: int) -> bool:
-    """Whether n sequences of a length are read and get their last token together; all are released again."""
+    """Return whether n sequences of a length are read and get their last token together; all are released again."""
     sequences: list[Sequence] = []
     try:
         for number in range(n):

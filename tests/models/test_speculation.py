@@ -95,7 +95,8 @@ def outcome(found: Completion) -> list[Any]:
 
 
 def same(found: Completion, want: Completion, runner: Runner) -> bool:
-    """Whether two outcomes are the same: to the last bit with our kernels, log-probabilities to 1e-4 with others."""
+    """Return whether two outcomes are the same: to the last bit with our kernels, log-probabilities to 1e-4 with
+    others."""
     if isinstance(runner, Session):
         return outcome(found) == outcome(want)
     pairs = [(a.logprob, b.logprob) for one, other in zip(found.choices, want.choices, strict=True)

@@ -43,7 +43,7 @@ def both() -> Iterator[tuple[LLM, LLM]]:
 
 def agree(ours: LLM, theirs: LLM, found: list[int], want: list[int], prompt: list[int], penalty: float = 1.0,
           bias: dict[int, float] | None = None) -> bool:
-    """Whether two greedy texts are the same up to a token of which neither runner is sure."""
+    """Return whether two greedy texts are the same up to a token of which neither runner is sure."""
     if found == want:
         return True
     same = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), min(len(found), len(want)))

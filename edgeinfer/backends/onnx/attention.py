@@ -53,7 +53,7 @@ class _Turn(NamedTuple):
 
     rope: Rotation | None
     inside: bool
-    """Whether attention itself turns them."""
+    """True if attention itself turns them."""
 
 
 def _turn(op: Attention, rope: Rotation) -> _Turn:

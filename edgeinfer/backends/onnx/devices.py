@@ -48,7 +48,7 @@ class Provider(NamedTuple):
     kv: tuple[str, ...]
     """Types of the KV cache, and so of the model; the first where nothing is requested."""
     graphs: bool = False
-    """Whether decode steps are recorded and replayed."""
+    """True if decode steps are recorded and replayed."""
     page_positions: int = 0
     """Of a page of KV, as its kernels want them; 0 if it has no attention over pages."""
     plugin: Plugin | None = None
@@ -58,7 +58,7 @@ class Provider(NamedTuple):
     fault: str = ""
     """Why its results are not right yet, so that it is refused."""
     untried: bool = False
-    """Whether it has never run a model of edgeinfer's, which opening one says."""
+    """True if it has never run a model of edgeinfer's, which opening one says."""
 
     def for_sequences(self, sequences: int) -> Provider:
         """Return the provider with the matmuls that are fastest where at most so many sequences decode together.
@@ -72,12 +72,12 @@ class Provider(NamedTuple):
 
     @property
     def partial(self) -> bool:
-        """Whether operations that it does not have may run on onnxruntime's CPU provider; how many is said."""
+        """True if operations that it does not have may run on onnxruntime's CPU provider; how many is said."""
         return self.plugin is not None
 
     @property
     def fast_matmuls(self) -> bool:
-        """Whether it repacks matrices of 4 and 8 bits for the matmuls of several rows."""
+        """True if it repacks matrices of 4 and 8 bits for the matmuls of several rows."""
         return FAST_MATMULS in self.entries
 
     def open(self, model: str, threads: int) -> Any:
@@ -260,7 +260,8 @@ def take_as_asked() -> None:
 
 
 def raised_by_onnxruntime(error: Exception) -> bool:
-    """Whether an error is one of its own classes, which have no common one, or what its bindings raise besides."""
+    """Return whether an error is one of its own classes, which have no common one, or what its bindings raise
+    besides."""
     return isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
 
 

@@ -48,7 +48,7 @@ def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | Non
 
 
 def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
-    """Whether a plan is within the memory of the process and of its device, of which None is not known."""
+    """Return whether a plan is within the memory of the process and of its device, of which None is not known."""
     return (host is None or plan.total_bytes <= host) and (device is None or plan.device_bytes <= device)
 
 

@@ -122,7 +122,7 @@ class Heads(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether attention has elements that the model has not."""
+        """True if attention has elements that the model has not."""
         return self.stored_dim != self.dim
 
 

@@ -149,7 +149,7 @@ class OnnxRunner(Runner):
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether the KV cache has pages, which sequences can share."""
+        """True if the KV cache has pages, which sequences can share."""
         return isinstance(self.kv, Pages)
 
     def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:

@@ -39,7 +39,7 @@ class Sessions:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that opened the models."""
+        """True if this process was forked from the one that opened the models."""
         return self._process != os.getpid()
 
     def check_open(self) -> None:

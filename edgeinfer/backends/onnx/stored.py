@@ -80,7 +80,7 @@ def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, pro
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a model was written completely, and its files were not changed since."""
+    """Return whether a model was written completely, and its files were not changed since."""
     try:
         want = _states(folder).encode()
         with open_plain(folder / DONE) as file:

@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
 
 
 def is_export(path: str | Path) -> bool:
-    """Whether a name means an export: DST.onnx, or a folder for onnxruntime-genai."""
+    """Return whether a name means an export: DST.onnx, or a folder for onnxruntime-genai."""
     path = Path(path)
     return (path.suffix == ".onnx" and not path.is_dir()) or (path / CONFIG_FILE).is_file()
 

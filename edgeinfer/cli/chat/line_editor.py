@@ -14,7 +14,7 @@ MORE = "... "
 
 
 def unfinished(text: str) -> bool:
-    """Whether a message begins with three quotes and does not end with three others."""
+    """Return whether a message begins with three quotes and does not end with three others."""
     text = text.strip()
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
@@ -28,7 +28,7 @@ def message(text: str) -> str:
 
 
 def draws() -> bool:
-    """Whether the terminal can show an editor."""
+    """Return whether the terminal can show an editor."""
     dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown") and sys.platform != "win32"
     return sys.stdin.isatty() and sys.stdout.isatty() and not dumb
 

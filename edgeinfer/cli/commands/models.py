@@ -119,7 +119,7 @@ def _rows(model: LocalModel) -> Iterator[str]:
 
 
 def _verdict(model: LocalModel) -> str:
-    """Whether it runs and fits, in a few words."""
+    """Return whether it runs and fits, in a few words."""
     from edgeinfer.memory_planner import RESIDENT
 
     if not model.runs:

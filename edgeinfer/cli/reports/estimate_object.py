@@ -44,7 +44,7 @@ class Questions:
     bounds: tuple[tuple[str, float], ...] = ()
     """Of the goodput."""
     explain: bool = False
-    """Whether the formulas are wanted."""
+    """True if the formulas are wanted."""
     storage: str | None = None
     """Kind of the storage, where one was named."""
     sparsity: float | None = None
@@ -58,9 +58,9 @@ class Questions:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     """Most of them in a pass."""
     energy: bool = False
-    """Whether energy is asked about by itself."""
+    """True if energy is asked about by itself."""
     lookup: bool = False
-    """Whether prompt lookup is asked about."""
+    """True if prompt lookup is asked about."""
 
 
 def estimate_object(
@@ -202,7 +202,7 @@ class _Run(NamedTuple):
     windows: dict[str, Any] | None
     traffic: Traffic
     counted: bool = True
-    """Whether that has what is read from storage."""
+    """True if that has what is read from storage."""
     refused: str = ""
     """Why CUDA does not run the model on the card."""
     plan: MemoryPlan | None = None

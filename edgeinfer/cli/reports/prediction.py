@@ -63,14 +63,14 @@ class Predictor:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the profile is that of a GPU, and readings of this machine's memory say nothing of it."""
+        """True if the profile is that of a GPU, and readings of this machine's memory say nothing of it."""
         from edgeinfer.devices import SERVED
 
         return self.profile.device_class == SERVED
 
     @property
     def teaches(self) -> bool:
-        """Whether the profile learns from runs: not if FFNs go by neuron, V is chosen, or prompts are pruned, for
+        """True if the profile learns from runs: not if FFNs go by neuron, V is chosen, or prompts are pruned, for
         what is then read and computed is an assumption; nor from those on a GPU."""
         return not (self.on_gpu or self.techniques or self.traffic.neuron_layers or self.traffic.value_bytes)
 

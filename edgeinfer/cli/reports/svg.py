@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     high: float | None = None
     """Ends of its band."""
     quiet: bool = False
-    """Whether it is drawn pale."""
+    """True if it is drawn pale."""
 
 
 def curve(title: str, x: Sequence[float], y: Sequence[float], low: Sequence[float], high: Sequence[float],

@@ -50,7 +50,7 @@ class Level:
 
     @property
     def due(self) -> bool:
-        """Whether it has not paid for long enough to be tried again."""
+        """True if it has not paid for long enough to be tried again."""
         return self.off and self.left <= 0
 
     def retried(self) -> None:

@@ -123,7 +123,7 @@ class Speculation:
         return found
 
     def _ready(self) -> bool:
-        """Whether costs are known to compare with, and a gain is possible."""
+        """Return whether costs are known to compare with, and a gain is possible."""
         self.idle = self._may_rest and self._costs.short(self._depth)
         return not self.idle and bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
 
@@ -226,7 +226,7 @@ class Speculation:
         return self._loss * (self._seconds / step + FIRST_LOSS_TOKENS) - self._lost / step
 
     def _worth_reading(self, texts: Items[Text], gain: float, left: int) -> bool:
-        """Whether a drafter that has to read a prompt first is expected to save as much."""
+        """Return whether a drafter that has to read a prompt first is expected to save as much."""
         unread = self.drafter.unread(texts)
         if unread <= max(self._choices):
             return True

@@ -93,11 +93,11 @@ class Costs:
 
     @property
     def known(self) -> bool:
-        """Whether a token's cost is known well enough to compare with."""
+        """True if a token's cost is known well enough to compare with."""
         return self.plain_passes >= ENOUGH
 
     def reaches(self, depth: int) -> bool:
-        """Whether a token's cost was measured at about such a depth."""
+        """Return whether a token's cost was measured at about such a depth."""
         deepest = max((points[-1][0] for points in self._buckets.values()), default=0)
         return depth <= 1.5 * deepest + 64
 
@@ -112,7 +112,7 @@ class Costs:
         return (first + each * depth) * self._raised
 
     def short(self, depth: int) -> bool:
-        """Whether a token takes so little that verifying drafts is no use: Python's part of it dominates.
+        """Return whether a token takes so little that verifying drafts is no use: Python's part of it dominates.
 
         The fastest of the latest passes counts, and one is enough: what disturbs a pass makes it longer.
         """

@@ -107,7 +107,7 @@ class DraftModel(Drafter):
         return [self._catch_up(text, at_once, cancel) for text in texts]
 
     def _readable(self, text: Text) -> bool:
-        """Whether the draft knows all tokens; those that were seen before need not be looked at again."""
+        """Return whether the draft knows all tokens; those that were seen before need not be looked at again."""
         seen = self._held[text.key].agreed if text.key in self._held else 0
         return max(text.tokens[seen:], default=0) < self._runner.model.vocab_size
 

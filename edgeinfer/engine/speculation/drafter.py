@@ -46,7 +46,7 @@ class Drafter(abc.ABC):
     name: str
     """One of `config.SPECULATIONS`."""
     free: bool = False
-    """Whether draft tokens cost next to nothing: they are also made where no pass checks them, to learn how many are
+    """True if draft tokens cost next to nothing: they are also made where no pass checks them, to learn how many are
     right.
     """
 

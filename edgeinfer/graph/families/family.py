@@ -111,7 +111,7 @@ class Gguf:
     strips: bool = False
     """Spaces after special tokens are not part of a text, which no file says."""
     sees: bool = False
-    """Whether files may hold vision or audio parts without a field that says so."""
+    """True if files may hold vision or audio parts without a field that says so."""
     ollama: Ollama | None = None
 
 
@@ -139,7 +139,7 @@ class Family:
     neighbours: bool = False
     """llama.cpp's converter reorders rows of q and k, for a rotation that turns neighbours."""
     qkv: str = "apart"
-    """Whether GGUF files have q, k and v as the checkpoint (``apart``), as rows of one tensor (``rows``), or some so
+    """True if GGUF files have q, k and v as the checkpoint (``apart``), as rows of one tensor (``rows``), or some so
     and some so (``either``)."""
     order: Callable[[ModelConfig, str], HeadOrder | None] | None = None
     """Order of heads in which the converter stores a tensor of a layer, by its name there; None: their own."""

@@ -52,7 +52,7 @@ class GgufMetadata:
         return plain_value(self.reader.number(self.prefix + key, default, above=above))
 
     def has_read(self, key: str) -> bool:
-        """Whether the family itself reads a key."""
+        """Return whether the family itself reads a key."""
         return key in self._taken
 
     def unsupported(self, key: str, value: Any, remedy: str) -> UnsupportedModelError:

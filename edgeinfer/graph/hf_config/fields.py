@@ -10,7 +10,7 @@ QUANTISED = ("quantization_config", "compression_config", "quantization")
 
 
 def is_quantised(fields: Mapping[str, Any]) -> bool:
-    """Whether a config says that the weights of its checkpoint are quantised."""
+    """Return whether a config says that the weights of its checkpoint are quantised."""
     return any(fields.get(key) for key in QUANTISED)
 
 

@@ -161,7 +161,7 @@ class ConfigReader:
 
 
 def _brings_code(auto_map: Any) -> bool:
-    """Whether a checkpoint's own Python code (which cannot be read here) defines its forward pass."""
+    """Return whether a checkpoint's own Python code (which cannot be read here) defines its forward pass."""
     return not isinstance(auto_map, Mapping) or any("Model" in str(key) for key in auto_map)
 
 

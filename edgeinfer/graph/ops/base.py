@@ -35,9 +35,9 @@ class Op:
     """The input whose memory the output takes (residual sums, rotary embedding); empty for an output of its own."""
 
     given: ClassVar[bool] = False
-    """Whether what it stands for is made outside of the program, so that there is nothing to run."""
+    """True if what it stands for is made outside of the program, so that there is nothing to run."""
     quantises: ClassVar[bool] = False
-    """Whether its kernels can write quantised rows."""
+    """True if its kernels can write quantised rows."""
 
     out: Tensor
     layer: int | None = None
@@ -114,7 +114,7 @@ class Op:
 
     @property
     def ffn(self) -> bool:
-        """Whether it belongs to a feed-forward network."""
+        """True if it belongs to a feed-forward network."""
         return False
 
     # -- what it costs ---------------------------------------------------------------------------------------------

@@ -37,13 +37,13 @@ class KvAccess(NamedTuple):
     window: int = 0
     """Positions that a token sees, itself included; 0 = all."""
     stores: bool = False
-    """Whether it stores the K and V of its tokens; else it reads those of the context."""
+    """True if it stores the K and V of its tokens; else it reads those of the context."""
     operations: int = 0
     """Multiplications and additions per token and position that it sees."""
     topn: TopNCost | None = None
     """Selection of V's rows for decoded tokens; None reads all of them."""
     latent: bool = False
-    """Whether V is the beginning of K, and not stored by itself."""
+    """True if V is the beginning of K, and not stored by itself."""
 
     def position_bytes(self, kv: str) -> int:
         """Bytes of K and V, with their scales, of one position."""
@@ -78,7 +78,7 @@ class OnDemand(NamedTuple):
     active: int = 0
     """Experts that a token goes through."""
     chosen: bool = True
-    """Whether it is known which pieces a decoded token needs before any is read."""
+    """True if it is known which pieces a decoded token needs before any is read."""
 
 
 class Scratch(NamedTuple):

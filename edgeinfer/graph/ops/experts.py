@@ -41,7 +41,7 @@ class Route(RowOp):
     scores: str
     """softmax or sigmoid."""
     normalise: bool
-    """Whether the weights of a token's experts add up to 1 (before they are scaled)."""
+    """True if the weights of a token's experts add up to 1 (before they are scaled)."""
     scale: float = 1.0
     groups: int = 1
     """Groups of neighbouring experts, `active_groups` of which are selected first."""
@@ -94,7 +94,7 @@ class ExpertsInput(RowOp):
 
     @property
     def gather(self) -> bool:
-        """Whether x has a row for each token, not one for each entry."""
+        """True if x has a row for each token, not one for each entry."""
         return self.x.times == 1
 
     def faults(self, types: Types) -> Iterator[str]:

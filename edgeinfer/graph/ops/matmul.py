@@ -64,7 +64,7 @@ class MatMul(Op):
 
     @property
     def again(self) -> bool:
-        """Whether its input is made again for it, as for another matmul of the same rows (quantize_activations)."""
+        """True if its input is made again for it, as for another matmul of the same rows (quantize_activations)."""
         return False
 
     def quantiser(self, x: Tensor, group: int, number: Number) -> Op:
@@ -85,7 +85,7 @@ class Linear(MatMul):
     OVER = "residual"
     residual: Tensor | None = None
     in_ffn: bool = False
-    """Whether it is the last matrix of a feed-forward network."""
+    """True if it is the last matrix of a feed-forward network."""
 
     @property
     def ffn(self) -> bool:
@@ -157,7 +157,7 @@ class NeuronGated(MatMul):
     limit: float = 0.0
     """Of fatrelu."""
     dense: bool = False
-    """Whether dead neurons are read and computed too."""
+    """True if dead neurons are read and computed too."""
     mask: Tensor | None = None
     """Mask of the neurons that decoded tokens compute; None: all."""
     threshold: Weight | None = None
@@ -224,7 +224,7 @@ class NeuronDown(Op):
     activation: str
     """Of the gates: whether there are dead neurons."""
     dense: bool = False
-    """Whether their columns are read too."""
+    """True if their columns are read too."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:

@@ -139,7 +139,7 @@ class NormPart(RowOp):
     pieces: int = 1
     """Pieces of the part that are normed one by one, each as wide as the weight."""
     centred: bool = False
-    """Whether the mean is taken off first (layer norm)."""
+    """True if the mean is taken off first (layer norm)."""
     eps: float
 
     def faults(self, types: Types) -> Iterator[str]:

@@ -179,7 +179,7 @@ class Executor:
             raise ClosedError("The model was closed; open it again.")
 
     def ended(self, cancel: Cancellation | None) -> bool:
-        """Whether a forward pass is to end, by its request or because the executor is closed."""
+        """Return whether a forward pass is to end, by its request or because the executor is closed."""
         return self._closed or (cancel is not None and cancel.asked)
 
     def _raise(self, status: int, cancelled: bool) -> None:

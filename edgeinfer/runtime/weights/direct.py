@@ -21,7 +21,7 @@ class File:
     path: Path
     handle: int
     direct: bool
-    """Whether reads go past the system's page cache."""
+    """True if reads go past the system's page cache."""
 
     @classmethod
     def open(cls, path: Path, state: os.stat_result) -> File:

@@ -132,7 +132,7 @@ class Readers:
 
     @property
     def direct(self) -> bool:
-        """Whether reads go past the system's page cache."""
+        """True if reads go past the system's page cache."""
         return self.file.direct
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:

@@ -131,7 +131,8 @@ class Slots(Readers):
         return slice(first, first + abi.COLD_PARTS) if first >= 0 else slice(0, 0)
 
     def _under_way(self, continues: bool) -> bool:
-        """Whether reads are left; those of a held layer are waited for later by a forward pass that `continues`."""
+        """Return whether reads are left; those of a held layer are waited for later by a forward pass that
+        `continues`."""
         held, events = self._held(), self._events[: len(self._parts)].copy()
         events[held] = 1
         return not events.all() or (not continues and bool((self._parts[held, _LEFT] > 1).any()))

@@ -30,7 +30,7 @@ class Thought:
     open: str
     close: str
     anywhere: bool = False
-    """Whether reasoning may follow content; otherwise the marker counts only where the answer begins."""
+    """True if reasoning may follow content; otherwise the marker counts only where the answer begins."""
 
 
 THOUGHTS = (Thought("<|channel>thought", "<channel|>", anywhere=True), Thought("[THINK]", "[/THINK]", anywhere=True),
@@ -80,7 +80,7 @@ class AnswerFormat:
 
     @property
     def reasons(self) -> bool:
-        """Whether answers may have reasoning."""
+        """True if answers may have reasoning."""
         return self.always or self.thought is not None
 
     def thinks(self, prompt_text: str) -> bool:

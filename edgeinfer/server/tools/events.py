@@ -17,7 +17,7 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     """JSON schema of the arguments; an empty one means that the function takes none."""
     strict: bool = False
-    """Whether a schema with keywords that no grammar can express is refused instead of partly ignored."""
+    """True if a schema with keywords that no grammar can express is refused instead of partly ignored."""
 
 
 @dataclass(frozen=True)
