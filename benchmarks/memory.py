@@ -55,11 +55,11 @@ class Case:
     beams: int = 1
     draft: Path | None = None
     """A smaller model that drafts."""
-    """Of a search; each has `SEARCHED` tokens of its own."""
+    """Number of beams of a search; each has `SEARCHED` tokens of its own."""
 
     @property
     def tokens(self) -> int:
-        """That are generated."""
+        """Number of generated tokens."""
         return GENERATED if self.beams == 1 else SEARCHED
 
 

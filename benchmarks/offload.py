@@ -45,16 +45,16 @@ def config(threads: int, budget: int | None = None, mode: str = "predict") -> Ru
 
 
 class Reading(NamedTuple):
-    """Of tokens, medians of rounds."""
+    """Times of tokens, medians of rounds."""
 
     prompt: float
     """Seconds of one of a prompt."""
     token: float
-    """Of a decoded one."""
+    """Seconds of a decoded token."""
     empty: float
-    """Of one that finds an empty cache; nan without one."""
+    """Seconds of a token that finds an empty cache; nan without one."""
     waited: float
-    """Of `token`, for storage."""
+    """Seconds of `token` spent waiting for storage."""
     missed: float
     """Clusters read for a decoded one, and"""
     wanted: float
@@ -108,7 +108,7 @@ class Machine(NamedTuple):
     """Basis of the predictions."""
 
     seconds: float
-    """Of a token with all in memory: with the predictor."""
+    """Seconds of a token with all in memory, with the predictor."""
     dense: float
     """The same without, all neurons computed as exact runs do."""
     storage: Callable[[float], float]

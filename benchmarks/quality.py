@@ -54,7 +54,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """As tables name the weights: ``q4 g32``."""
+        """Name of the weights in tables: ``q4 g32``."""
         if self.file:
             return f"{self.weights}, imported"
         return f"{self.weights} g{self.group_size}" if self.weights in ("int8", "q4") else self.weights
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def divergence(self) -> Divergence:
-        """From the float32 model; every row has one."""
+        """Divergence from the float32 model; every row has one."""
         assert self.result.divergence is not None
         return self.result.divergence
 

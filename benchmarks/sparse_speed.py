@@ -56,7 +56,7 @@ class Program:
     fired: float = 1.0
     """Share of the neurons that are read and computed whole."""
     seconds: list[float] = field(default_factory=list)
-    """Of a token, by round."""
+    """Seconds of a token, by round."""
 
     def gigabytes(self) -> float:
         """Return what a token reads: of the FFNs what `chosen` and `fired` leave, and all other weights."""

@@ -42,7 +42,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """As tables name it."""
+        """Name in tables."""
         name = str(self.dtype).removeprefix("torch.")
         return name if self.every == 1 else f"{name}, rounded every {self.every} tokens"
 

@@ -109,7 +109,7 @@ class Run:
         self.session.rollback(self.sequence, self.depth)
 
     def times(self) -> Times:
-        """Of a token, over a few."""
+        """Return the times of a token, over a few."""
         self.session.executor.start_profile()
         for _ in range(TOKENS):
             self.decode()

@@ -62,7 +62,7 @@ class BitBudget:
     bits: float | None = None
     """Mean over all matrices, embedding and head included."""
     size: int | None = None
-    """Of the file of weights, in bytes."""
+    """Size of the file of weights in bytes."""
 
     @property
     def flag(self) -> str:

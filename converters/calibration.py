@@ -36,7 +36,7 @@ class Calibration:
     text: str
     """Name of the text, for people."""
     sha256: str
-    """Of the text's token ids, or of an imatrix file."""
+    """Hash of the text's token ids, or of an imatrix file."""
     tokens: int
     """Tokens of the text; 0 if that is not known."""
     of: Callable[[Weight], Statistics]

@@ -37,7 +37,7 @@ class Outliers:
     """Columns by the names of matrices, and the graph's weights that hold them."""
 
     columns: dict[str, Columns]
-    """In rising order."""
+    """Columns of each weight in rising order."""
     matrices: dict[str, Weight]
     """The matrix that a matrix of outliers belongs to, by the latter's name."""
 

@@ -27,7 +27,7 @@ class TensorReport:
     errors: quantise.ErrorSums
     """Error of conversion's own rounding."""
     file_types: tuple[str, ...] = ()
-    """Of a GGUF file: the types of the tensors that it is made of."""
+    """Types of the tensors of a GGUF file that the weight is made of."""
     exact: bool = False
     """True if every value is that of the file."""
     moved: bool = False

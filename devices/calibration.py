@@ -57,7 +57,7 @@ class DecodeRun:
 
     @property
     def share(self) -> float:
-        """Of the bandwidth beside it; above 1 one of the two was disturbed."""
+        """Share of the bandwidth measured beside it; above 1 one of the two was disturbed."""
         return (self.weight_bytes + self.kv_bytes) / (self.seconds * self.bandwidth_gbs * 1e9)
 
 
@@ -67,18 +67,18 @@ class PromptRun:
 
     layers: int
     operations: float
-    """Of the matrices, int8, for the whole prompt."""
+    """Int8 operations of the matrices for the whole prompt."""
     attention_operations: float
     seconds: float
-    """For the whole prompt."""
+    """Seconds of the whole prompt."""
     int8_peak_gops: float
-    """From registers, at that moment."""
+    """Int8 peak from registers, measured at that moment."""
     values: float = 0.0
     """Values between the matrices, for the whole prompt: Traffic.activation_values x tokens."""
 
     @property
     def share(self) -> float:
-        """Of the peak beside it; above 1 one of the two was disturbed."""
+        """Share of the peak measured beside it; above 1 one of the two was disturbed."""
         return (self.operations + self.attention_operations) / (self.seconds * self.int8_peak_gops * 1e9)
 
 

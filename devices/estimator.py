@@ -81,7 +81,7 @@ class Estimate:
     depth: int
     prompt: int
     sequences: int
-    """That decode together; tokens per second are those of all."""
+    """Number of sequences that decode together; tokens per second are those of all."""
     program: str
     """Program whose speed it is."""
     unit: str

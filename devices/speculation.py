@@ -22,15 +22,15 @@ class Drafted:
     """Passes that verify draft tokens of a second model."""
 
     draft_tokens: int
-    """Of a pass."""
+    """Number of draft tokens of a pass."""
     tokens_per_pass: float
     """Mean number that a pass yields, the model's own one included."""
     draft_ms: float
-    """Of all draft tokens of a pass."""
+    """Time of all draft tokens of a pass."""
     verify_ms: float
-    """Of the pass that checks them."""
+    """Time of the pass that verifies them."""
     token_ms: float
-    """Of a token without drafts."""
+    """Time of a token without drafts."""
 
     @property
     def gain(self) -> float:

@@ -31,7 +31,7 @@ class Storage:
     """Name that ``--storage`` takes."""
     title: str
     sequential_gbs: float
-    """Of long reads."""
+    """Bandwidth of long reads."""
     random: Curve
     """GB/s of scattered reads by their size, eight at a time."""
     spread: float

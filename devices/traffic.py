@@ -73,7 +73,7 @@ class Traffic:
     """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict; or it
     is in tiles), and the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
     gate_share: float = GATES
-    """Of their bytes those of gates, which are read before it is known which neurons live."""
+    """Share of gates in the bytes of neurons; they are read before the active neurons are known."""
     flash_bytes: float = 0.0
     """Bytes that a token reads from storage (cold weights that miss the cache)."""
     flash_chunk_bytes: float = 0.0

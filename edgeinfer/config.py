@@ -105,7 +105,8 @@ class GenerationConfig:
     beams: int = option(1, BEAMS)
     """Continuations that beam search carries on side by side, 2 to 16; nothing is sampled then. 1 is no such search."""
     length_penalty: float = option(1.0, number(lambda x: -10 <= x <= 10, "from -10 to 10"))
-    """Of beams: the sum of log-probabilities is divided by the number of tokens to this power, so that above 0 longer
+    """Length penalty of beams: the sum of log-probabilities is divided by the number of tokens to this power, so that
+    above 0 longer
     texts gain; 0 compares the sums."""
     early_stopping: bool | str = option(False, _ENDS)
     """When a beam search ends before its beams do: True as soon as there are as many results as beams; False when the
@@ -164,7 +165,7 @@ class Step:
     """One pass over a model's graph."""
 
     name: str
-    """Of the pass (edgeinfer/graph/passes.py), after the name of its module where that is not imported anyway."""
+    """Name of the pass (edgeinfer/graph/passes.py), after the name of its module if that is not imported anyway."""
     settings: tuple[tuple[str, str | float], ...] = ()
     """Its settings by name."""
 

@@ -40,9 +40,9 @@ class Reported(NamedTuple):
     command: str
     """One of `COMMANDS`."""
     config: RuntimeConfig
-    """Of the run."""
+    """Config of the run."""
     settings: Any = None
-    """Of the technique, or None if it is not used."""
+    """Settings of the technique, or None if it is not used."""
     model: Any = None
     """`describe.ModelDescription`, or in ``info`` the open `Bundle`."""
     runner: Any = None
@@ -94,11 +94,11 @@ class Technique:
     """
 
     name: str
-    """Of its pass, its settings and its field in reports."""
+    """Name of its pass, its settings and its field in reports."""
     options: tuple[Option, ...] = ()
     """The first one switches it."""
     ask: Callable[[Mapping[str, Any]], Any] = _mode
-    """From the values of all options to the settings: None if nothing was requested, empty for "not at all"."""
+    """Turns the values of all options into settings: None if nothing was requested, empty for "not at all"."""
     exact: Callable[[Any], bool] = lambda settings: True
     """True if a model with these settings predicts what it predicts without."""
     by_itself: str = ""

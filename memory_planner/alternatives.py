@@ -48,7 +48,7 @@ class Alternative:
     storage by itself, or keeps this many experts in memory.
     """
     total_bytes: int
-    """Of the plan with these options."""
+    """Total of the plan with these options."""
     streamed_bytes: int = 0
     """Bytes that each token then reads from storage."""
 

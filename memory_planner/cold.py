@@ -16,7 +16,7 @@ class ColdPlan:
     hot: tuple[int, ...]
     """Resident neurons of each layer, the first ones: whole blocks, or all, as of layers in tiles."""
     neurons: int
-    """Of a layer."""
+    """Neurons of a layer."""
     neuron_bytes: int
     slots: int
     """Clusters that the cache holds: at least all cold ones of any layer."""
@@ -39,12 +39,12 @@ class ColdPlan:
 
     @property
     def cluster_bytes(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return cluster_shape(self.neuron_bytes)[1]
 
     @property
     def clusters(self) -> int:
-        """Of a layer, resident neurons included."""
+        """Clusters of a layer, resident neurons included."""
         return -(-self.neurons // (1 << self.shift))
 
     def cold_clusters(self, layer: int) -> int:
@@ -59,12 +59,12 @@ class ColdPlan:
 
     @property
     def least_slots(self) -> int:
-        """With fewer a prompt, which computes all neurons of a layer, could not be run."""
+        """Fewest slots: a prompt, which computes all neurons of a layer, could not be run with fewer."""
         return max(self.cold_clusters(layer) for layer in range(len(self.hot)))
 
     @property
     def cold_bytes(self) -> int:
-        """Of neurons that are not resident."""
+        """Bytes of neurons that are not resident."""
         return sum(self.neurons - hot for hot in self.hot) * self.neuron_bytes
 
     @property
@@ -100,7 +100,7 @@ class ColdPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the region."""
+        """Bytes of the region."""
         return self.words + abi.COLD_BYTES + 64
 
     @property
@@ -115,7 +115,7 @@ class ColdPlan:
 
     @property
     def events(self) -> int:
-        """Of all layers."""
+        """Completion events of all layers."""
         return abi.COLD_PARTS * len(self.hot)
 
     @property

@@ -27,12 +27,12 @@ class ExpertsOfLayer:
     offset: int
     """Offset of the first expert."""
     gate_up_bytes: int
-    """Of one expert."""
+    """Bytes of gate and up of one expert."""
     down_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return self.gate_up_bytes + self.down_bytes
 
 
@@ -42,7 +42,7 @@ class ExpertsPlan:
 
     layers: tuple[ExpertsOfLayer, ...]
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     active: int
     """Experts that a token goes through in a layer."""
     slots: int
@@ -58,7 +58,7 @@ class ExpertsPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot: whole pages as far as an expert reaches in the file."""
+        """Bytes of a slot: whole pages as far as an expert reaches in the file."""
         return max(_pages(layer.offset, layer.nbytes) for layer in self.layers)
 
     @property
@@ -68,12 +68,12 @@ class ExpertsPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all experts."""
+        """Bytes of all experts."""
         return self.experts * sum(layer.nbytes for layer in self.layers)
 
     @property
     def expert_bytes(self) -> float:
-        """Of an expert, on average over layers."""
+        """Bytes of an expert, on average over layers."""
         return self.stored_bytes / self.total
 
     @property
@@ -129,14 +129,14 @@ class ExpertsPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the region."""
+        """Bytes of the region."""
         return self.wanted + round_up(4 * self.experts, 64) + 64
 
     # -- the read queue ------------------------------------------------------------------------------------------------
 
     @property
     def events(self) -> int:
-        """Of all layers."""
+        """Completion events of all layers."""
         return 2 * routes.EXPERT_PARTS * len(self.layers)
 
     @property
@@ -146,7 +146,7 @@ class ExpertsPlan:
 
     @property
     def queue_bytes(self) -> int:
-        """Of pieces, completion events' parts, and instructions."""
+        """Bytes of pieces, completion events' parts, and instructions."""
         instructions = (1 + 2 * routes.EXPERT_PARTS) * len(self.layers) * abi.INSTRUCTION_BYTES
         return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.events + instructions
 

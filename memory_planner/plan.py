@@ -199,7 +199,7 @@ class MemoryPlan:
 
     @property
     def filed_bytes(self) -> int:
-        """Of tables that stay in their file."""
+        """Bytes of tables that stay in their file."""
         return sum(self.allocations[name].nbytes for name in self.filed)
 
     @property

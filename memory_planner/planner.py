@@ -36,7 +36,7 @@ class DraftMemory(NamedTuple):
     """Second model or program in the same process."""
 
     plan: Callable[[MemoryPlan], MemoryPlan]
-    """From the model's plan to that of both."""
+    """Turns the model's plan into that of model and draft."""
     without: dict[str, str | int]
     """Options to change in order to do without, as in `Alternative.options`."""
     check: Callable[[MemoryPlan], object] = lambda plan: None

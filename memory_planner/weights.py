@@ -30,7 +30,7 @@ class PlacedWeights:
     """Streamed ones."""
     resident_bytes: int
     buffer_bytes: int
-    """Of one part of the streamed ones."""
+    """Bytes of one part of the streamed weights."""
     cold: ColdPlan | None
     experts: ExpertsPlan | None
     filed: tuple[str, ...]
@@ -38,12 +38,12 @@ class PlacedWeights:
 
     @property
     def filed_bytes(self) -> int:
-        """Of these tables."""
+        """Bytes of these tables."""
         return sum(self.allocations[name].nbytes for name in self.filed)
 
     @property
     def table_bytes(self) -> int:
-        """Of the instructions and tables that streaming needs."""
+        """Bytes of the instructions and tables that streaming needs."""
         pieces = (2 + self.allocations[name].nbytes // READ_BYTES for part in self.parts for name in part)
         streamed = len(self.parts) * (abi.INSTRUCTION_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
         instructions = (2 + abi.COLD_PARTS) * abi.INSTRUCTION_BYTES

@@ -35,7 +35,7 @@ class Windowed:
     sequence_blocks: int
     """Blocks that a sequence holds at most, those of a forward pass included."""
     blocks: int
-    """Of the pool."""
+    """Blocks of the pool."""
 
     @classmethod
     def of(cls, accesses: Iterable[KvAccess], request: Request) -> Windowed | None:

@@ -60,7 +60,7 @@ class FromFlash(NamedTuple):
     """Share of the experts that it goes through that are in memory."""
     nbytes: float
     read_bytes: float
-    """Of one of several reads at a time."""
+    """Bytes of one of several reads at a time."""
 
 
 def routing(experts: int, active: int, half: float) -> list[float]:

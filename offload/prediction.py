@@ -17,7 +17,7 @@ LONGEST = 1e12
 
 
 class Prediction(NamedTuple):
-    """Of a decoded token, on average over tokens like those of the statistics."""
+    """Predicted cost of a decoded token, on average over tokens like those of the statistics."""
 
     wanted: float
     """Clusters with cold neurons that it computes."""

@@ -36,7 +36,7 @@ class Ffn(NamedTuple):
 
     @property
     def activation(self) -> str:
-        """Of the gates."""
+        """Activation of the gates."""
         return self.op.function if isinstance(self.op, Activate) else self.op.activation
 
     @property

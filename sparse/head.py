@@ -194,7 +194,7 @@ class _Factors:
         return self.inner.nbytes + OUTER_TYPE.nbytes((self._head.rows, self.rank)) + 4 * self._head.rows
 
     def factor(self, weights: Floats) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        """For some tiles of the head: bytes of the thin matrix, bounds, and the estimates of the rows kept."""
+        """Return, for some tiles of the head, bytes of the thin matrix, bounds, and the estimates of the rows kept."""
         g = weights @ self._inverse
         whole = np.linalg.norm(g, axis=1)
         packed, kept = _four_bits(g[:, : self.rank])

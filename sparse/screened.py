@@ -44,7 +44,7 @@ class Screened:
 
     @property
     def reasons(self) -> list[str]:
-        """Of each setting whether it is enabled, and why."""
+        """Return for each setting whether it is enabled, and why."""
         return [f"{setting}: KLD {kld_of(result):.5f} is " + (
             f"within {self.max_kld:g}; enabled" if kld_of(result) <= self.max_kld
             else f"{kld_of(result) / self.max_kld:.1f} times the bound of {self.max_kld:g}; not enabled")

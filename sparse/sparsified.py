@@ -27,7 +27,7 @@ class Sparsified:
     read_share: float
     """Bytes that a token reads of all FFNs, predictor included, over those of the dense ones."""
     result: Evaluation
-    """With the predictor, against the same bundle without it."""
+    """Evaluation with the predictor, against the same bundle without it."""
     against_source: Evaluation
     """The bundle without predictor against the source: rounding by the new order, and of down matrices."""
     down_error: float
@@ -36,11 +36,11 @@ class Sparsified:
     """True if the divergence is within the bound."""
     max_kld: float
     time: tuple[float, str]
-    """Of the FFNs of a decoded token in memory, over those of the same model in tiles, dense; by whose curves."""
+    """Time of the FFNs of a decoded token in memory, relative to the same model in tiles, dense; by whose curves."""
     dense: tuple[int, ...] = ()
     """Layers in tiles, without a predictor: leaving out neurons would not make them faster."""
     held_out: tuple[tuple[str, Evaluation], ...] = ()
-    """As `result` on other texts, by their names."""
+    """Evaluations as `result` on other texts, by their names."""
 
     @property
     def worst(self) -> float:

@@ -39,7 +39,7 @@ class Comparison:
     peer: str
     setting: str
     bytes_per_token: float
-    """Of edgeinfer."""
+    """Bytes that edgeinfer reads for a token."""
     operations_per_token: float
     pairs: list[Pair] = field(default_factory=list)
     disturbed: int = 0

@@ -36,7 +36,7 @@ class Match:
     words: str
     """The peer's model and settings, for the table."""
     group_size: int
-    """Of edgeinfer's weights."""
+    """Group size of edgeinfer's weights."""
     model: Callable[[str], Path]
     """Makes the peer's model of a shape, unless it is there."""
     load: dict[str, Any]

@@ -29,7 +29,7 @@ class Row:
     unit: str
     """"cpu" of a device whose profile is that of its GPU."""
     bandwidth_gbs: float
-    """Of this version of the device; 0 if it is that of its profile. Likewise `multiprocessors`."""
+    """Bandwidth of this version of the device; 0 if equal to its profile's. Likewise `multiprocessors`."""
     multiprocessors: int
     program: str
     model: str

@@ -27,7 +27,7 @@ class Parts(NamedTuple):
     """Blocks of some rows as arrays (tiles, ..., 16 rows)."""
 
     lines: Words
-    """In the order of lines within a record."""
+    """Codes in the order of lines within a record."""
     halves: tuple[NDArray[np.uint16], ...]
     """fp16 numbers: scales, and minima, of groups or of whole blocks."""
     nested: tuple[Bytes, ...] = ()
@@ -197,7 +197,8 @@ def _six_bits(blocks: NDArray[np.void]) -> tuple[Bytes, Bytes]:
 
 
 def _q6_k(blocks: NDArray[np.void], name: str) -> Parts:
-    """Of each 128 columns: 64 bytes of nibbles, low ones first; the pairs of bits of 32 bytes, the lowest first."""
+    """Return Q6_K's parts; 128 columns have 64 bytes of nibbles, low ones first, then the pairs of bits of 32 bytes,
+    lowest first."""
     lines = _lines(blocks, 2, 2, 4, 3)  # halves, nibbles, groups of 16, lines
     for i, part in enumerate(_both_nibbles(blocks)):
         lines[:, :, :, i, :, :2] = part.reshape(*part.shape[:2], 2, 4, 2, TILE_ROWS)

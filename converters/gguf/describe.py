@@ -28,7 +28,7 @@ class FileDescription:
     """A model of a file, or of a checkpoint, that is quantised already."""
 
     fields: dict[str, Any]
-    """As those of a config.json."""
+    """Fields as in a config.json."""
     model: ModelConfig | None
     """None for files without tensors."""
     type_of: TypeOf | None

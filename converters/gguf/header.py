@@ -59,7 +59,7 @@ class GgufHeader:
     size: int
     """Bytes of the file."""
     version: int = VERSIONS[-1]
-    """Of GGUF."""
+    """Version of GGUF."""
 
     def check_data(self) -> None:
         """Refuse tensors that leave the file or overlap; raises `CheckpointError`."""

@@ -37,7 +37,7 @@ class Entry:
     """Mean squares of the inputs of a matrix, or of those of all experts."""
 
     mean_square: NDArray[np.float32]
-    """Of shape (matrices, columns)."""
+    """Mean squares of inputs, of shape (matrices, columns)."""
     counts: NDArray[np.float32]
     """Tokens that each was counted over; calls in the older form."""
 
@@ -48,11 +48,11 @@ class Imatrix:
 
     path: Path
     entries: dict[str, Entry]
-    """By the name of the matrix in GGUF files."""
+    """Entries by the name of the matrix in GGUF files."""
     text: str
     """Name of its text, empty if it is not known."""
     sha256: str
-    """Of the file."""
+    """Hash of the file."""
 
 
 def read_imatrix(path: Path) -> Imatrix:

@@ -68,7 +68,8 @@ def _nibble_scales(scales: Bytes) -> Floats:
 
 
 def _iq2_xxs(b: Bytes) -> Floats:
-    """For 32 columns four indices of a byte, then four times 7 sign bits and a scale of 4 bits in a word."""
+    """Dequantise IQ2_XXS: for 32 columns four indices of a byte, then four times 7 sign bits and a scale of 4 bits in a
+    word."""
     words = _words(b, 2, 66, "<u4").reshape(len(b), 8, 2)
     indices = np.ascontiguousarray(words[:, :, :1]).view(np.uint8)
     signs = words[:, :, 1:] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)
@@ -77,14 +78,14 @@ def _iq2_xxs(b: Bytes) -> Floats:
 
 
 def _iq2_xs(b: Bytes) -> Floats:
-    """For 8 columns an index of 9 bits and 7 sign bits; scales of 4 bits for 16."""
+    """Dequantise IQ2_XS: for 8 columns an index of 9 bits and 7 sign bits; scales of 4 bits for 16."""
     codes = _words(b, 2, 66, "<u2")
     scales = half(b, 0) * (np.float32(0.5) + _nibble_scales(b[:, 66:])) * np.float32(0.25)
     return _scaled(scales, _grids()["IQ2_XS"][codes & 511] * _even_signs()[codes >> 9])
 
 
 def _iq2_s(b: Bytes) -> Floats:
-    """For 8 columns an index of 8 + 2 bits and 8 sign bits; scales of 4 bits for 16."""
+    """Dequantise IQ2_S: for 8 columns an index of 8 + 2 bits and 8 sign bits; scales of 4 bits for 16."""
     further = b[:, 66:74, None] >> _EIGHT[:8:2] & 3
     indices = b[:, 2:34] | further.reshape(len(b), 32).astype(np.uint16) << 8
     scales = half(b, 0) * (np.float32(0.5) + _nibble_scales(b[:, 74:])) * np.float32(0.25)
@@ -92,7 +93,7 @@ def _iq2_s(b: Bytes) -> Floats:
 
 
 def _iq3_xxs(b: Bytes) -> Floats:
-    """For 4 columns an index of a byte; for 32 a word as in IQ2_XXS."""
+    """Dequantise IQ3_XXS: for 4 columns an index of a byte; for 32 a word as in IQ2_XXS."""
     words = _words(b, 66, 98, "<u4")
     signs = words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)
     scales = half(b, 0) * (np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)) * np.float32(0.5)
@@ -101,7 +102,7 @@ def _iq3_xxs(b: Bytes) -> Floats:
 
 
 def _iq3_s(b: Bytes) -> Floats:
-    """For 4 columns an index of 8 + 1 bits; 8 sign bits for 8; scales of 4 bits for 32."""
+    """Dequantise IQ3_S: for 4 columns an index of 8 + 1 bits; 8 sign bits for 8; scales of 4 bits for 32."""
     further = b[:, 66:74, None] >> _EIGHT & 1
     indices = b[:, 2:66] | further.reshape(len(b), 64).astype(np.uint16) << 8
     levels = _grids()["IQ3_S"][indices].reshape(len(b), 256)
@@ -112,7 +113,8 @@ def _iq3_s(b: Bytes) -> Floats:
 
 
 def _iq1_s(b: Bytes) -> Floats:
-    """For 8 columns an index of 8 + 3 bits; for 32 a scale of 3 bits, and whether an eighth is added or taken."""
+    """Dequantise IQ1_S: for 8 columns an index of 8 + 3 bits; for 32 a scale of 3 bits, and the sign of an added
+    eighth."""
     high = _words(b, 34, 50, "<u2")
     further = high[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7
     indices = b[:, 2:34] | further.reshape(len(b), 32) << 8
@@ -122,7 +124,8 @@ def _iq1_s(b: Bytes) -> Floats:
 
 
 def _iq1_m(b: Bytes) -> Floats:
-    """As IQ1_S, but the eighth is chosen for 8 columns and scales for 16; an fp16 number is in four top nibbles."""
+    """Dequantise IQ1_M: as IQ1_S, but signs of the eighth for 8 columns, scales for 16, an fp16 number in four top
+    nibbles."""
     words = _words(b, 48, 56, "<u2")
     outer = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint32), axis=1)
     scales = (2 * (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7) + 1).reshape(len(b), 16)

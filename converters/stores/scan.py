@@ -39,7 +39,7 @@ class Found:
     name: str
     """Name that `run` accepts."""
     nbytes: int
-    """Of its files."""
+    """Size of its files."""
     problem: str = ""
     """Reason why it is not a model, if that is apparent without reading it; a sentence."""
 

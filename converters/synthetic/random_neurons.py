@@ -64,7 +64,7 @@ class Sparsity:
     predictor: str = ""
     """'lowrank', 'sign' or, for none, ''."""
     rank: int = 0
-    """Of a low-rank predictor, and of the gates."""
+    """Rank of a low-rank predictor, and of the gates."""
     mask: float | None = None
     """Share of the neurons that the predictor chooses for a token; None: the density."""
 

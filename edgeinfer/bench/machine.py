@@ -65,12 +65,12 @@ class ProbeRequest:
     """Directory for the file of the storage test."""
     read_bytes: int | None = None
     seconds: float = 0.15
-    """Of each measurement of memory and arithmetic."""
+    """Seconds of each measurement of memory and arithmetic."""
     storage_bytes: int = STORAGE_BYTES
     storage_seconds: float = 0.3
     load_seconds: float = LOAD_SECONDS
     lengths: Lengths | None = None
-    """Of the calibration's runs; None chooses by the int8 peak."""
+    """Lengths of the calibration's runs; None chooses them by the int8 peak."""
     quick: bool = False
     """Leave the load and storage out."""
 

@@ -188,9 +188,9 @@ class NeuronSpeed:
     """Speed of reading neurons, as a share of the speed of tiles."""
 
     masked: list[tuple[int, float]]
-    """By chosen neurons in a thousand."""
+    """Times by chosen neurons in a thousand."""
     gates: list[tuple[int, float]]
-    """By live neurons in a thousand, where all gates are computed."""
+    """Times by live neurons in a thousand, if all gates are computed."""
     dense: float
 
 

@@ -24,7 +24,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As llama-bench writes it."""
+        """Name of the test, as in llama-bench."""
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
 
@@ -91,7 +91,7 @@ class Profile:
     operations: tuple[OperationTime, ...]
     """Longest first."""
     instructions: tuple[OperationTime, ...]
-    """In the program's order."""
+    """Times of instructions in the program's order."""
 
     @property
     def seconds(self) -> float:

@@ -41,7 +41,7 @@ class Load(NamedTuple):
     """Requests that arrive, and how many of them may run."""
 
     lengths: Items[RequestLength]
-    """Of each request."""
+    """Length of each request."""
     concurrency: int
     """Requests that are sent and not yet answered, at most."""
     rate: float = math.inf
@@ -56,9 +56,9 @@ class ServingRow(NamedTuple):
 
     load: Load
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     milliseconds: dict[str, list[float]]
-    """By metric; ITL of all tokens, the others of each request."""
+    """Times by metric: ITL of all tokens, the others of each request."""
     output_tokens: int
     good: int
     """Requests within all bounds of the goodput."""

@@ -127,7 +127,7 @@ class SpeculationBench(NamedTuple):
     seconds: dict[int, float]
     """Median time of a forward pass over this many tokens."""
     draft_seconds: float | None
-    """Of a draft token, of the draft model; None without one."""
+    """Seconds of a token of the draft model; None without one."""
     self_seconds: float | None
     """The same of a part of the model itself."""
     mtp_seconds: float | None
@@ -136,7 +136,7 @@ class SpeculationBench(NamedTuple):
     """Per drafter the least acceptance with which some number of draft tokens is faster than none; None: no acceptance.
     """
     stated: dict[str, float] | None
-    """At the acceptance that was requested: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
+    """Figures at the requested acceptance: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
     `predicted` (the gain by these times)."""
 
 

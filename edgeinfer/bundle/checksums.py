@@ -45,12 +45,12 @@ class Piece:
 
     path: Path
     what: str
-    """For people."""
+    """Description for messages."""
     nbytes: int
     sha256: str = ""
     offset: int = 0
     parts: int = 1
-    """That it is in, `stride` bytes apart."""
+    """Number of parts, `stride` bytes apart."""
     stride: int = 0
 
 

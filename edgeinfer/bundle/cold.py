@@ -89,9 +89,9 @@ class Cold:
 
     path: Path
     neurons: int
-    """Of a cluster."""
+    """Neurons of a cluster."""
     nbytes: int
-    """Of a cluster."""
+    """Bytes of a cluster."""
     offsets: tuple[int, ...]
     """Start of each layer's clusters in the file: multiples of `UNIT_BYTES`; 0 for layers in tiles."""
     checksums: tuple[NDArray[np.uint32], ...]

@@ -52,7 +52,7 @@ class TensorEntry:
 
     @property
     def piece_bytes(self) -> int:
-        """Of one piece."""
+        """Bytes of one piece."""
         return self.nbytes // max(1, self.pieces)
 
     @property
@@ -100,7 +100,7 @@ class Header:
     made_by: str = ""
     """Program and version that wrote the bundle."""
     version: int = FORMAT_VERSION
-    """Of the format."""
+    """Version of the format."""
 
 
 def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:

@@ -33,7 +33,7 @@ class HeadScreen:
 
     rank: int
     share: float
-    """Of the head's tiles of 16 rows: how many had to be computed for a token when it was made."""
+    """Share of the head's tiles of 16 rows computed for a token, as measured when the screen was made."""
     inner: NDArray[np.uint8]
     """Bytes of a matrix (hidden_size, hidden_size) of `inner_type` of the head's."""
     outer: NDArray[np.uint8]

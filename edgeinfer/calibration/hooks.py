@@ -104,7 +104,7 @@ class HookedRunner(Runner):
             self._stages.append((len(session.program.instructions), ()))
 
     def forward(self, segments: Sequence[Segment], cancel: Cancellation | None = None) -> Floats:
-        """As `Runner.forward`, of one segment, calling the hooks on the way."""
+        """Run one segment as `Runner.forward` does, calling the hooks on the way."""
         segments = plain_segments(segments)
         if len(segments) != 1:
             raise RequestError(f"{len(segments)} sequences are run together; hooks take one at a time.")

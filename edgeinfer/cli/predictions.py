@@ -45,12 +45,12 @@ class Prediction:
     high: float
     prompt: int
     prefill_tok_per_s: float | None
-    """Of the prompt; None where the device's peak is not known, as is `ttft_ms`."""
+    """Speed of the prompt; None if the device's peak is not known, as is `ttft_ms`."""
     ttft_ms: float | None
     tpot_ms: float
-    """Of a token in the middle of the answer, else at the end of the context."""
+    """Time of a token in the middle of the answer, else at the end of the context."""
     total_ms: float | None
-    """Of prompt and answer; None without an answer or where the prompt's time is not known."""
+    """Time of prompt and answer; None without an answer or if the prompt's time is not known."""
     fits: bool
     total_bytes: int
     """Memory of the run."""
@@ -74,12 +74,12 @@ class Planned:
     total_bytes: int
     budget_bytes: int | None
     device_bytes: int | None
-    """Of a card; None for other devices."""
+    """Memory of a discrete GPU; None for other devices."""
     max_ctx: int | None
     """Longest context that fits."""
     regions: tuple[Region, ...]
     decode_tok_per_s: float | None
-    """With a full context; None if this machine was not probed."""
+    """Speed with a full context; None if this machine was not probed."""
     notes: tuple[str, ...]
 
 
@@ -95,7 +95,7 @@ class Recommended:
     parameters: int
     total_bytes: int
     decode_tok_per_s: float
-    """With half the context filled; `low` and `high` are its band."""
+    """Speed with half the context filled; `low` and `high` are its band."""
     low: float
     high: float
     ttft_ms: float | None

@@ -42,7 +42,7 @@ class Speeds(NamedTuple):
     prompt: float
     decode: float
     link: float = 0.0
-    """For a byte that it gets from another replica."""
+    """Seconds per byte from another replica."""
 
 
 class Facts(NamedTuple):

@@ -35,7 +35,7 @@ class Node(NamedTuple):
     started: float
     """When its process was, by the system, which tells it from later ones of the same number."""
     address: str
-    """Of the cluster's head."""
+    """Address of the cluster's head."""
     head: bool
 
 

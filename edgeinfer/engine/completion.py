@@ -45,7 +45,7 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each of `token_ids`, if asked for."""
     score: float | None = None
-    """Of a beam: the sum of the tokens' log-probabilities, the end token's too, over their number to the power of
+    """Score of a beam: the sum of the tokens' log-probabilities, the end token's too, over their number to the power of
     `length_penalty`; None for samples."""
     stop_string: str | None = None
     """The stop string that has ended the text, if one has."""
@@ -70,7 +70,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum."""
+        """Log-probability of the whole continuation: the sum."""
         return math.fsum(self.logprobs)
 
     @property
@@ -92,7 +92,7 @@ class SpeculationReport:
     drafted: int
     """Draft tokens that were verified."""
     accepted: int
-    """Of them, those that were right and whose text was taken."""
+    """Number of accepted draft tokens, those whose text was taken."""
     accepted_per_position: tuple[int, ...]
     """Number of forward passes that accepted the first draft token, the second, ..."""
     tokens_per_walk: float | None
@@ -135,7 +135,7 @@ class Completion:
 
     @property
     def score(self) -> float | None:
-        """Of the best beam; None for samples."""
+        """Score of the best beam; None for samples."""
         return self.choices[0].score
 
     @property

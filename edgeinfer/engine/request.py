@@ -70,7 +70,7 @@ class Request(Generic[Result]):
         self.on_event: Callable[[], None] | None = None
         """Called by the engine's thread when there is text to be read, and at the end."""
         self.headers: dict[str, str] = {}
-        """Of its answer over HTTP."""
+        """Headers of its answer over HTTP."""
         self.every_step = False
         """Call `on_event` after each step of this request; its client reads the samples (`progress.Progress`)."""
         self._engine = engine

@@ -29,7 +29,7 @@ class TokenBudget:
         self._prompt = 0.0
         """Seconds of a prompt token beside others; 0 before it was measured."""
         self._deviation = 0.0
-        """Of its measurements, on average."""
+        """Mean deviation of its measurements."""
 
     def prompt_tokens(self, decoding: int) -> int:
         """Return how many prompt tokens the next step may have beside this many decoding sequences."""

@@ -15,7 +15,7 @@ class Draft(NamedTuple):
     sample: Sample
     proposal: list[int]
     samplers: list[Sampler]
-    """Of the token after the sample's last one, and after each draft token."""
+    """Samplers of the token after the sample's last one, and after each draft token."""
 
 
 def verification(run: Run, proposal: list[int]) -> Run:

@@ -59,7 +59,7 @@ class ExpertsConfig:
     active: int
     """Experts that a token goes through."""
     intermediate_size: int
-    """Of one expert."""
+    """Size of one expert."""
     normalise: bool = True
     """True if the weights of a token's experts add up to 1."""
     scores: str = "softmax"
@@ -100,7 +100,7 @@ class LatentConfig:
     nope_dim: int
     """Elements of a head's query and key that do not turn."""
     value_dim: int
-    """Of a head."""
+    """Size of V of a head."""
     interleaved: bool = True
     """True if neighbours turn in the checkpoint."""
 
@@ -168,7 +168,7 @@ class ModelConfig:
     parallel_residual: bool = False
     """Attention and FFN read the same residual stream, and both are added to it."""
     parallel_norms: int = 1
-    """With `parallel_residual`: norms of a layer, 2 where the FFN has its own."""
+    """Number of norms of a layer with `parallel_residual`: 2 if the FFN has its own."""
     head_bias: bool = False
     """Bias on the output head."""
     hidden_act_limit: float = 0.0

@@ -25,7 +25,7 @@ class Graph:
     types: Types
     """Storage of each weight, by name."""
     logits: Tensor
-    """Of a range of layers without the head, the residual rows of all tokens after its last layer."""
+    """Logits; of a range of layers without the head, the hidden states of all tokens after its last layer."""
     layers: tuple[int, int] | None = None
     """First and last layer of a range (layer_range.py); None if the model is whole."""
 

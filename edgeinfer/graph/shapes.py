@@ -19,7 +19,7 @@ class Shape:
     """Its id on the hub; figures of Gemma 3 and 4 and of Qwen3.5 are those of the text model alone, GLM's, Qwen3-Next's
     and Qwen3.5's those without the layer that drafts a further token."""
     parameters: int
-    """As published with the weights; tied matrices count once."""
+    """Parameters, as published with the weights; tied matrices count once."""
     config: dict[str, Any]
     """Fields of its config.json."""
 

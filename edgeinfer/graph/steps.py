@@ -148,7 +148,7 @@ class HeadOrder(Step):
 
     groups: int
     heads: int
-    """Of a group."""
+    """Number of heads of a group."""
     size: int
     """Elements of a head."""
     start: int = 0

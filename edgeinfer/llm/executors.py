@@ -30,7 +30,7 @@ class Executor(NamedTuple):
     config: RuntimeConfig
     """The settings of the run as it takes them."""
     planner: DevicePlanner | None = None
-    """Of a run on onnxruntime; None: our own kernels run the model."""
+    """Planner of a run on onnxruntime; None if our own kernels run the model."""
     profile: DeviceProfile | None = None
     """The card that was asked about, as edgeinfer uses it; None for other devices."""
     refused: str = ""
@@ -120,7 +120,7 @@ class Fitted(NamedTuple):
     """Plan of a run on our own kernels within a budget."""
 
     plan: MemoryPlan
-    """That of the run; where none fits the one that was requested."""
+    """Plan of the run; if none fits, the one that was requested."""
     refused: BudgetError | None = None
     """Reason for the refusal, as `run` prints it, with alternatives that fit."""
 

@@ -120,7 +120,7 @@ def settled(device: str | None, provider: Provider | None, bundle: Bundle, confi
 
 def taken(device: str, provider: Provider | None, path: Path, config: RuntimeConfig,
           kv: str | None) -> tuple[Provider | None, RuntimeConfig]:
-    """As `settled`, of a bundle that is not open."""
+    """Return the result of `settled` for a bundle that is not open."""
     if provider is None:
         return None, config
     from ..bundle import Bundle

@@ -84,7 +84,7 @@ class Requests(Prompts):
     _drafting: Drafting
     _times: Times
     _kept: list[Any]
-    """Of the draft, for a request that continues with the last one's text."""
+    """Sequences of the draft, for a request that continues the last one's text."""
     _eos_ids: frozenset[int]
     _grammars: GrammarCompiler | None = None
     """Compiler of grammars, made for the first request that has one."""

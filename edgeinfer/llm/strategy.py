@@ -48,9 +48,9 @@ class Strategy(NamedTuple):
     config: RuntimeConfig
     plan: MemoryPlan
     tok_per_s: float
-    """In an empty context."""
+    """Speed in an empty context."""
     read_bytes: float
-    """From storage, for a token."""
+    """Bytes read from storage for a token."""
     at_depth: Callable[[int], float]
     """Tokens per second after this many positions."""
     sparse: SparseFfn | None

@@ -37,7 +37,8 @@ class Texts(Requests):
         return self.complete(prompt, **options).text
 
     def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        """As `generate`, with tokens, times, seed, finish reason, log-probabilities and all samples.
+        """Generate as `generate` does, and return tokens, times, seed, finish reason, log-probabilities and all
+        samples.
 
         A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
         """
@@ -64,7 +65,7 @@ class Texts(Requests):
         return run_together(requests, 2 * self.runner.config.max_sequences)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
-        """As `generate`, piece by piece.
+        """Generate as `generate` does, piece by piece.
 
         Parameters
         ----------
@@ -109,7 +110,7 @@ class Texts(Requests):
 
     def chat_stream(self, messages: Messages, *, tools: Messages | None = None,
                     **options: Unpack[ChatOptions]) -> Stream:
-        """As `chat`, piece by piece."""
+        """Generate as `chat` does, piece by piece."""
         from ..engine import Stream
 
         return Stream(self.chat_request(messages, tools, options, stream=True))

@@ -32,9 +32,9 @@ class Compared(NamedTuple):
 
     method: str
     bits: float
-    """Of a weight, scales included."""
+    """Bits of a weight, scales included."""
     nbytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     perplexity: float
     divergence: Divergence | None
     """None of the reference itself."""

@@ -29,7 +29,7 @@ class ModelDescription:
     """A model as far as plans and estimates need it. All sizes are exact, as converting would write them."""
 
     name: str
-    """As it was requested."""
+    """Name that was requested."""
     source: str
     """Origin of the description, for people."""
     config: ModelConfig
@@ -49,7 +49,7 @@ class ModelDescription:
     """Bundle, checkpoint or GGUF file whose files are on this machine; None for a shape, a lone config.json and a model
     of the hub."""
     file_types: dict[str, int] = field(default_factory=dict)
-    """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
+    """Bytes of the tensors of a GGUF file or a quantised checkpoint, by type."""
     file_says: str = ""
     """Treatment of the quantised weights, as the end of a sentence."""
     file_refused: str = ""
@@ -93,7 +93,7 @@ class ModelDescription:
 
     @property
     def all_bytes_per_pass(self) -> int:
-        """As `bytes_per_token` for a forward pass over many tokens, which reads all experts."""
+        """Bytes that a forward pass over many tokens reads, all experts included."""
         return sum(read.batch for read in self._reads())
 
     @property

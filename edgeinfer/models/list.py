@@ -54,7 +54,7 @@ class LocalModel:
     kind: str
     """model, or what a file is that is none, in words."""
     nbytes: int
-    """Of its files."""
+    """Bytes of its files."""
     holds: str
     """Types of its weights, the largest first."""
     source: str

@@ -44,9 +44,9 @@ class Sized:
     longest: int
     """Context that it was trained for."""
     file_bytes: int
-    """Of all weights."""
+    """Bytes of all weights."""
     other_bytes: int
-    """Of a run with a context of `CTX`, beside weights and the KV cache."""
+    """Bytes of a run with a context of `CTX`, without weights and KV cache."""
     traffic: Traffic
 
     def run_bytes(self, ctx: int, sequences: int = 1) -> float:

@@ -21,13 +21,13 @@ class StageInfo(NamedTuple):
     first: int
     last: int
     total_bytes: int
-    """Of its memory plan."""
+    """Total of its memory plan."""
     kv_blocks: int
     isa: str
     arithmetic: str
     """Instruction sets of the same arithmetic give the same bits."""
     identity: str
-    """Of the bundle."""
+    """Identity of the bundle."""
 
 
 class StageSegment(NamedTuple):
@@ -51,7 +51,7 @@ class Part(NamedTuple):
     offset: int = 0
     """Tokens of the pass that the segments' sequences have run before, as all of their tokens follow the same."""
     begins: Items[tuple[int, int]] = ()
-    """Of the first part: each sequence of the pass with its new tokens, for which the stage makes room."""
+    """Sequences of the pass with their new tokens, for which the stage makes room; only in the first part."""
 
     @property
     def n_tokens(self) -> int:

@@ -20,9 +20,9 @@ class Link(NamedTuple):
 
     name: str
     bytes_per_s: float
-    """Of payload."""
+    """Bandwidth of payload."""
     seconds: float
-    """Of a message without rows, one way, with the work of both programs."""
+    """Seconds of a message without rows, one way, with the work of both programs."""
 
 
 LINKS = {link.name: link for link in (

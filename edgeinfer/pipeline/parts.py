@@ -36,7 +36,7 @@ class PartCounts:
     def __init__(self, stages: int):
         self._stages = stages
         self._seconds: dict[tuple[bool, int], dict[int, tuple[float, int]]] = {}
-        """By kind of pass and number of parts, the seconds of a token and how many passes they come from."""
+        """Seconds of a token and the number of passes that they come from, by kind of pass and number of parts."""
 
     def choices(self, n_tokens: int, most: int, prompt: bool) -> list[int]:
         """Return the numbers of parts that a pass may have, the most promising first."""

@@ -48,7 +48,7 @@ class Stream:
     text_bytes: int
     """UTF-8 bytes of the counted tokens' text."""
     name: str = ""
-    """Of the text, for people."""
+    """Name of the text, for messages."""
 
     def sha256(self) -> str:
         """Return the checksum of the token ids, as JSON."""

@@ -85,7 +85,7 @@ class Measurement:
     protocol: str
     """Protocol by which the text was fed."""
     text_sha256: str
-    """Of the token ids that were fed, as JSON."""
+    """Hash of the token ids that were fed, as JSON."""
     weights: str
     """Checksum of what the bundle computes with: weights and predictor (`measured_identity`)."""
     isa: str

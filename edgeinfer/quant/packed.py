@@ -175,7 +175,7 @@ def _right(words: Words, bits: int) -> Words:
 
 
 def _mask(bits: int) -> np.uint32:
-    """In each byte the lowest bits."""
+    """Return a word with the lowest `bits` bits of each byte set."""
     return np.uint32(((1 << bits) - 1) * 0x01010101)
 
 

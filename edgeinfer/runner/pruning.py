@@ -33,7 +33,7 @@ class Schedule:
     """Boundaries between layers, and the share of a prompt's tokens that continues after each."""
 
     keep: tuple[float, ...]
-    """Of the whole prompt, from above 0 to 1, none larger than the one before."""
+    """Fractions of the whole prompt, from above 0 to 1, none larger than the one before."""
     layers: tuple[int, ...] = field(default=())
     """After how many layers each boundary is; none leaves it to `placed`."""
 

@@ -32,7 +32,7 @@ class WindowTable:
     table: Any = None
     address: int = 0
     listed: int = 0
-    """As in `Sequence`."""
+    """Number of blocks in the table, as in `Sequence`."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Sequence:
     table: Any = None
     """The blocks as the runner's kernels read them."""
     address: int = 0
-    """Of the table."""
+    """Address of the table."""
     listed: int = 0
     """First blocks that are in the table already."""
     recent: WindowTable | None = None

@@ -63,7 +63,7 @@ class StateSlots:
         self.pool, self._slot_bytes = PrefixCache(n_slots, abi.BLOCK_TOKENS), slot_bytes
         self._copy, self._living = copy, living
         self._bases: dict[int, int] = {}
-        """Of cached slots, as `StateTable.base`."""
+        """Bases of cached slots, as `StateTable.base`."""
         self._tails: dict[int, tuple[bytes, int]] = {}
         """Of slots that were cached in the middle of a block: the key of the blocks before, and the tokens after them.
         """

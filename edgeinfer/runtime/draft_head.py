@@ -85,7 +85,7 @@ class DraftHeadSession(SelfDraftSession):
         rows = self.executor.regions[given.region][given.offset :][: plan.request.tokens * given.stride]
         self._given: Floats = rows.view(np.float32).reshape(plan.request.tokens, -1)[:, : host.model.hidden_size]
         self._kept: weakref.WeakKeyDictionary[Sequence, tuple[int, Floats]] = weakref.WeakKeyDictionary()
-        """Of each sequence the latest rows that the session has given, and the position of the first."""
+        """Latest rows that the session has given for each sequence, and the position of the first."""
         self._taken: list[tuple[Sequence, int, Floats]] = []
         self._drafted: weakref.WeakKeyDictionary[Sequence, Floats] = weakref.WeakKeyDictionary()
         """Its own rows of the latest draft tokens."""

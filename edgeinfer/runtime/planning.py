@@ -33,7 +33,7 @@ class PlannedRun(NamedTuple):
     config: RuntimeConfig
     """Without open fields."""
     recipe: Recipe
-    """With the bundle's predictor, and the layers that fall back."""
+    """Recipe with the bundle's predictor, and the layers that fall back."""
     sparse: SparseFfn | None
     graph: Graph
     plan: MemoryPlan

@@ -38,9 +38,9 @@ class Pruned(NamedTuple):
 
     schedule: Schedule
     tokens: tuple[int, ...]
-    """Of the prompt in each stage; one number where it went through all layers in one."""
+    """Tokens of the prompt in each stage; one number if it went through all layers in one."""
     share: float
-    """Of the dense prompt's work, counted as tokens times layers."""
+    """Share of the dense prompt's work, counted as tokens times layers."""
 
     def report(self) -> dict[str, Any]:
         """Return it as the JSON object of a run has it."""

@@ -48,7 +48,7 @@ class Planned(NamedTuple):
 
     graph: Graph
     plan: MemoryPlan
-    """Of its own regions; weights and KV are where the session has them."""
+    """Plan of its own regions; weights and KV are where the session has them."""
 
 
 class DraftPlan:

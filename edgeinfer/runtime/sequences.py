@@ -23,7 +23,7 @@ class SequenceOwner(ModelRunner):
     """A program's runner with the part of `Runner` that concerns sequences between forward passes."""
 
     recipe: Recipe
-    """With the bundle's predictor, and the layers that fall back."""
+    """Recipe with the bundle's predictor, and the layers that fall back."""
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence."""

@@ -32,17 +32,17 @@ class SparseFfn:
     """Mode of each sparse FFN of a bundle."""
 
     mode: str
-    """That was requested: off, exact or predict."""
+    """Mode that was requested: off, exact or predict."""
     runs: tuple[str, ...]
     """Mode of each layer, ``tiles`` if it is stored in tiles."""
     densities: tuple[tuple[float, float], ...]
-    """By layer, shares of the neurons that fire and that a mask chooses; none if the bundle has no statistics."""
+    """Shares of the neurons that fire and that a mask chooses, by layer; none if the bundle has no statistics."""
     predictor: float
     """Bytes of the predictor over those of the FFNs."""
     basis: str
     """Machine whose curves decided."""
     kind: str = ""
-    """Of the predictor; thresholds read the gates of all neurons, as exact runs do."""
+    """Kind of the predictor; thresholds read the gates of all neurons, as exact runs do."""
     gates: float = 1 / 3
     """Share of their bytes that say which neurons live: a third, or of FFNs without a gate a half."""
 
@@ -73,7 +73,7 @@ class SparseFfn:
         return f"sparse {self.mode}: {'; '.join(said)}." if said else ""
 
     def report(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return a JSON object."""
         densities = self.densities or ((None, None),) * len(self.runs)
         layers = [{"runs": own, "fires": fires, "chosen": chosen}
                   for own, (fires, chosen) in zip(self.runs, densities, strict=True)]

@@ -102,7 +102,7 @@ def tile_codes(tiles: Bytes, stored: WeightType, columns: int) -> Bytes:
 
 
 def tile_scales(tiles: Bytes, stored: WeightType, columns: int) -> NDArray[np.float16]:
-    """As `tile_codes`, the scales: float16 (16 tiles, groups)."""
+    """Return the scales that belong to `tile_codes`: float16 (16 tiles, groups)."""
     n, records = len(tiles), stored.tile_records(columns)
     lines = np.ascontiguousarray(tiles.reshape(n, records, -1)[:, :, -LINE_BYTES:])
     scales = lines.view("<f2").reshape(n, records, 2, TILE_ROWS).transpose(0, 3, 1, 2)
@@ -133,7 +133,7 @@ def part_codes(parts: Bytes, stored: WeightType, hidden: int) -> Bytes:
 
 
 def part_scales(parts: Bytes, stored: WeightType, hidden: int) -> NDArray[np.float16]:
-    """As `part_codes`, the scales: float16 (n, groups)."""
+    """Return the scales that belong to `part_codes`: float16 (n, groups)."""
     groups = -(-hidden // stored.group_size)
     end = groups * stored.group_size * stored.storage.bits // 8
     return np.ascontiguousarray(parts[:, end : end + 2 * groups]).view("<f2")

@@ -36,25 +36,25 @@ class Provider(NamedTuple):
     """An execution provider as sessions are given it."""
 
     device: str
-    """As ``--device`` calls it."""
+    """Name for ``--device``."""
     name: str
-    """As onnxruntime calls it."""
+    """Name in onnxruntime."""
     memory: str
     """Kind of its memory, as bindings call it."""
     options: dict[str, str]
-    """Of the provider."""
+    """Options of the provider."""
     entries: dict[str, str]
-    """Of the session."""
+    """Configuration entries of the session."""
     kv: tuple[str, ...]
     """Types of the KV cache, and so of the model; the first where nothing is requested."""
     graphs: bool = False
     """True if decode steps are recorded and replayed."""
     page_positions: int = 0
-    """Of a page of KV, as its kernels want them; 0 if it has no attention over pages."""
+    """Positions of a page of KV in its kernels; 0 if it has no paged attention."""
     plugin: Plugin | None = None
     """The package that contains it, where that is not onnxruntime for CPUs or CUDA."""
     library_bytes: int = 60_000_000
-    """Of this process: onnxruntime and what the provider loads."""
+    """Bytes of this process for onnxruntime and the libraries that the provider loads."""
     fault: str = ""
     """Why its results are not right yet, so that it is refused."""
     untried: bool = False

@@ -37,7 +37,7 @@ class ExportReport(NamedTuple):
     data: Path
     data_bytes: int
     bundle_bytes: int
-    """Of the weights that it was made from."""
+    """Bytes of the weights that it was made from."""
     nodes: int
     tensors: int
     seconds: float

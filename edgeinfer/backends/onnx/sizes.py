@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     scales: int
     """Those in f16."""
     more: int
-    """By which matrices are larger than in the bundle."""
+    """Bytes by which matrices are larger than in the bundle."""
     matmuls: frozenset[Matmul]
 
     @classmethod

@@ -20,13 +20,13 @@ class Layout(NamedTuple):
     """Memory layout of K and V of all layers."""
 
     attention: str
-    """Of the model's flavour."""
+    """Attention of the model's flavour."""
     past: tuple[str, str]
     """Inputs of a model for K and V, but for the number of the layer."""
     present: tuple[str, str]
     """Its outputs, likewise."""
     sizes: Callable[[int, Heads], tuple[int, int, int]]
-    """From positions of a block: how it is divided."""
+    """Computes the division of a block from its number of positions."""
 
     def names(self, layers: Iterable[int]) -> list[tuple[str, str]]:
         """Return names of inputs and outputs, one pair for each slab."""

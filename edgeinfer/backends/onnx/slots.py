@@ -171,5 +171,5 @@ class SlotCalls(Calls):
 
 
 def _lengths(ends: np.ndarray) -> Inputs:
-    """From the positions of each slot, new tokens included."""
+    """Return the lengths of slots from their positions, new tokens included."""
     return {"seqlens_k": ends - 1, "total_sequence_length": ends.max(keepdims=True)}

@@ -21,7 +21,7 @@ class Stack(NamedTuple):
     part: Part
     experts: int
     rows: int
-    """Of an expert, without padding."""
+    """Rows of an expert, without padding."""
 
     def tiles(self, read: Reader) -> Iterator[list[Bytes]]:
         """Yield the same tiles of all experts, some at a time."""
@@ -56,7 +56,7 @@ def beside(stack: Stack, dtype: str) -> Quantised:
 
 
 def dense_beside(stack: Stack, dtype: str) -> Stored:
-    """As `beside`, of matrices that are not quantised, transposed: (experts x columns, rows)."""
+    """Return matrices that are not quantised, as `beside` those that are, transposed: (experts x columns, rows)."""
     part, each = stack.part, -(-stack.rows // TILE_ROWS)
 
     def pieces(read: Reader) -> Iterator[NDArray[Any]]:

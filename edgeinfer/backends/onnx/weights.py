@@ -111,7 +111,7 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the matrix."""
+        """Number of columns of the matrix."""
         return self.weight.shape[1]
 
     def tiles(self, read: Reader, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Bytes]]:
@@ -139,7 +139,7 @@ def quantised(part: Part, dtype: str) -> Quantised:
 
 
 def gates(weight: Weight, stored: WeightType, which: int, name: str, dtype: str) -> Quantised:
-    """As `quantised`, of the gate (0) or up (1) rows of an FFN stored neuron by neuron."""
+    """Return the gate (0) or up (1) rows of an FFN stored neuron by neuron, as `quantised` does for matrices."""
     neurons, _, hidden = weight.shape
 
     def made(make: Callable[[Bytes, WeightType, int], NDArray[Any]]) -> Callable[[Reader], Iterator[NDArray[Any]]]:

@@ -42,7 +42,7 @@ class Questions:
     answer: int | None = None
     """Tokens of an answer whose time is asked for."""
     bounds: tuple[tuple[str, float], ...] = ()
-    """Of the goodput."""
+    """Limits of the goodput."""
     explain: bool = False
     """True if the formulas are wanted."""
     storage: str | None = None
@@ -50,7 +50,7 @@ class Questions:
     sparsity: float | None = None
     """Share of zeros in the feed-forward networks."""
     row_bytes: int | None = None
-    """Of a neuron; by default those of the model's."""
+    """Bytes of a neuron; by default those of the model's."""
     draft: ModelDescription | None = None
     """A second model that drafts."""
     acceptance: float | None = None
@@ -189,14 +189,14 @@ class _Run(NamedTuple):
 
     model: ModelDescription
     profile: DeviceProfile
-    """As edgeinfer uses the device, where it does."""
+    """Profile of the device in the form in which edgeinfer uses it, if it can."""
     kv: str
     total_bytes: int
-    """Of the process."""
+    """Memory of the process."""
     unstreamed_bytes: int
     """The same with all weights in memory."""
     device_bytes: int | None
-    """Of a card; None for other devices."""
+    """Memory of a discrete GPU; None for other devices."""
     mode: str
     """Residency of the weights, or refused."""
     windows: dict[str, Any] | None
@@ -206,9 +206,9 @@ class _Run(NamedTuple):
     refused: str = ""
     """Why CUDA does not run the model on the card."""
     plan: MemoryPlan | None = None
-    """Of a run on our kernels; None where none fits."""
+    """Plan of a run on our kernels; None if none fits."""
     limit_bytes: int | None = None
-    """Of the memory, where one was given."""
+    """Memory limit, if one was given."""
 
     @property
     def budget_bytes(self) -> int:

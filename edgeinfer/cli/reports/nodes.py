@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     profile: DeviceProfile
     layers: tuple[int, int]
     traffic: Traffic
-    """Of its layers alone, as the plan."""
+    """Traffic of its layers alone, like the plan."""
     plan: MemoryPlan
     budget: int
 

@@ -27,9 +27,9 @@ class Memory:
     """Memory of a run by the number of its sequences."""
 
     one_bytes: float
-    """Of one sequence, weights and all."""
+    """Memory of a run with one sequence, weights included."""
     sequence_bytes: float
-    """Of each further sequence with a whole context."""
+    """Memory of each further sequence with a whole context."""
     budget_bytes: int
 
     def of(self, users: int) -> float:

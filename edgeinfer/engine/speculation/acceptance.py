@@ -18,7 +18,7 @@ class Level:
     def __init__(self, prior: float, right: Items[float] = ()) -> None:
         self._prior = prior
         self.right: list[float] = list(right)
-        """Of each place in a draft, given that those before were right."""
+        """Acceptance at each place of a draft, given that the tokens before were accepted."""
         self.rounds: list[int] = [PRIOR_ROUNDS] * len(self.right)
         self.wait, self.left = WAIT, 0
         self.on = self.off = False

@@ -80,7 +80,7 @@ class Speculation:
         self._loss = LOSS_SHARE * (ASKED_LOSS_FACTOR if asked else 1)
         self._levels: dict[int, Level] = {}
         self._now: list[Level | None] = []
-        """Of the drafts of each text for the next pass; None if there is nothing to draft."""
+        """Levels of the drafts of each text for the next pass; None if there is nothing to draft."""
         self._writing: Items[Text] = ()
         self._shadows = Shadows()
         self._costs, self._depth = times.of(1), 0

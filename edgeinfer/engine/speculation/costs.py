@@ -46,7 +46,7 @@ SHORTEST = 5e-4
 
 
 class Costs:
-    """Of passes over some number of texts together."""
+    """Measured costs of passes over some number of texts together."""
 
     def __init__(self, texts: int = 1):
         self._texts = texts
@@ -190,7 +190,7 @@ class Times:
     def __init__(self) -> None:
         self._costs: dict[tuple[int, bool], Costs] = {}
         self.right: dict[str, list[float]] = {}
-        """By drafter: the share of right tokens at each place, given that those before were right."""
+        """Acceptance by drafter at each place of a draft, given that the tokens before were accepted."""
 
     def of(self, texts: int, each: bool = False) -> Costs:
         """Return the costs of passes over some number of texts; each: where none may take several steps."""

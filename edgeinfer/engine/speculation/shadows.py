@@ -18,7 +18,7 @@ class Shadow(NamedTuple):
 
 
 class Shadows:
-    """At most one such draft for each text, by which acceptance is learnt while verifying does not pay."""
+    """Drafts that no pass verifies, at most one for each text, to learn acceptance while verifying does not pay."""
 
     def __init__(self) -> None:
         self._of: dict[int, Shadow] = {}

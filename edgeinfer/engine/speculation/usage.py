@@ -26,7 +26,7 @@ class Usage:
     accepted: list[int] = field(default_factory=list)
     """Number of times that the first draft token was right, the second, ..."""
     seconds: float = 0.0
-    """Of all forward passes that gave tokens."""
+    """Seconds of all forward passes that gave tokens."""
     instead: float = 0.0
     """Seconds that the same tokens take without speculation."""
 

@@ -23,7 +23,7 @@ DEFAULTS = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """As GLM-4.7-Flash's, with other sizes."""
+    """Read the config as GLM-4.7-Flash's, with other sizes."""
     c.own_code()
     for name in ("aux_loss_alpha", "seq_aux", "ep_size"):
         c.get(name)  # of training

@@ -22,7 +22,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 11, "eos_token_id":
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Of the newer kind all layers are side by side, and have two norms unless the config says one."""
+    """Read the config; in the newer kind all layers are parallel, with two norms unless the config says one."""
     c.own_code()
     c.called(rms_norm_eps="layer_norm_epsilon", hidden_act="activation", intermediate_size="ffn_hidden_size",
              num_hidden_layers="n_layer" if c.has("n_layer") else "num_hidden_layers",

@@ -15,7 +15,7 @@ __all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """As Granite's; the weights of a token's experts add up to 1."""
+    """Read the config as Granite's; the weights of a token's experts add up to 1."""
     size = c.integer("intermediate_size", high=2**20)
     return replace(granite.read(c), experts=read_experts(c, "num_local_experts", 8, 2, size))
 

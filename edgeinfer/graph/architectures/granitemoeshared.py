@@ -16,7 +16,7 @@ __all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """As granitemoe's; `shared_intermediate_size` is 0 if there is no such FFN."""
+    """Read the config as granitemoe's; `shared_intermediate_size` is 0 if there is no such FFN."""
     config, size = granitemoe.read(c), c.integer("shared_intermediate_size", 0, low=0, high=2**20)
     assert config.experts
     return replace(config, experts=replace(config.experts, shared_size=size, shared_gate=False))

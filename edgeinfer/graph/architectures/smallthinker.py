@@ -67,7 +67,7 @@ EVERY = 4
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:
-    """With windows, the first of every four layers has neither a window nor a rotation."""
+    """Return the fields of layers: with windows, the first of every four layers has neither a window nor a rotation."""
     layers, window = m.layers(), m.get("attention.sliding_window")
     local = [int(not window or i % EVERY != 0) for i in range(layers)]
     experts = {"moe_ffn_hidden_size": m.get("feed_forward_length"),

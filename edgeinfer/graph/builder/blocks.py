@@ -33,13 +33,13 @@ class Layer(NamedTuple):
     qkv_bias: tuple[Name, ...] = ()
     o_bias: tuple[Name, ...] = ()
     ffn_bias: tuple[Name, ...] = ()
-    """Of up and down; none of FFNs with a gate."""
+    """Biases of up and down; none of FFNs with a gate."""
     norm_bias: bool = True
     q_norm: tuple[Name, ...] = ()
     """Weights of layer norms of heads: one for all, or one for each."""
     k_norm: tuple[Name, ...] = ()
     head_norm_bias: tuple[Name, ...] = ()
-    """Of q and k."""
+    """Biases of the norms of q and k."""
 
 
 GPT_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",

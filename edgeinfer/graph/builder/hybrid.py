@@ -132,7 +132,7 @@ class Mixer(NamedTuple):
     out: str | Source
     conv_bias: str = ""
     d: str = ""
-    """Of a scan."""
+    """Name of a scan's D."""
     in_bias: tuple[str | Source, ...] = ()
     out_bias: tuple[str | Source, ...] = ()
 

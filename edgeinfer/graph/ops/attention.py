@@ -31,7 +31,7 @@ class Rotation(HeadOp):
     KERNELS = ("rope_store_{kv}",)
     q_norm: Weight | None = None
     eps: float
-    """Of the head norms."""
+    """Epsilon of the head norms."""
     rotary: int
     """Dimensions of a head that turn, the first ones; 0 = none."""
     apart: int = 0

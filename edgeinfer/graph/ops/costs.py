@@ -74,7 +74,7 @@ class OnDemand(NamedTuple):
     weight: Weight
     pieces: int
     nbytes: int
-    """Of a piece in this weight, such as an expert's gate and up, or its down."""
+    """Bytes of a piece in this weight, such as an expert's gate and up, or its down."""
     active: int = 0
     """Experts that a token goes through."""
     chosen: bool = True
@@ -85,9 +85,9 @@ class Scratch(NamedTuple):
     """Memory that a kernel needs while it runs."""
 
     thread_bytes: int = 0
-    """Of each thread."""
+    """Bytes of each thread."""
     shared_bytes: int = 0
-    """That threads share."""
+    """Bytes that threads share."""
 
 
 class Sizes(NamedTuple):

@@ -146,11 +146,11 @@ class _Experts(MatMul):
         return OnDemand("experts", self.layer or 0, self.weight, self.experts, nbytes, self.active)
 
     def operations(self) -> float:
-        """Of the active experts."""
+        """Return the operations of the active experts."""
         return 2 * parameters(self.weight) * self.active / self.experts
 
     def activation_values(self) -> float:
-        """Of the active experts."""
+        """Return the values of the active experts."""
         return (self.rows * self.TILES + self.weight.shape[1]) * self.active
 
     def quantiser(self, x: Tensor, group: int, number: Number) -> Op:
@@ -181,7 +181,7 @@ class ExpertsGated(_Experts):
     TILES = 2
     activation: str
     limit: float = 0.0
-    """Of swiglu_oai."""
+    """Limit of swiglu_oai."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ class LatentAttention(Attention):
         return round_up(abi.attention_scratch_bytes(self.head_dim, self.heads), 64)
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """As attention's, and the V of a split."""
+        """Return the scratch memory of attention, and that of the V of a split."""
         partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.values))
         room = abi.SPLIT_BLOCKS * max(abi.kv_block_bytes(kv, self.values) for kv in KV_TYPES)
         return Scratch(self.turned + room, sizes.split_tokens * partial)

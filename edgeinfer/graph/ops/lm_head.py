@@ -47,7 +47,7 @@ class Screen(Op):
         return (Read(self.weight, nbytes, nbytes),)
 
     def operations(self) -> float:
-        """Of a tile."""
+        """Return the operations of a tile."""
         return 2 * 16 * self.weight.shape[1]
 
     def scratch(self, sizes: Sizes) -> Scratch:
@@ -72,7 +72,7 @@ class ScreenedHead(MatMul):
     low: Tensor
     bounds: Weight
     share: float
-    """Of the head's tiles that a sampled token computes, as measured when the screen was made."""
+    """Share of the head's tiles that a sampled token computes, as measured when the screen was made."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """The share of the head that tokens compute which are sampled, and all bounds."""
@@ -91,7 +91,7 @@ class ScreenableHead:
     """Position of the output head in a graph."""
 
     index: int
-    """Of its operation."""
+    """Index of its operation."""
     head: Linear
     maker: Op
     """Operation that writes its input."""

@@ -34,9 +34,9 @@ class MatMul(Op):
     source: Tensor | None = None
     norm: Weight | None = None
     eps: float | None = None
-    """Of the norm."""
+    """Epsilon of the norm."""
     order: Weight | None = None
-    """Of the source's elements in x."""
+    """Order of the source's elements in x."""
     left_out: Weight | None = None
     """Columns of x that are outliers, zeros in it: another matmul of floats has added them."""
 
@@ -89,7 +89,7 @@ class Linear(MatMul):
 
     @property
     def ffn(self) -> bool:
-        """As the builder said."""
+        """True if the builder marked it so."""
         return self.in_ffn
 
     def faults(self, types: Types) -> Iterator[str]:
@@ -127,7 +127,7 @@ class GatedLinear(MatMul):
     KERNELS = ("gated_{stored.suffix}",)
     activation: str
     limit: float = 0.0
-    """Of fatrelu and swiglu_oai."""
+    """Limit of fatrelu and swiglu_oai."""
     onto: Tensor | None = None
     """Rows that are added to x G^T and x U^T, in the matrix's order; instead of a bias."""
     ffn = True
@@ -155,7 +155,7 @@ class NeuronGated(MatMul):
     KERNELS = ("neuron_gated_{stored.dtype}",)
     activation: str
     limit: float = 0.0
-    """Of fatrelu."""
+    """Limit of fatrelu."""
     dense: bool = False
     """True if dead neurons are read and computed too."""
     mask: Tensor | None = None
@@ -175,14 +175,14 @@ class NeuronGated(MatMul):
         return OnDemand("neurons", self.layer or 0, self.weight, neurons, nbytes, chosen=self.mask is not None)
 
     def read_share(self, mode: str, density: float) -> float:
-        """In mode exact all gates, and the ups of live neurons."""
+        """Return the share of weights read; in mode exact all gates, and the ups of live neurons."""
         if mode == "exact":
             ups = self.weight.shape[1] - 2
             return (1 + ups * density) / (1 + ups)
         return density if mode == "predict" else 1.0
 
     def operations(self) -> float:
-        """Of gate and up, whose matmuls are int8; `NeuronDown` has the rest."""
+        """Return the operations of gate and up, whose matmuls are int8; `NeuronDown` has the rest."""
         neurons, parts, hidden = self.weight.shape
         return 2 * (parts - 1) * neurons * hidden
 
@@ -222,7 +222,7 @@ class NeuronDown(Op):
     weight: Weight
     bias: Weight | None = None
     activation: str
-    """Of the gates: whether there are dead neurons."""
+    """Activation of the gates, which decides whether there are inactive neurons."""
     dense: bool = False
     """True if their columns are read too."""
     ffn = True

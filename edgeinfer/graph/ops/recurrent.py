@@ -190,7 +190,7 @@ class GatedNorm(RowOp):
     x: Tensor
     gate: Tensor
     weight: Weight | None
-    """Of a whole row, or of one group that all share; None: only the gate."""
+    """Norm of a whole row, or of one group that all share; None: only the gate."""
     start: int
     """First column of the gate."""
     group: int

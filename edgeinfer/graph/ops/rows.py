@@ -168,7 +168,7 @@ class Activate(RowOp):
 
     @property
     def ffn(self) -> bool:
-        """As the builder said."""
+        """True if the builder marked it so."""
         return self.in_ffn
 
     def faults(self, types: Types) -> Iterator[str]:

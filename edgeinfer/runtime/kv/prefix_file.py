@@ -44,7 +44,7 @@ class Pool(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Of a key with its note."""
+        """Bytes of a key with its note."""
         return KEY_BYTES + self.note_bytes
 
 

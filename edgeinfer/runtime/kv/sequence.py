@@ -150,7 +150,7 @@ class KVCache(BlockTables):
         self.state_memory[target] = self.state_memory[source]
 
     def accept(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
-        """Of the tokens after the first n keep those of a path, and move their rows together; see `Runner.accept`."""
+        """Keep the tokens of a path after the first n, and move their rows together; see `Runner.accept`."""
         self.check_own(sequence)
         n = len(sequence.tokens) - n_before
         if n_before < 0 or n < 0 or any(not low < high < n for low, high in pairwise((-1, *path))):

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """A line of the input."""
 
     number: int
-    """Of the line, from 1."""
+    """Number of the line, from 1."""
     offset: int
     length: int
     custom_id: str
