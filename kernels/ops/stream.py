@@ -62,7 +62,7 @@ from ..registry import kernel
 from ..vector.instruction import inline
 from ..vector.memory import load_i32, load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call4, call6
-from .forward import FUTEX_WAKE_PRIVATE, await_change, change
+from .waiting import FUTEX_WAKE_PRIVATE, await_change, change
 
 TRIES = 3
 """Calls of `pread` for one piece: a signal may cut one short."""

@@ -1,9 +1,9 @@
 """NumPy references: what each kernel must leave in memory, computed from memory as it was before.
 
-`REFERENCES[name](InstructionView(instruction,
-                                  ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether
-memory holds it. The mathematics is in functions of plain arrays (`linear_values` and the like), which specify the
-kernels; the references only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
+`REFERENCES[name](InstructionView(instruction, ctx))` returns a list of `Expected`; the kernel runs; `compare` says
+whether memory holds it. The mathematics is in functions of plain arrays (`linear_values` and the like), which specify
+the kernels; the references only find the arrays in memory. Integer results are exact; floats agree within
+`TOLERANCES`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from .attention.attention_select import select_reference
 from .attention.attention_values import values_reference
 from .attention.store_latent import store_latent_reference
 from .elementwise import (
-    embed_reference,
-    gather_columns_reference,
-    gather_reference,
     quantise_rows,
     quantize_reference,
     rms_norm,
     rms_norm_f32_reference,
     rms_norm_q8_reference,
 )
+from .embedding import embed_reference
 from .expected import Expected, compare
 from .experts.experts import (
     experts_down_reference,
@@ -37,6 +35,7 @@ from .experts.experts import (
 )
 from .experts.experts_resolve import experts_resolve_reference
 from .experts.route import choose_experts, route_reference, sort_routes_reference
+from .gather import gather_columns_reference, gather_reference
 from .matmul import ACTIVATION_FUNCTIONS, gated_reference, gated_values, linear_reference, linear_values
 from .neuron_ffn.ffn import neuron_down_reference, neuron_gated_reference
 from .neuron_ffn.neuron_mask import scores_reference, signs_reference

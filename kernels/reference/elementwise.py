@@ -1,17 +1,14 @@
-"""References of the operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of rows."""
+"""References of the operations on rows: RMS norm and quantisation of activations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import layouts
-
-from ..abi import COUNT_SEVERAL, FUSED_LEFT_OUT, FUSED_NORM, FUSED_ORDERED, TOKEN_ID, unpack_token_tiles
+from ..abi import COUNT_SEVERAL, FUSED_LEFT_OUT, FUSED_NORM, FUSED_ORDERED, unpack_token_tiles
 from ..parameters import ROWS
 from .expected import Expected
 from .q8 import q8_blocks, read_q8
@@ -167,48 +164,3 @@ def quantised_input(
         return x, np.zeros_like(x)
     near_tie = np.abs(exact - codes) >= 0.5 - TOLERANCES["code"]
     return x, steps * near_tie + TOLERANCES["rms_norm"] * np.abs(x)
-
-
-def gather_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``gather_outputs``; whole vectors are copied."""
-    p = view.parameters(ROWS)
-    chosen = view.outputs(view.count(p.rows))
-    width = -(-p.width // 16) * 16
-    source = view.array(0, np.float32, (int(chosen.max(initial=-1)) + 1, width), (p.in_stride, 4))
-    out = view.array(1, np.float32, (len(chosen), width), (p.out_stride, 4))
-    return [Expected("out", out, source[chosen])]
-
-
-def gather_columns_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``gather_columns``; whole vectors are written."""
-    p = view.parameters(ROWS)
-    columns = view.array(2, np.int32, (p.width,))
-    source = view.array(0, np.float32, (view.count(p.rows), int(columns.max()) + 1), (p.in_stride, 4))
-    out = view.array(1, np.float32, (len(source), -(-p.width // 16) * 16), (p.out_stride, 4))
-    wanted = np.zeros(out.shape, np.float32)
-    wanted[:, : p.width] = source[:, columns]
-    return [Expected("out", out, wanted)]
-
-
-def embed_reference(dtype: str, group: int) -> Callable[[InstructionView], list[Expected]]:
-    """The reference of ``embed_<dtype>``: code x scale, one float32 product, or the stored float."""
-
-    def reference(view: InstructionView) -> list[Expected]:
-        p = view.parameters(ROWS)
-        ids, levels = view.tokens(TOKEN_ID)[: view.count(p.rows)], view.stored(dtype, group).levels
-        if p.piece:  # a tile is a token's row, lane by lane
-            out = view.array(1, np.float32, (len(ids), p.width), (p.out_stride, 4))
-            tiles = (view.array(0, np.uint8, (p.tile_bytes,), at=int(i) * p.tile_bytes) for i in ids)
-            shape = layouts.TILE_ROWS, p.piece
-            whole = [layouts.unpack_tile16(tile, dtype, group, shape, levels).reshape(-1)[: p.width] for tile in tiles]
-            return [Expected("out", out, np.array(whole).reshape(out.shape))]
-        values = np.empty((len(ids), p.width), np.float32)
-        for tile in np.unique(ids // layouts.TILE_ROWS):
-            data = view.array(0, np.uint8, (p.tile_bytes,), at=int(tile) * p.tile_bytes)
-            rows = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS, p.width), levels)
-            here = ids // layouts.TILE_ROWS == tile
-            values[here] = rows[ids[here] % layouts.TILE_ROWS]
-        out = view.array(1, np.float32, values.shape, (p.out_stride, 4))
-        return [Expected("out", out, values)]
-
-    return reference

@@ -44,7 +44,19 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     if extension:
         import_module(extension)
     else:
-        from ..ops import elementwise, forward, matmul, norms, probe, rope, screen, stream, values  # noqa: F401
+        from ..ops import (  # noqa: F401
+            elementwise,
+            embedding,
+            forward,
+            gather,
+            matmul,
+            norms,
+            probe,
+            rope,
+            screen,
+            stream,
+            values,
+        )
         from ..ops.attention import (  # noqa: F401
             attention,
             attention_merge,

@@ -43,28 +43,23 @@ from ...abi import (
 from ...parameters import SAMPLE
 from ...registry import kernel
 from ...vector.instruction import claim, count, inline, operand, parameter, token
-from ...vector.lanes import first_lane, lanes_at_least, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
+from ...vector.lanes import first_lane, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
 from ...vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64, store_f32, store_i64
-from ...vector.scalars import div_f64, div_i64, f64_of, max_f32, narrow, trailing_zeros, widen
+from ...vector.scalars import div_f64, div_i64, f64_of, max_f32, narrow, widen
 from ...vector.vecmath import exp as exp_lanes
+from .sample_candidates import collect
 from .sample_cut import choose_of_many
 from .sample_numbers import (
-    LOWEST_ORDER,
     absorb,
-    candidate,
     exp,
     gumbel,
     id_of,
-    lanes_from,
     logit_of,
-    logit_of_order,
     logits_at,
 )
 
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
-_NO_CANDIDATE = (LOWEST_ORDER - 1) << 32
-"""The place of a candidate if there are too few: a logit of -inf, whose weight is 0."""
 _BLOCKS = SAMPLE_CHUNK // SAMPLE_BLOCK
 
 
@@ -164,59 +159,6 @@ def sample_blocks(inst, ctx, tid, n_threads):
                 store_f32(work + parameter(inst, SAMPLE.sums) + 4 * chunk, sum_lanes(total))
         unit = claim(ctx)
     return 0
-
-
-# -- candidates: in a heap whose root is the worst ---------------------------------------------------------------------
-
-
-@inline
-def replace_root(heap, n, key):
-    """Put a candidate in the place of the worst of n."""
-    i, child = 0, 1
-    while child < n:
-        other = load_i64(heap + 8 * child)
-        if child + 1 < n and load_i64(heap + 8 * child + 8) < other:
-            child += 1
-            other = load_i64(heap + 8 * child)
-        if other >= key:
-            break
-        store_i64(heap + 8 * i, other)
-        i, child = child, 2 * child + 1
-    store_i64(heap + 8 * i, key)
-
-
-@inline
-def collect_block(logits, mask, first, vocab_size, heap, n, threshold):
-    """Put what is better than the worst of n candidates among them, from one block; returns the worst one's logit."""
-    for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
-        lanes = lanes_from(logits, mask, i, vocab_size, threshold)
-        while lanes:
-            at = i + trailing_zeros(lanes)
-            lanes = lanes & (lanes - 1)
-            key = candidate(logits, at)
-            if key > load_i64(heap):
-                replace_root(heap, n, key)
-                if load_i64(heap) != _NO_CANDIDATE:
-                    threshold = logit_of(load_i64(heap))
-    return threshold
-
-
-@inline
-def collect(logits, mask, maxima, vocab_size, heap, n):
-    """Leave the n best candidates at `heap`, best first."""
-    for j in range(n):
-        store_i64(heap + 8 * j, _NO_CANDIDATE)
-    threshold = logit_of_order(LOWEST_ORDER)
-    for chunk in range(div_i64(vocab_size + SAMPLE_CHUNK - 1, SAMPLE_CHUNK)):
-        blocks = lanes_at_least(load_f32x16(maxima + 64 * chunk), threshold)
-        while blocks:
-            first = chunk * SAMPLE_CHUNK + trailing_zeros(blocks) * SAMPLE_BLOCK
-            blocks = blocks & (blocks - 1)
-            threshold = collect_block(logits, mask, first, vocab_size, heap, n, threshold)
-    for end in range(n - 1, 0, -1):
-        worst, last = load_i64(heap), load_i64(heap + 8 * end)
-        replace_root(heap, end, last)
-        store_i64(heap + 8 * end, worst)
 
 
 # -- the chain ---------------------------------------------------------------------------------------------------------
