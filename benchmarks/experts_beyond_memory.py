@@ -100,8 +100,8 @@ def predicted(plan: MemoryPlan, found: FromFlash, seconds: float, gbs: float) ->
             f"{gbs:.2f} GB/s and {1000 * seconds:.0f} ms in memory")
 
 
-def main() -> None:
-    """Print a table."""
+def options_of() -> argparse.Namespace:
+    """Read the command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("bundle", type=Path)
     options.add_argument("--limit", type=parse_size, default=2 * 10**9)
@@ -115,7 +115,12 @@ def main() -> None:
     options.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the side that has room")
     options.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python")
     options.add_argument("--gguf", type=Path)
-    asked = options.parse_args()
+    return options.parse_args()
+
+
+def main() -> None:
+    """Print a table."""
+    asked = options_of()
     print("; ".join(describe().values()))
     rounds: dict[str, list[tuple[float, float, float | None, float]]] = {}
     with ExitStack() as stack:

@@ -124,8 +124,7 @@ def convert(
         files, made = checkpoint.travelling_files, checkpoint.made_files
         if calibration and not chooser:
             check_something_is_rounded(checkpoint, graph)
-        both = graph if drafts is None else replace(
-            graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
+        both = _joined(graph, drafts)
         reading = WeightReader(checkpoint, both, progress)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
@@ -159,6 +158,12 @@ def convert(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks), mixed,
     )
+
+
+def _joined(graph: Graph, drafts: Graph | None) -> Graph:
+    """Return a graph with the weights of a draft head after its own."""
+    return graph if drafts is None else replace(
+        graph, weights=(*graph.weights, *drafts.weights), types={**graph.types, **drafts.types})
 
 
 def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Calibration:

@@ -107,21 +107,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
     """
     known = profile.device_class in classes()
     table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
-    values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
-    rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
-    values |= {name: float(table.get(name, 0.0)) for name in rest}
-    if clock := profile.figures.get("clock_ghz"):
-        values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
-    share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
-    if profile.device_class in PROCESSORS:
-        values["f_kv"] *= values["f_w"] / share
-    if profile.effective_gbs is not None:
-        seen = profile.effective_gbs / profile.bandwidth_gbs
-        values["f_kv"] *= seen / values["f_w"]
-        values["f_w"] = seen
-    if expert_share := experts and table.get("experts"):
-        values["f_w"] *= expert_share
-    values.update(profile.constants)
+    expert_share = experts and table.get("experts")
+    values = _values(profile, table, bits, expert_share or 1.0)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
         basis = CALIBRATED
@@ -148,6 +135,24 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
                   "edgeinfer was not measured there; derived from its cores and its memory")
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
                      basis=basis, error_source=source)
+
+
+def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, expert_share: float) -> dict[str, float]:
+    """Return a device's constants, which those of edgeinfer's own speed may replace."""
+    values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
+    rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
+    values |= {name: float(table.get(name, 0.0)) for name in rest}
+    if clock := profile.figures.get("clock_ghz"):
+        values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
+    share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
+    if profile.device_class in PROCESSORS:
+        values["f_kv"] *= values["f_w"] / share
+    if profile.effective_gbs is not None:
+        seen = profile.effective_gbs / profile.bandwidth_gbs
+        values["f_kv"] *= seen / values["f_w"]
+        values["f_w"] = seen
+    values["f_w"] *= expert_share
+    return {**values, **profile.constants}
 
 
 def _bandwidth_share(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:

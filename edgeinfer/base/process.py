@@ -117,9 +117,7 @@ def python_command(module: str, *arguments: str) -> tuple[list[str], str]:
 
     The working directory is not searched, as it is with ``-m``: there may be anything, such as a model's own files.
     """
-    import edgeinfer
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(edgeinfer.__file__)))
+    root = os.path.abspath(os.path.join(__file__, "..", "..", ".."))
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # an empty entry is the working directory
     return [sys.executable, "-c", _RUN, module, *arguments], os.pathsep.join([root, *given])
 

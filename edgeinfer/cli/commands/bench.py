@@ -163,18 +163,16 @@ def bench(
     if given.split is not None:
         raise UsageError("--split requires --concurrency, such as --concurrency 1,4.")
     check_speculation(speculate, draft, accept)
-    device, (weights, group_size) = given.device or CPU, given.stored(model)
+    device, (weights, group_size), config = given.device or CPU, given.stored(model), given.runtime()
     provider = opening.provider(device)
     check_device(device, profile, speculate)
-    config = given.runtime()
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, given.budget)
         provider, config = opening.taken(device, provider, path, config, given.kv_on(device))
-        no_startup = no_startup or provider is not None
         config, report, measured = run_tests(path, config, given.max_kld, tests, repetitions, profile, progress,
                                              provider)
         report["model"] = model or shape
-        report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
+        report["ttft_process_ms"] = None if no_startup or provider else first_token(path, config, report["threads"])
         if speculate:
             drafter = None if draft is None else find_bundle(
                 None if shape else draft, draft if shape else None, None, None, progress)

@@ -101,9 +101,7 @@ def estimate(
         questions = replace(questions, draft=options.draft_of(draft, described, stored, replace(asked, ctx=ctx)))
     if one is not None:
         out = estimate_object(described, one, ctx, length, given.kv, drafting, asked, given.n, cards, questions)
-        if html is not None:
-            _save_page({**out, "decision": decided}, one, html)
-        _report({**out, "decision": decided}, plot, given.json)
+        _report({**out, "decision": decided}, one, plot, html, given.json)
         return
     out = all_devices_object(described, devices_of(given), ctx, length, given.kv, drafting, asked, given.n,
                              cards, questions)
@@ -146,8 +144,10 @@ def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
     save_page(out, types, path)
 
 
-def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:
+def _report(out: dict[str, Any], device: DeviceProfile, plot: Path | None, html: Path | None, json: bool) -> None:
     """Report on one device."""
+    if html is not None:
+        _save_page(out, device, html)
     if plot is not None:
         from ..reports.plot import save_plot
 

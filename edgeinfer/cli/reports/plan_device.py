@@ -30,7 +30,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
 
     Raises `UsageError` for what the device cannot do.
     """
-    from edgeinfer.memory_planner import default_ctx, default_threads, fills, pool_error, serving_share
+    from edgeinfer.memory_planner import fills, pool_error, serving_share
 
     from ...backends import device_fits, fill_device, memory_of, smaller
 
@@ -40,9 +40,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     if drafting:
         drafting.check_device(device)
     drafted = drafting.model if drafting else None
-    config = replace(found.config, ctx=found.config.ctx or default_ctx(model.config),
-                     threads=found.config.threads or (1 if card else default_threads()),
-                     fill_budget=found.config.fill_budget and not drafted)  # as `serve` opens it
+    config = _settled(found, model, bool(drafted))
     host, memory = memory_of(planner.provider, config) if not card else \
         (config.budget_bytes, serving_share(card.memory_bytes) if fills(config) else card.memory_bytes)
     draft_plan = _drafted(drafted, model, planner, config) if drafted else None
@@ -73,6 +71,16 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         said = str(error) if error else planner.refusal(plan, host, memory, options)
         report["error"], report["mode"] = {"code": BudgetError.code, "message": said}, "refused"
     return report
+
+
+def _settled(found: Executor, model: ModelDescription, drafted: bool) -> RuntimeConfig:
+    """Return the settings with which `serve` opens the model on this device."""
+    from edgeinfer.memory_planner import default_ctx, default_threads
+
+    config = found.config
+    return replace(config, ctx=config.ctx or default_ctx(model.config),
+                   threads=config.threads or (1 if found.profile else default_threads()),
+                   fill_budget=config.fill_budget and not drafted)
 
 
 def _speed(card: DeviceProfile | None, device: str, model: ModelDescription,
