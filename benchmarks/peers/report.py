@@ -37,8 +37,8 @@ def _header(run: dict[str, Any]) -> Iterator[str]:
     yield "Versions: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items()) + "."
     yield ""
     yield "Medians of pairs that alternate; ratio = edgeinfer / peer, pair by pair; bandwidth and int8 peak measured"
-    yield "before and after each pair. Pairs during which others used the machine were measured again; if it stayed busy,"
-    yield "their number is in brackets and the ratio is unreliable."
+    yield "before and after each pair. Pairs during which others used the machine were measured again; if it stayed"
+    yield "busy, their number is in brackets and the ratio is unreliable."
 
 
 def _speeds(comparisons: list[Comparison]) -> Iterator[str]:
