@@ -183,8 +183,3 @@ class Weight:
     def outliers_name(self) -> str:
         """Name of the matrix that has them."""
         return f"{self.name}_outliers"
-
-    @property
-    def source_shapes(self) -> tuple[Sizes, ...]:
-        """Shapes of the sources after their steps: the weight without its padding."""
-        return tuple(source.shape for source in self.sources)

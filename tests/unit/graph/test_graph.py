@@ -79,7 +79,7 @@ def test_weights_name_their_sources() -> None:
     attention = "model.layers.1.self_attn."
     names = [source.name for source in weights["layers.1.qkv"].sources]
     assert names == [attention + f"{p}_proj.weight" for p in "qkv"]
-    assert weights["layers.1.qkv"].source_shapes == ((60, 60), (20, 60), (20, 60))
+    assert [source.shape for source in weights["layers.1.qkv"].sources] == [(60, 60), (20, 60), (20, 60)]
     assert weights["layers.1.qkv_bias"].shape == (100,)
     assert weights["layers.1.gate_up"].shape == (224, 60)  # 100 rows padded to 112, twice
     assert weights["layers.1.gate_up"].combine == weights["layers.1.gate_up_bias"].combine == "interleave16"
