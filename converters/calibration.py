@@ -48,7 +48,7 @@ class Calibration:
     scaled: tuple[str, ...] = ()
     """Names of the matrices whose columns have such factors."""
     effects: Mapping[str, tuple[float, float]] | None = None
-    """By a weight's name the divergence in nats that an error as large as its output, and as its rows where tokens look
+    """Divergence in nats by a weight's name, for an error as large as its output, and as its rows where tokens look
     them up, would cause if it grew with the square of the error; None if that was not measured."""
     outliers: str = ""
     """Columns that are stored apart, in f16: ``auto``, a percentage of them, or none (outliers.py)."""

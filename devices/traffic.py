@@ -70,7 +70,8 @@ class Traffic:
     row_bytes: float = 0.0
     """Contiguous bytes of one neuron's piece in memory; 0 if nothing is skipped."""
     neuron_layers: tuple[tuple[str, float], ...] = ()
-    """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict; or it
+    """Layers with FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each runs (off, exact, predict; or
+    it
     is in tiles), and the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
     gate_share: float = GATES
     """Share of gates in the bytes of neurons; they are read before the active neurons are known."""

@@ -143,7 +143,7 @@ class Technique:
     label: str = ""
     """Label before its words (`said`, `assumed`) in the output of ``plan`` and ``estimate``."""
     drafting: Callable[[Mapping[str, Any]], Drafting] | None = None
-    """From the values of its options to what drafts beside a model; nothing that is computed depends on that, so it is
+    """Turns the values of its options into a drafter beside a model; nothing that is computed depends on that, so it is
     in no configuration."""
     samples: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda values, flags: False
     """``samples(values, flags)``: whether options given as flags ask for what beam search does not have."""

@@ -163,7 +163,7 @@ class GgufCheckpoint(Checkpoint):
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
-        """As the file holds each weight unless a type is requested, except types whose levels no edgeinfer type has.
+        """Choose types: those of the file unless a type is requested, except types whose levels no edgeinfer type has.
 
         `weights` asks for all of them. Raises `UnsupportedModelError` if a tensor is of no type that weights have.
         """

@@ -110,7 +110,7 @@ class PackedCheckpoint(Checkpoint):
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
-        """As the checkpoint holds each weight where nothing is requested; `weights` asks for all matrices.
+        """Choose types: those of the checkpoint where nothing is requested; `weights` asks for all matrices.
 
         Raises `UnsupportedModelError` if no type of ours takes a tensor as it is, and nothing was requested.
         """

@@ -76,7 +76,7 @@ class Segment(NamedTuple):
     role: int = PROMPT
     """PROMPT or DECODE, for all tokens: approximations follow the role, never the number of tokens."""
     parents: Items[int] | None = None
-    """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
+    """Parent of each token in a tree, by its index here, -1 for the sequence's last token; a parent
     comes before its children. None is a chain: each follows the one before."""
     sample_specs: Items[int] = ()
     """Addresses of one sample per output (abi.SAMPLE_BYTES each), which must stay valid until the pass is over; 0 for

@@ -65,7 +65,7 @@ class StateSlots:
         self._bases: dict[int, int] = {}
         """Bases of cached slots, as `StateTable.base`."""
         self._tails: dict[int, tuple[bytes, int]] = {}
-        """Of slots that were cached in the middle of a block: the key of the blocks before, and the tokens after them.
+        """Slots that were cached in the middle of a block: the key of the blocks before, and the tokens after them.
         """
 
     # As in block_tables.py a slot can be lost where Ctrl-C comes, but never be free while a table names it.

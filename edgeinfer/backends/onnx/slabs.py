@@ -41,7 +41,7 @@ def block_bytes(layers: Mapping[int, Heads], positions: int, kv: str) -> int:
 
 
 class Slabs:
-    """For K and V of each layer that has its own, one slab of blocks, which are slots or pages.
+    """Memory of K and V: one slab of blocks (slots or pages) for each layer that has its own.
 
     A range of blocks is a stretch of it, so that it can be bound as it is there.
 

@@ -50,8 +50,8 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def read_multipliers(c: ConfigReader) -> tuple[float, ...]:
-    """Of what a scan gets, z, x, B, C, the time step and what it gives; of what attention gets, its keys and what it
-    gives; of gate and down; none if all are 1.
+    """Return the multipliers of a scan's input, z, x, B, C, time step and output; of attention's input, keys and
+    output; of gate and down; none if all are 1.
     """
     many = {"ssm_multipliers": 5, "mlp_multipliers": 2}
     found = {name: c.numbers(name) if c.has(name) else (1.0,) * n for name, n in many.items()}

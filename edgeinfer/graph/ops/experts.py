@@ -78,7 +78,7 @@ class SortRoutes(RowOp):
         return Scratch(4 * self.experts)
 
     def faults(self, types: Types) -> Iterator[str]:
-        """As many segments as entries, at most."""
+        """Yield the faults of segments: they are at most as many as entries."""
         yield from other_width("entries and segments take", 2 * ENTRY * self.active, self.out)
 
 

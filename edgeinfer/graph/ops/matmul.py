@@ -147,7 +147,7 @@ class GatedLinear(MatMul):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronGated(MatMul):
-    """As `GatedLinear`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns.
+    """A `GatedLinear` over an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns.
 
     Without a gate act(x U^T): an up row is where a gate would be, and decides likewise which neurons live.
     """

@@ -54,8 +54,8 @@ def tokens_to_split(ordered: Items[Segment], offset: int, threads: int, heads: i
 
 
 def _splits_from(n: int, threads: int, heads: int) -> int:
-    """From how many splits of context on attention of n tokens goes split by split: there are more units of work then,
-    whose last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a tenth and a
+    """Return the number of context splits from which attention of n tokens runs split by split, as more units of work.
+    The last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a tenth and a
     fifth is lost below 512 rows, nothing from 1024 on (docs/explanation/attention.md).
     """
     units = n * heads // 32  # of forward passes that are not split
