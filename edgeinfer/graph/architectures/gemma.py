@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295): Llama with norms stored as what they differ from 1, and scaled embeddings."""
+"""Gemma (arXiv 2403.08295): Llama with norms stored as their difference from 1, and scaled embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): Llama that norms what attention and FFN give, not what they get, and all heads as one."""
+"""OLMo 2 (arXiv 2501.00656): Llama that norms the outputs of attention and FFN, not inputs, and all heads as one."""
 
 from __future__ import annotations
 
