@@ -17,7 +17,7 @@ INTRODUCTION = """# The plan and the program of the demo
 
 This page is made from the program and compared with it by a test: `python -m tests.make_documents`.
 
-`edgeinfer plan demo --ctx {ctx} --threads {threads}`, without what depends on the machine (the budget, and what fits):
+`edgeinfer plan demo --ctx {ctx} --threads {threads}`, without lines that depend on the machine:
 """
 ACTIVATIONS = """
 Where the activations of {tokens} tokens lie: memory is free again after its tensor's last reader, so a few buffers
