@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name. By default what this process was started with; then the process is the
+        Arguments after the program's name. By default those of this process; then the process is the
         program's own, from its standard streams to its end, and otherwise its caller's, who gets a `SystemExit`.
     """
     if arguments is not None:

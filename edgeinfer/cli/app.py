@@ -1,4 +1,4 @@
-"""The commands together, and what becomes of errors: one sentence and an exit code, never a traceback."""
+"""The commands together, and the handling of errors: one sentence and an exit code, never a traceback."""
 
 from __future__ import annotations
 

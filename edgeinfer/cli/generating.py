@@ -42,5 +42,5 @@ def cancelling(end: Callable[[], object]) -> Iterator[threading.Event]:
 
 
 def reading(llm: LLM, ids: list[int], progress: ProgressLine) -> ProgressLine | None:
-    """Return what is reported the prompt; None for one that no machine reads for seconds, not to delay its answer."""
+    """Return the callback for progress of the prompt; None if nothing reads it, so as not to delay the answer."""
     return progress if len(ids) * llm.runner.bundle.weights_bytes >= LONG_PROMPT else None

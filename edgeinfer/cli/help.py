@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 REST = "+"
-"""Stands before the heading of what ``--help-all`` shows and ``--help`` does not."""
+"""Text before the heading of options that only ``--help-all`` shows."""
 _SHOW_ALL = "edgeinfer.help_all"
 
 

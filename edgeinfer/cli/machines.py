@@ -51,7 +51,7 @@ def machine_of(given: Any) -> DeviceProfile | None:
         if given.unit is None and given.program is None:
             return None
         flag = "--unit" if given.program is None else "--runtime"
-        raise UsageError(f"{flag} selects among what is known of a device; add --machine NAME.")
+        raise UsageError(f"{flag} selects among the facts about a device; add --machine NAME.")
     else:
         profile = load_profile(given.machine)
     return equipped(chosen(profile, given.unit, given.program), storage)

@@ -1,4 +1,4 @@
-"""From the table of options to the parameters of a command, and from what was given to the values that it gets."""
+"""Turn the table of options into parameters of a command, and given values into the command's values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Given(SimpleNamespace):
         return source(self.context, name) == "COMMANDLINE"
 
     def by_variable(self, name: str) -> bool:
-        """Return whether the value is of its variable: what is set for all commands contradicts no flag of one."""
+        """Return whether the value is of its variable: a value for all commands contradicts no flag of one."""
         return source(self.context, name) == "ENVIRONMENT"
 
     @property
@@ -250,6 +250,6 @@ def agreeing(given: Given, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
 
 
 def searching(given: Given) -> int:
-    """Return the beams; where a variable asks for them, they give way to flags that need what they do not have."""
+    """Return the beams; if a variable asks for them, they give way to flags that beam search does not support."""
     gives_way = not given.by_flag("beams") and registry.samples(given.techniques, given.flags)
     return 1 if gives_way else given.beams

@@ -83,7 +83,7 @@ def whose(found: dict[str, Any]) -> str:
 
 
 def by(name: str) -> str:
-    """Say what is different: a version is "with DDR4", "on PCIe"; else it is a program."""
+    """Name the difference: a version is "with DDR4", "on PCIe"; else it is a program."""
     return name if name.startswith(("with ", "on ")) else f"with {name}"
 
 
@@ -95,7 +95,7 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
     from ..devices import OURS, SERVED, processor_of, served
 
     if found["unit"] == "cpu" and profile.runtime == OURS:
-        source = "what another program draws there" if profile.effective_gbs else "its cores and its memory"
+        source = "another program's bandwidth there" if profile.effective_gbs else "its cores and its memory"
         return (f"edgeinfer was not measured on this device: the speed is derived from {source}. 'edgeinfer devices "
                 "--probe' measures it there.")
     if found["unit"] == "cpu":
@@ -135,7 +135,7 @@ def alternative_object(option: Alternative) -> dict[str, Any]:
 
 
 def speculated(found: SpeculationReport | None) -> str:
-    """Return what drafting tokens did, for the line of statistics; empty if there was nothing to draft."""
+    """Return the effect of draft tokens, for the line of statistics; empty if nothing was drafted."""
     if not found or found.state == "idle" or (found.state == "on" and not found.walks):
         return ""
     gain = "" if found.gain is None else f", {found.gain:.2f}x"

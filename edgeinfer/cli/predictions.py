@@ -1,4 +1,4 @@
-"""`plan`, `estimate` and `recommend` for programs: what the commands report, as frozen objects."""
+"""`plan`, `estimate` and `recommend` for programs: the commands' reports as frozen objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Prediction:
     device: str
     """Name of the profile."""
     program: str
-    """Program whose speed it is; `unit` is what it runs on: cpu, gpu or npu."""
+    """Program that the estimate is for; `unit` is the hardware: cpu, gpu or npu."""
     unit: str
     ctx: int
     decode_tok_per_s: float
@@ -127,7 +127,7 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
     Raises
     ------
     EdgeInferError
-        What is wrong, in one sentence.
+        The error in one sentence.
     """
     from ..models.describe import describe
     from .commands.plan import executor_for, planned_here
@@ -167,7 +167,7 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
     Raises
     ------
     EdgeInferError
-        What is wrong, in one sentence.
+        The error in one sentence.
     """
     from ..models.describe import describe
     from .commands.estimate import DEFAULT_CTX, DEFAULT_PROMPT
@@ -210,7 +210,7 @@ def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, 
     Raises
     ------
     EdgeInferError
-        What is wrong, in one sentence.
+        The error in one sentence.
     """
     from ..models.uses import USES
     from .reports.recommendation import models_for
@@ -232,7 +232,7 @@ def _device(machine: str | None, unit: str | None, runtime: str | None, storage:
 
     if machine is None:
         if unit or runtime or storage:
-            raise UsageError("unit, runtime and storage select among what is known of a device; name a machine.")
+            raise UsageError("unit, runtime and storage select among the facts about a device; name a machine.")
         return None
     return equipped(chosen(load_profile(machine), unit, runtime), storage)
 

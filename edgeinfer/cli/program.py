@@ -32,7 +32,7 @@ class StandardOutput(io.TextIOWrapper):
             return super().write(text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush written text."""
         with _told():
             super().flush()
 
@@ -47,7 +47,7 @@ class StandardError(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, if that is possible."""
+        """Flush written text, if that is possible."""
         with contextlib.suppress(OSError):
             super().flush()
 
@@ -65,9 +65,9 @@ def _told() -> Iterator[None]:
 def open_streams() -> None:
     """Put our streams in the place of Python's, and something in the place of those that were closed.
 
-    Otherwise the next file to be opened would become standard output or error, and receive what is said there. A closed
-    standard output can be read instead of written, so that writing fails; standard input is empty, and what is said on
-    standard error is lost.
+    Otherwise the next file to be opened would become standard output or error, and receive output meant for it. A
+    closed standard output can be read instead of written, so that writing fails; standard input is empty, and what is
+    said on standard error is lost.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_RDWR)):
         try:
@@ -100,7 +100,7 @@ def watch_signals() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let the signals raise where they would end this process at once, so that what was begun is put away."""
+    """Let the signals raise where they would end this process at once, so that unfinished files are removed."""
     ours = [number for number in SENTENCES if signal.getsignal(number) is _leave]
     try:
         for number in ours:
@@ -114,7 +114,7 @@ def interruptible() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End the process without taking Python apart, which takes longer than a short answer.
 
-    Everything that a command opens it has closed by now; what others want to do at the end is done.
+    Everything that a command opens it has closed by now; other code has run its handlers for the end.
     """
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()

@@ -36,7 +36,7 @@ COUNTED = {"compile": " kernels", "prompt": " tokens", "evaluate": " tokens", "l
 REPEAT_SECONDS, TICK_SECONDS, LINE_SECONDS = 0.1, 0.25, 10.0
 """Between two drawings of the bar, between two looks at the clock while nothing is reported, and between two lines."""
 RATE_SECONDS = 10.0
-"""Rates and the time that is left follow from what was done so long ago and now."""
+"""Interval over which rates and the remaining time are computed."""
 SILENT_SECONDS, TOLD_SECONDS = 0.3, 2.0
 """Durations below which no bar is shown, and below which no line is printed."""
 PROMPT_SECONDS, JUDGED_SECONDS = 2.0, 0.5

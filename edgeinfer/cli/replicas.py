@@ -1,4 +1,4 @@
-"""Replicas of a served model: what the options ask for, and their opening on a cluster."""
+"""Replicas of a served model: their options, and their opening on a cluster."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Asked(NamedTuple):
 
 def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, given: Given,
                    models: int) -> Asked | None:
-    """Return what --replicas, --ray, --prefill and --decode ask for; None without them.
+    """Return the request of --replicas, --ray, --prefill and --decode; None without them.
 
-    Raises `UsageError` for what does not go with them.
+    Raises `UsageError` for options that contradict them.
     """
     if prefill is not None or decode is not None:
         if replicas is not None or prefill is None or decode is None or min(prefill, decode) < 1 \
@@ -59,7 +59,7 @@ def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, d
 
 
 def _check_split(replicas: str | None, given: Given, models: int) -> None:
-    """Refuse what does not go with --split, whose stages are no replicas."""
+    """Refuse options that contradict --split, whose stages are no replicas."""
     for flag, wrong in (("--replicas", replicas is not None), ("--model", models > 1),
                         ("--prefix-file", given.prefix_file is not None),
                         (f"--device {given.device}", given.device not in (None, CPU))):

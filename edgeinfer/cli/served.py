@@ -22,7 +22,7 @@ def short_name(model: str) -> str:
 
 def open_served(source: str, left: int | None, *, given: options.Given, techniques: Mapping[str, Any], sequences: int,
           queue: int, alone: bool) -> LLM:
-    """Open a model within what the budget leaves."""
+    """Open a model within the rest of the budget."""
     from ..llm import LLM
 
     opened = opening(source, left, given=given, techniques=techniques, sequences=sequences, queue=queue, alone=alone)

@@ -81,7 +81,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def check(name: str, value: Any, where: str = "") -> Any:
-    """Return the value of a key as its type; raises `UsageError` with the nearest key, or with what it must be."""
+    """Return the value of a key as its type; raises `UsageError` with the nearest key, or with the permitted values."""
     if name not in known():
         near = similar(name.removeprefix("--").replace("_", "-"), known())
         hint = f"did you mean {near[0]}?" if near else "'edgeinfer config' lists the keys."

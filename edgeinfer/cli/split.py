@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_split(source: str, left: int | None, *, ray: Ray | None = None, given: Given, **settings: Any) -> LLM:
-    """Open a model in processes of this machine, or on the nodes of a cluster, and say who holds what."""
+    """Open a model in processes of this machine, or on the nodes of a cluster, and report the layers of each."""
     llm = open_served(source, left, given=given, **settings) if ray is None else \
         _on_nodes(ray, source, left, given=given, **settings)
     for stage in llm.runner.stages:

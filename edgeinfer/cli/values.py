@@ -1,7 +1,7 @@
 """Values of options that can be read at a glance, without the validators of typer.
 
 typer checks values with a library that takes longer to import than all else of the parser, be it for a text that stays
-as it is. What is plainly a text, a whole number or a decimal number is read here; everything else, and everything that
+as it is. Plain texts, whole numbers and decimal numbers are read here; everything else, and everything that
 is to be refused, is left to typer.
 """
 
@@ -54,7 +54,7 @@ def plain(kind: Any, value: Any) -> Any:
 
 def _process(ordinary: Callable[[Any, Any], Any], parameter: Any, kind: Any, several: bool, context: Any,
              value: Any) -> Any:
-    """Return what the parameter's own `process_value` would."""
+    """Return the result of the parameter's own `process_value`."""
     source = context.get_parameter_source(parameter.name)
     if source is not None and source.name == "DEFAULT" and not parameter.required:
         read = () if value is None and several else value

@@ -84,7 +84,7 @@ def test_lookup_by_kind_of_text() -> None:
     (["--draft-tokens", "4"], "--draft-tokens 4 is of a draft model; add --draft MODEL."),
     (["--draft", "llama-3.2-1b", "--draft-tokens", "0"], "--draft-tokens is 0; it must be from 1 to 64."),
     (["--speculate", "self"], "--speculate is 'self'; give lookup or off, or --draft MODEL for a draft model."),
-    (["--draft", "llama-3.2-1b", "--accepted", "2"], "--draft and --accepted both say what a pass yields"),
+    (["--draft", "llama-3.2-1b", "--accepted", "2"], "--draft and --accepted both set the tokens of a pass"),
     (["--draft", "qwen3-0.6b"], "give a model of the same family, which has the same tokenizer."),
     (["--draft", "lama-3.2-1b"], "llama-3.2-1b"),
     (["--draft", "tinyllama-1.1b"], "has a context of 2048 tokens, and the run one of 4096; run with --ctx 2048"),

@@ -39,7 +39,7 @@ def test_recommendations() -> None:
 
 @pytest.mark.parametrize(("call", "sentence"), [
     (lambda: plan("llama-3.1-8b", "rtx 4099"), "There is no device 'rtx 4099'"),
-    (lambda: plan("llama-3.1-8b", unit="gpu"), "unit, runtime and storage select among what is known of a device"),
+    (lambda: plan("llama-3.1-8b", unit="gpu"), "unit, runtime and storage select among the facts about a device"),
     (lambda: plan("llama-3.1-8b", "m4", budget="much"), "much"),
     (lambda: estimate("llama-3.1-8b", "m4", prompt=0), "prompt is 0; it must be 1 or more tokens."),
     (lambda: recommend("m4", use="music"), "use is 'music'; choose one of chat, code, rag."),

@@ -124,7 +124,7 @@ def test_code_and_documents_have_other_models() -> None:
     (["--memory", "8GiB"], "--memory belongs to --bandwidth, --cores and --class"),
     (["--machine", "m4", "--runtime", "mlx"], "No speed of 'mlx' is known on Apple M4; known are llama.cpp, edge"),
     (["--machine", "rpi5", "--unit", "gpu"], "Nothing is known of a GPU of Raspberry Pi 5; known is its CPU."),
-    (["--unit", "gpu"], "--unit selects among what is known of a device; add --machine NAME."),
+    (["--unit", "gpu"], "--unit selects among the facts about a device; add --machine NAME."),
 ])
 def test_what_is_refused(asked: list[str], sentence: str) -> None:
     done = edgeinfer("recommend", *asked)

@@ -60,7 +60,7 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
     assert "edgeinfer was not measured on this device: the speed is derived from its cores and its memory" in shown
     here = edgeinfer("plan", "llama-2-7b", "--machine", "rpi5", "--budget", "2.3GB")
     assert here.out.startswith("It fits, with 28 layers read from storage: ") and "not of edgeinfer" not in here.out
-    assert "the speed is derived from what another program draws there" in " ".join(here.out.split())
+    assert "the speed is derived from another program's bandwidth there" in " ".join(here.out.split())
     asked = ("plan", "llama-2-7b", "--machine", "rpi5", "--runtime", "LLAMA.cpp", "--budget", "8GiB")
     shown = " ".join(edgeinfer(*asked).out.split())
     assert "speed of llama.cpp: edgeinfer has not been measured on this device" in shown

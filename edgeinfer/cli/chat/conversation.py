@@ -77,7 +77,7 @@ class Conversation:
         self.system = text or None
 
     def set(self, name: str, text: str) -> str:
-        """Change a setting, and return its name; ``default`` is what the chat began with.
+        """Change a setting, and return its name; ``default`` is the value at the beginning of the chat.
 
         Raises `UsageError` for an unknown setting or a value that it does not take.
         """

@@ -34,7 +34,7 @@ def draws() -> bool:
 
 
 def plain_reader() -> Callable[[], str]:
-    """Return what reads a message line by line; it raises `EOFError` and `KeyboardInterrupt`."""
+    """Return a function that reads a message line by line; it raises `EOFError` and `KeyboardInterrupt`."""
     with contextlib.suppress(ImportError):  # line editing, where Python has it
         import readline  # noqa: F401
 
@@ -48,7 +48,8 @@ def plain_reader() -> Callable[[], str]:
 
 
 def editing_reader() -> Callable[[], str]:
-    """Return what reads a message in an editor, where pasted lines are one message and Alt-Enter begins a line."""
+    """Return a function that reads a message in an editor, where pasted lines are one message and Alt-Enter begins a
+    line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output

@@ -70,7 +70,7 @@ def talk(conversation: Conversation, read: Callable[[], str]) -> int:
 
 
 def reader(llm: LLM) -> Callable[[], str]:
-    """Return what reads messages: the editor, which is then part of the plan, where terminal and budget allow it."""
+    """Return the reader of messages: the editor, which is then part of the plan, if terminal and budget allow it."""
     if not draws():
         return plain_reader()
     plan, budget = llm.runner.plan, getattr(llm.runner, "budget_bytes", None)
@@ -140,7 +140,7 @@ class Chat:
                   "oldest turns, /clear all of them.)")
 
     def _offer(self, text: str) -> None:
-        """Say what can be done where a conversation and a message do not fit the context."""
+        """Suggest remedies if a conversation and a message do not fit the context."""
         conversation = self._conversation
         skipped = conversation.too_many(text)
         before = "" if skipped is None else f" and the {_turns(len(conversation.turns))} before it"

@@ -73,7 +73,7 @@ def batch(
     /v1/embeddings) and body, the request as the server takes it. OUT.jsonl gets a line for each, in the order in which
     they finish: id, custom_id, response (status_code, request_id, body) and error. A request that is refused gets a
     line with its status, and the others continue. Requests run together, as many as the KV pool has room for, and those
-    whose prompts begin alike follow each other, so that the prefix cache has what they share. The same command
+    whose prompts begin alike follow each other, so that the prefix cache has their common beginning. The same command
     continues a run that was stopped or killed.
 
     \b
@@ -153,7 +153,7 @@ class _Work:
         self._tokens: Counter[str] = Counter()
 
     async def run(self, answerer: Answerer, at_once: int) -> None:
-        """Answer what is left."""
+        """Answer the remaining requests."""
         from ...server import answer_all
 
         self._began = time.monotonic()
@@ -170,7 +170,7 @@ class _Work:
         self._progress("answer", len(results.done), len(self.rows.all), row.custom_id)
 
     def report(self) -> None:
-        """Say what was done."""
+        """Report the outcome."""
         results, n = self.results, len(self.left)
         rate = {"requests_per_s": n / self._seconds if n else None,
                 "tok_per_s": self._tokens["completion_tokens"] / self._seconds if n else None}
@@ -188,7 +188,7 @@ class _Work:
 
 
 async def _answer(work: _Work, models: Models, at_once: int) -> None:
-    """Open the model, answer what is left, and close it."""
+    """Open the model, answer the remaining requests, and close it."""
     from ...server import InProcess, private_server
 
     server = private_server(models)
@@ -202,7 +202,7 @@ async def _answer(work: _Work, models: Models, at_once: int) -> None:
 
 def _answer_on_ray(work: _Work, address: str, n: int | None, asked: tuple[str, str, dict[str, Any]],
                    at_once: int) -> None:
-    """Open the model on the nodes of a cluster, and answer there what is left."""
+    """Open the model on the nodes of a cluster, and answer the remaining requests there."""
     import asyncio
 
     from ...cluster import Pool, connected

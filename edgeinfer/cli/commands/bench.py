@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: tokens per second beside what the machine could give."""
+"""`edgeinfer bench`: tokens per second beside the machine's limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JSON_FIELDS = {
         "streamed_bytes": "weights that are read from storage for each token; 0 where all are in memory",
         "cold_bytes": "neurons that are read from storage when a token wants them; 0 where all are in memory",
         "expert_bytes": "experts that are read from storage when a token wants them; 0 where all are in memory",
-        "offload": "what the tests read from storage, as in `run`; null where all weights are in memory",
+        "offload": "reads of the tests from storage, as in `run`; null where all weights are in memory",
         "decision": FIELD + "; bench measures that way",
         "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
@@ -191,7 +191,7 @@ def bench(
 
 
 def check_request(model: str | None, shape: str | None, repetitions: int) -> None:
-    """Refuse what is wrong before anything is loaded or written."""
+    """Refuse wrong values before anything is loaded or written."""
     if not 1 <= repetitions <= 1000:
         raise UsageError(f"-r is {repetitions}; it must be from 1 to 1000 repetitions.")
     if (model is None) == (shape is None):
@@ -209,7 +209,7 @@ def check_request(model: str | None, shape: str | None, repetitions: int) -> Non
 
 
 def check_speculation(speculate: bool, draft: str | None, accept: float | None) -> None:
-    """Refuse what means nothing, and an acceptance that is not a share."""
+    """Refuse options without effect, and an acceptance that is not a share."""
     for option, value in (("--draft", draft), ("--accept", accept)):
         if value is not None and not speculate:
             raise UsageError(f"{option} requires --speculate.")
@@ -218,7 +218,7 @@ def check_speculation(speculate: bool, draft: str | None, accept: float | None) 
 
 
 def check_device(device: str, profile: bool, speculate: bool) -> None:
-    """Refuse what is measured of our own kernels alone."""
+    """Refuse options that only our own kernels have."""
     for option, asked in (("--profile", profile), ("--speculate", speculate)):
         if asked and device != CPU:
             raise UsageError(f"{option} measures edgeinfer's own kernels, and --device is {device}; use one or the "

@@ -98,7 +98,7 @@ def run_tests(
     path: Path, config: RuntimeConfig, max_kld: float, tests: list[Case], repetitions: int, profile: bool,
     progress: ProgressLine, provider: Provider | None = None
 ) -> tuple[RuntimeConfig, dict[str, Any], Measurement]:
-    """Open the bundle as `run` would and run the tests; returns how, and what is known beside the figures."""
+    """Open the bundle as `run` would and run the tests; returns the outcome, and facts beside the figures."""
     from edgeinfer.memory_planner import available_bytes, default_threads
 
     from ...bench import MachineProbe, measure, needed_ctx

@@ -39,7 +39,7 @@ class Together(NamedTuple):
                 raise UsageError(f"--{name.replace('_', '-')} requires --concurrency.")
 
     def loads(self, prompt: int, output: int) -> list[Load]:
-        """Return the load of each concurrency; raises `UsageError` for what is out of range."""
+        """Return the load of each concurrency; raises `UsageError` for values out of range."""
         from ...bench import Load, make_lengths, parse_goodput, read_lengths
 
         self._check()

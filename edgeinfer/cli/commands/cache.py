@@ -1,4 +1,4 @@
-"""`edgeinfer cache`: what is in the user's cache, and getting rid of it."""
+"""`edgeinfer cache`: list and clear the user's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON_FIELDS = {
         "bundles": "converted checkpoints: `name`, `path`, `bytes`, `source` (what each was made of)",
         "kernels": "sets of compiled kernels, likewise",
         "checks": "which bundles' files passed the check on opening, likewise",
-        "quality": "what approximations of a bundle were measured to cost, likewise",
+        "quality": "measured divergences of approximations of a bundle, likewise",
         "onnx": "models that were lowered for onnxruntime, likewise",
         "calibration": "statistics of activations over a text, likewise",
         "total_bytes": "sum",
@@ -51,7 +51,7 @@ def show(command: typer.Context) -> None:
 
 @app.command("list")
 def list_entries(json: Json = False) -> None:
-    """List what is in the cache, as 'edgeinfer cache' does."""
+    """List the contents of the cache, as 'edgeinfer cache' does."""
     entries = cache_entries()
     if json:
         print_json(_report(entries))
@@ -92,7 +92,7 @@ def clear(
 
 
 def made_of(entry: CacheEntry) -> str:
-    """Return what a bundle was made of, empty for others; a damaged one is reported when it is used."""
+    """Return the source of a bundle, empty for others; a damaged one is reported when it is used."""
     from ...bundle import Bundle
 
     if entry.kind != "bundles":

@@ -1,4 +1,4 @@
-"""`edgeinfer cluster`: a Ray cluster of several machines, and what each of them is."""
+"""`edgeinfer cluster`: a Ray cluster of several machines, and the role of each."""
 
 from __future__ import annotations
 

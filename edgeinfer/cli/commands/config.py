@@ -87,7 +87,7 @@ def unset(key: Key) -> None:
     """Remove a default from the file."""
     if key not in read():
         check(key, None) if key not in known() else None
-        raise UsageError(f"{key} is not in {_path()}; 'edgeinfer config' shows what is.")
+        raise UsageError(f"{key} is not in {_path()}; 'edgeinfer config' lists its keys.")
     print(f"{key} is no longer set in {write(key, None)}.")
 
 

@@ -50,7 +50,7 @@ def convert(
     bits: Annotated[
         float | None,
         typer.Option("--bits", metavar="N", show_default=False,
-                     help="Choose a type for each matrix, N bits per weight on average, by what changes least."),
+                     help="Choose a type for each matrix, N bits per weight on average, to minimise the error."),
     ] = None,
     size: Annotated[
         str | None,
@@ -93,7 +93,7 @@ def convert(
     interrupted leaves nothing at DST. A tensor's error is the squared error of its stored weights divided by their
     squared norm.
 
-    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that what it gives for its
+    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that its outputs for its
     inputs changes least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
     text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
     that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix;
@@ -153,7 +153,8 @@ def convert(
 
 
 def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
-    """Return what chooses a type for each matrix, if that is wanted; options that say one type are refused then."""
+    """Return the function that chooses a type for each matrix, if requested; options that fix one type are refused
+    then."""
     from ...models.file_types import MIXED, mixed_types
 
     mixed = str(types["--weights"]).lower()
@@ -177,7 +178,7 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any
 
 def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine,
                   effects: bool) -> dict[str, Any]:
-    """Return what gives a conversion the statistics of inputs, by method: the one that was requested last."""
+    """Return the source of the statistics of inputs, by method: the one that was requested last."""
     ways: dict[str, Any] = {"plain": None}
     if imatrix is not None:
         if text is not None:

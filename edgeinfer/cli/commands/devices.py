@@ -35,13 +35,13 @@ JSON_FIELDS = {
         "devices": "without NAME and --probe: per device `name`, `title` and the fields below that are known",
         "local": "this machine's profile, likewise; null before --probe",
         "executors": "without NAME and --probe: per value of --device why it does not work here, empty if it does",
-        "name": "with NAME or --probe: what --machine takes",
+        "name": "with NAME or --probe: name for --machine",
         "device_class": "class of the estimator",
         "memory_bytes": "smallest common capacity; of this machine, physical memory",
-        "bandwidth_gbs": "vendor's peak of the memory; of this machine, what all threads read",
-        "effective_gbs": "what decoding was seen to draw",
+        "bandwidth_gbs": "vendor's peak of the memory; of this machine, the measured bandwidth of all threads",
+        "effective_gbs": "measured bandwidth of decoding",
         "cores": "processor cores or a GPU's multiprocessors; of this machine, threads that were used",
-        "isa": "instruction set, or what the device is programmed with",
+        "isa": "instruction set, or programming interface of the device",
         "int8_peak_gops": "int8 operations, 1e9 a second; likewise `f32_peak_gflops`, `f16_peak_gflops`",
         "storage_sequential_gbs": "large reads in order",
         "storage_random": "pairs of bytes and GB/s: scattered reads at the deepest queue",
@@ -114,7 +114,7 @@ def devices(
 
 
 def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None, threads: int | None) -> None:
-    """Refuse what is wrong before anything is measured."""
+    """Refuse wrong values before anything is measured."""
     if probe and name is not None:
         raise UsageError(f"--probe measures this machine; leave {name!r} out.")
     if quick and not probe:

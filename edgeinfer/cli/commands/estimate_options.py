@@ -39,7 +39,7 @@ DraftCost = Annotated[float | None, typer.Option(
     metavar="SHARE", help="With --accepted: drafting time per forward pass as a fraction of a token's time.  "
     "[default: 0.1 for each token beyond the first]")]
 Users = Annotated[int | None, typer.Option(
-    metavar="N", show_default=False, help="Also predict what N users get who ask at the same time.")]
+    metavar="N", show_default=False, help="Also predict the speed for N concurrent users.")]
 Answer = Annotated[int | None, typer.Option(
     "-n", "--answer", metavar="TOKENS", show_default=False,
     help="Length of an answer: the time of its first word, of a token and in total.  [default: 128 with --users]")]
@@ -55,7 +55,7 @@ DraftTokens = Annotated[int | None, typer.Option(
     metavar="N", show_default=False, help="With --draft: most draft tokens of a pass.  [default: 7]")]
 Speculate = Annotated[str | None, typer.Option(
     metavar="lookup|off", show_default=False,
-    help="Also predict what prompt lookup gives, by kind of text.")]
+    help="Also predict the gain of prompt lookup, by kind of text.")]
 Nodes = Annotated[str | None, typer.Option(
     "--nodes", metavar="NAME,...", show_default=False,
     help="Compare these machines alone, with the layers split, and with the prompt on one and tokens on another.")]
@@ -64,7 +64,7 @@ NodeLink = Annotated[str | None, typer.Option(
     help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as 50MB/s.  "
     f"[default: {DEFAULT_LINK}]")]
 Energy = Annotated[bool, typer.Option(
-    "--energy", help="Say first what a token takes, where a power figure of the device is published.")]
+    "--energy", help="Report the energy of a token first, if a power figure of the device is published.")]
 Sparsity = Annotated[float | None, typer.Option(
     metavar="SHARE", show_default=False,
     help="Share of neurons that are zero, such as 0.8: whether leaving them out pays there.")]
@@ -126,7 +126,7 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
 
 
 def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Path | None, html: Path | None) -> None:
-    """Refuse what is wrong whatever the model and the machine."""
+    """Refuse values that are wrong for any model and machine."""
     for flag, value in (("--ctx", given.ctx), ("-p", prompt)):
         if value is not None and not 1 <= value <= MOST_CTX:
             raise UsageError(f"{flag} is {value}; it must be from 1 to {MOST_CTX} tokens.")
@@ -168,7 +168,7 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
     said = [flag for flag, given in (("--draft", draft is not None), ("--speculate lookup", lookup),
                                      ("--accepted", accepted != 1)) if given]
     if len(said) > 1:
-        raise UsageError(f"{said[0]} and {said[1]} both say what a pass yields; leave one out.")
+        raise UsageError(f"{said[0]} and {said[1]} both set the tokens of a pass; leave one out.")
     if said and all_devices and said[0] != "--accepted":
         raise UsageError(f"{said[0]} applies to a single machine; omit --all-devices.")
     return replace(questions, acceptance=acceptance, draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS, lookup=lookup)

@@ -42,9 +42,9 @@ JSON_FIELDS = {
         "reference_perplexity": "of the reference",
         "tokens": "tokens counted",
         "text_bytes": "UTF-8 bytes of their text",
-        "setting": "with --decode: what is approximated, and what that is added to",
+        "setting": "with --decode: the approximations, and the run that they are added to",
         "protocol": "with --decode: how the text was fed",
-        "text_changed": "what was changed in reading the text, such as line ends; null for nothing",
+        "text_changed": "changes made in reading the text, such as line ends; null for none",
         "planned_bytes": "the memory plan's total, both models together",
         "peak_rss_bytes": "as for run",
         **fields("eval"),
@@ -187,7 +187,7 @@ class Compared(NamedTuple):
     """Fields of its run that are not those of the other one."""
 
     def open(self, stack: ExitStack, beside: Runner, like: RuntimeConfig, progress: ProgressLine) -> tuple[Runner, int]:
-        """Open it in what the other one leaves of the budget; returns it with the bytes that both take."""
+        """Open it within the budget that the other one leaves; returns it with the bytes of both."""
         more = beside.plan.total_bytes - beside.plan.region("python").bytes  # the interpreter is there only once
         left = None if like.budget_bytes is None else max(like.budget_bytes - more, 1)
         config = RuntimeConfig(ctx=like.ctx, threads=like.threads, outputs=like.outputs, budget_bytes=left,

@@ -27,7 +27,7 @@ JSON_FIELDS = {
         "nodes": "operators in the model",
         "tensors": "tensors in the data",
         "seconds": "duration",
-        "remarks": "sentences about what could not stay as it was, or was left out",
+        "remarks": "sentences about parts that were changed or left out",
     },
 }
 """Fields of the JSON object, by command."""

@@ -1,4 +1,4 @@
-"""`edgeinfer info`: what is inside a bundle, and the program that it becomes."""
+"""`edgeinfer info`: contents of a bundle, and its program."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any
 
 
 def _rounding(bundle: Bundle) -> dict[str, Any] | None:
-    """Return what a bundle says of the rounding of its weights; nothing else reads it."""
+    """Return a bundle's record of the rounding of its weights, for display only."""
     from ...converters import CALIBRATION_FILE
 
     path = bundle.file(CALIBRATION_FILE)

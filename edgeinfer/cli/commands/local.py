@@ -126,7 +126,7 @@ def running() -> Iterator[dict[str, Any]]:
 
 
 def arguments_of(command: list[str]) -> list[str]:
-    """Return what follows the program's name in a command line of this program; nothing for other programs."""
+    """Return the arguments in a command line of this program; empty for other programs."""
     for number, word in enumerate(command[:4]):
         by_python = number == 1 and Path(command[0]).name.lower().startswith("python")
         script = Path(word).name in ("edgeinfer", "edgeinfer.exe") and (number == 0 or by_python)

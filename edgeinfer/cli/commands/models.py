@@ -24,7 +24,7 @@ JSON_FIELDS = {
         "`remedy` (an option with which it runs nevertheless), `bytes`, `fits` (whether the plan of a run with default "
         "settings is within `budget_bytes`; null without a plan), `planned_bytes`, "
         "`mode` (resident, or how its weights are read from storage), `store` (edgeinfer, ollama, "
-        "lmstudio, llama.cpp, hub; folder for one that was given), `kind` (model, or what a file is that is none), "
+        "lmstudio, llama.cpp, hub; folder for one that was given), `kind` (model, or the kind of another file), "
         "`holds` (types of its weights), `source` (what a bundle was made of)",
         "budget_bytes": "memory that this system can give now",
     },

@@ -1,4 +1,4 @@
-"""`edgeinfer plan`: what a run needs, whether it fits, and how fast it will be, before anything is loaded."""
+"""`edgeinfer plan`: memory of a run, whether it fits, and its speed, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan(
         bool, typer.Option("--list", help="List the built-in model shapes and exit.")
     ] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Plan for serving: give the KV pool what the budget leaves, and print "
+        bool, typer.Option("--serve", help="Plan for serving: give the KV pool the rest of the budget, and print "
                                            "how many sequences fit.")
     ] = False,
     compare: Annotated[
@@ -82,11 +82,11 @@ def plan(
 
     Nothing is loaded or downloaded, except config.json of a hub id. Each memory region is listed with its bytes and the
     reason for them; `run` allocates exactly these, up front. The budget is --budget, else the memory of --machine, else
-    what this system can give now. A plan that does not fit is printed too, with alternatives that fit, and the exit
+    the available memory. A plan that does not fit is printed too, with alternatives that fit, and the exit
     code is 3. A context longer than the model's own is planned with a remark: `run` refuses it. With --device cuda or
     onnx-cpu, or the --machine of an NVIDIA card, the plan is that of a run on onnxruntime, and regions of the kind
     device are in GPU memory; for a model that this cannot run, the speed is that of another program, which the report
-    names. With --serve many sequences share one KV pool, which gets what the budget leaves; without --budget a tenth of
+    names. With --serve many sequences share one KV pool, which gets the rest of the budget; without --budget a tenth of
     the memory is left to other programs. With --nodes the report says which layers each machine holds, and whether one
     of them alone is faster; --budget is then the memory of each.
 

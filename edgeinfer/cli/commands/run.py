@@ -63,7 +63,7 @@ def run(
 
     Without PROMPT on a terminal, run starts a chat: /help lists its commands, Ctrl-C stops the answer, Ctrl-D leaves.
     Otherwise the text goes to standard output and one line of statistics to standard error; Ctrl-C stops generation
-    within 100 ms, keeps what was generated (finish reason cancelled), and the exit code is 1.
+    within 100 ms, keeps the generated text (finish reason cancelled), and the exit code is 1.
 
     \b
     Examples:
@@ -134,7 +134,7 @@ def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
 
 
 def check_request(text: str | LongInput | None, options: dict[str, Any], json: bool) -> None:
-    """Refuse what is wrong whatever the model; nothing is loaded before."""
+    """Refuse values that are wrong for any model; nothing is loaded before."""
     GenerationConfig(**options)
     if text is None and json:
         raise UsageError("--json needs a PROMPT, or a pipe as standard input.")

@@ -107,7 +107,7 @@ def serve(
 ) -> int:
     """Serve models over HTTP.
 
-    Requests run together, as many as the KV pool has room for; without --kv-memory it gets what the budget leaves
+    Requests run together, as many as the KV pool has room for; without --kv-memory it gets the rest of the budget
     ('edgeinfer plan --serve' shows it). The server listens on this machine alone, and on other addresses only with a
     key. It answers on the paths of OpenAI's API (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings),
     of ollama's (/api/chat, /api/generate) and of Anthropic's (/v1/messages), and has a page to chat at /. Each request
@@ -223,7 +223,7 @@ def _serve(config: ServerConfig, sources: dict[str, str], given: options.Given, 
 
 
 def _announce(where: str, models: Models, config: ServerConfig) -> None:
-    """Say what is served, in five lines."""
+    """Describe the server in five lines."""
     one = models.first
     llm, runner = one.model, one.model.runner
     plan, others = llm.plan, [name for name in models.all if name != one.name]

@@ -41,7 +41,7 @@ JSON_FIELDS = {
         "down_error": "squared error that rounding the down matrices again has added / their squared norm; 0 where not",
         "max_kld": "the bound",
         "held_out": "per text of --held-out its name, `kld_mean`, `kld_p99`, `perplexity`, `tokens`",
-        "warning": "what is not known of the predictor without --held-out, else null",
+        "warning": "facts about the predictor that are unknown without --held-out, else null",
         "enabled": "whether `run` may use the predictor automatically",
         "reason": "why, or by how much the bound was missed",
         "relative_time": "predicted time of a decoded token's FFNs in memory over that of the model in tiles, dense",
@@ -149,7 +149,7 @@ def sparsify(
 
 
 def _report_screen(made: Screened, json: bool) -> None:
-    """Say what a screen is, and what it costs."""
+    """Describe a screen and its cost."""
     measured = [{"setting": dict(setting.values), "enabled": result.divergence.kld_mean <= made.max_kld,
                  "kld_mean": result.divergence.kld_mean, "kld_p99": result.divergence.kld_p99,
                  "same_top": result.divergence.same_top, "tokens": result.tokens}
@@ -167,9 +167,9 @@ def _report_screen(made: Screened, json: bool) -> None:
 
 def _open(stack: ExitStack, source: str, destination: Path, layout: str,
           progress: ProgressLine) -> tuple[Bundle, Callable[[], Bundle] | None]:
-    """Open a bundle, or what a checkpoint is converted to, with its FFNs in a layout, until the stack is closed.
+    """Open a bundle, or the conversion of a checkpoint, with its FFNs in a layout, until the stack is closed.
 
-    Of a checkpoint also what converts it with its FFNs in tiles.
+    For a checkpoint, also return the function that converts it with its FFNs in tiles.
     """
     from edgeinfer.converters import convert
 
@@ -196,7 +196,7 @@ def _open(stack: ExitStack, source: str, destination: Path, layout: str,
 
 
 def report_object(made: Sparsified) -> dict[str, Any]:
-    """Return the JSON object of what was made."""
+    """Return the JSON object of the result."""
     divergence, before = made.result.divergence, made.against_source.divergence
     assert divergence is not None and before is not None
     return {

@@ -74,7 +74,7 @@ def speculation_object(found: SpeculationBench) -> dict[str, Any]:
 
 
 def _speculation_lines(out: dict[str, Any] | None) -> Iterator[str]:
-    """Yield what several tokens cost, and from where draft tokens pay; nothing unless asked for."""
+    """Yield the cost of several tokens, and the acceptance from which draft tokens pay; nothing unless asked for."""
     if out is None:
         return
     yield "\ntokens of a forward pass, its time, and that of one"

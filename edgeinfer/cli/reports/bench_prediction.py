@@ -1,4 +1,4 @@
-"""Predicted beside measured, for each test of `edgeinfer bench`; and what the profile learns from them."""
+"""Predicted beside measured, for each test of `edgeinfer bench`; and updates of the profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def bench_estimate(predictor: Predictor | None, measured: Measurement) -> dict[str, Any] | None:
     """Return predicted beside measured of every test; None without a prediction.
 
-    `t_per_s` is what the profile said before; `at_the_moment` the same with the bandwidth, or the peak, of the test.
+    `t_per_s` is the prediction of the profile beforehand; `at_the_moment` the same with the bandwidth, or the peak, of
+    the test.
     """
     if predictor is None:
         return None

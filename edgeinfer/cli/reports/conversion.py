@@ -23,8 +23,8 @@ JSON_FIELDS = {
         "error_worst": "the largest of them",
         "error_worst_tensor": "its tensor; null if nothing was rounded",
         "gain": "share of the squared error of scales by the largest weight that searching removed",
-        "remarks": "sentences about what was left out or missing",
-        "output_gain": "with --calibrate or --imatrix: share of the squared error of what matrices give that this "
+        "remarks": "sentences about parts that were left out or missing",
+        "output_gain": "with --calibrate or --imatrix: share of the squared error of the matrices' outputs that this "
         "removed, mean over the tensors; else null",
         "bits": "mean bits of a weight of all matrices, scales and padding included",
         "gap": "with --bits or --size: share by which other types of these bytes could lower the expected loss, at "
@@ -33,7 +33,7 @@ JSON_FIELDS = {
         "against weights in f16, `kld_mean`, `kld_p99`, `same_top`; else null",
         "tensors": "per tensor `name`, `type`, `bytes`, `bits` (of a weight of a matrix; else null), `error`, `gain`, "
         "`file_types` (of a GGUF file or a quantised checkpoint, those that it is made of), `exact` (whether every "
-        "value is that of the source), `output_error` and `output_error_plain` (squared error of what the matrix gives "
+        "value is that of the source), `output_error` and `output_error_plain` (squared error of the matrix's outputs "
         "over the calibration text, calibrated and with plain rounding; null without calibration)",
     },
 }
@@ -91,7 +91,8 @@ def print_tensors(report: ConversionReport) -> None:
 
 
 def better(report: ConversionReport) -> str:
-    """Name what loses less at the same bytes, where weights were rounded without a text; empty if nothing does."""
+    """Name the option that loses less at the same bytes, if weights were rounded without a text; empty if there is
+    none."""
     rounded = any(TYPES[one.dtype].quantised and TYPES[one.dtype].bits < 8 and not (one.exact or one.moved)
                   for one in report.tensors)
     if report.calibrated or report.chosen or not rounded:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...models.description import ModelDescription
     from ...runner import Runner
 
-FIELD = ("of bundles with a predictor or a screen: `name` of what run chooses on this machine (resident, sparse, "
+FIELD = ("of bundles with a predictor or a screen: `name` of the strategy that run chooses here (resident, sparse, "
          "sparse from flash, experts from flash, streamed, or refused), `tok_per_s` and `read_bytes` from storage per "
          "token as predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, `said`; else null")
 """Description of the field `decision` of a JSON object."""
@@ -57,7 +57,8 @@ def approximation(session: Runner, by_itself: bool) -> dict[str, Any] | None:
 
 def announce(session: Runner, choice: Choice | None, cost: dict[str, Any] | None, max_kld: float,
              quiet: bool = False) -> None:
-    """Say on standard error what is read from storage; unless `quiet`, also what runs and why, and what it costs."""
+    """Report on standard error the reads from storage; unless `quiet`, also the chosen strategy with reason and
+    cost."""
     if choice and not quiet:
         say(choice.sentence())
     if why := streaming.notice(session):

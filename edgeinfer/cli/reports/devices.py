@@ -34,7 +34,7 @@ def list_object(known: list[DeviceProfile], local: DeviceProfile | None) -> dict
 
 
 def _executors() -> dict[str, str]:
-    """Return what --device takes, each with the reason why it does not work here, empty if it does."""
+    """Return the values of --device, each with the reason why it does not work here, empty if it does."""
     from ...backends import PROVIDERS, why_not
 
     return {CPU: "", **{device: why_not(device) for device in PROVIDERS}}
@@ -55,7 +55,7 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
         short = profile.title if len(profile.title) <= MOST_TITLE else f"{profile.title[: MOST_TITLE - 3]}..."
         rows.append((profile.name, _gib(profile.memory_bytes), _rate(profile.bandwidth_gbs), drawn, short))
     print_table(rows, right=[1, 2, 3])
-    remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
+    remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is the measured bandwidth of decoding. "
               "'edgeinfer devices NAME' has cores, instructions, class and sources.")
     print("\n" + "\n".join(folded(remark + ("" if local else " 'edgeinfer devices --probe' measures this machine."))))
     print("\nExecutors here (--device):")
@@ -77,7 +77,7 @@ def print_device(profile: DeviceProfile) -> None:
 
 
 def _fields(profile: DeviceProfile) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, name, value) of what is known."""
+    """Yield (field, name, value) of the known facts."""
     for key, name in _NAMES.items():
         value = getattr(profile, key)
         if value is None:

@@ -18,7 +18,8 @@ FIELD = ("with --draft or --speculate lookup: `plain_tok_per_s`; of a draft mode
          "`verify_ms`, `gain`, `pays_from` (least acceptance, null if none), `total_bytes` of both models and `fits`; "
          "of lookup `texts`: per kind `text`, `tokens_per_pass` as measured, `decode_tok_per_s`, `gain`; else null")
 ASSUMED_ACCEPTANCE = 0.7
-"""Of a small model of the same family, in the middle of what was measured (docs/measurements/speculation.md)."""
+"""Acceptance of a small model of the same family, in the middle of those measured
+(docs/measurements/speculation.md)."""
 LOOKUP = {"edited code": 5.29, "worked examples": 1.35, "prose": 1.06}
 """Tokens of a pass with prompt lookup, as measured with 7 draft tokens (docs/measurements/speculation.md)."""
 LOOKUP_ROWS = 7
@@ -26,7 +27,7 @@ LOOKUP_ROWS = 7
 
 def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescription, kv: str, ctx: int,
                  acceptance: float | None, most: int, memory: tuple[float, int]) -> dict[str, Any]:
-    """Return what a draft model gives.
+    """Return the gain of a draft model.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescripti
 
 
 def lookup_object(profile: DeviceProfile, traffic: Traffic, ctx: int) -> dict[str, Any]:
-    """Return what prompt lookup gives, by kind of text: passes verify more rows where it finds more."""
+    """Return the gain of prompt lookup, by kind of text: passes verify more rows where it finds more."""
     from edgeinfer.devices import pass_ms
 
     token, full = pass_ms(profile, traffic, ctx, 1), pass_ms(profile, traffic, ctx, LOOKUP_ROWS + 1)

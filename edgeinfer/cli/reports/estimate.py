@@ -43,7 +43,7 @@ def print_estimate(out: dict[str, Any]) -> None:
 
 
 def rows_of(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield label and text of each row, the answers to what was asked first."""
+    """Yield label and text of each row, the answers to explicit questions first."""
     pure = out["pure"]
     together = f" of {out['sequences']} sequences" if out["sequences"] > 1 else ""
     yield from _answers(out)

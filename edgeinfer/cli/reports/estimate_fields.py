@@ -27,7 +27,7 @@ JSON_FIELDS = {
         "program": "whose speed it is; with `unit` (cpu, gpu, npu) and `unit_words`; edgeinfer itself uses processors",
         "others": "per other program, or version of the device, of the sources: `name`, `decode_tok_per_s`; the band "
         "reaches to them",
-        "remark": "where edgeinfer cannot use the unit, what that means; else empty",
+        "remark": "the consequence, if edgeinfer cannot use the unit; else empty",
         "accepted": "tokens that a pass yields; with `draft_cost`, the share of a token's time that drafting takes "
         "for a pass, and `draft_cost_assumed`",
         "prefill_tok_per_s": "of the prompt in an empty context; null where the device's peak is not known",

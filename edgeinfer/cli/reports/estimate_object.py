@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .on_gpu import Cards
 
 Drafting = tuple[float, float | None]
-"""Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
+"""Tokens that a pass yields, and the cost of drafting as a share of a token; None assumes it."""
 DEFAULT_ANSWER = 128
 """Tokens of an answer, for users."""
 
@@ -98,7 +98,7 @@ def estimate_object(
 
 def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: int,
            estimate: Callable[[int, int], Estimate]) -> dict[str, Any]:
-    """Return the answers to further questions: the time of a whole answer, and what several users get."""
+    """Return the answers to further questions: the time of a whole answer, and the speed for several users."""
     tokens, traffic = questions.answer or DEFAULT_ANSWER, run.traffic
     each = traffic.sequence_bytes_at(prompt + tokens)
     alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
@@ -116,7 +116,7 @@ def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | Non
 
 
 def _speculation(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
-    """Return what drafting gives, if that was asked."""
+    """Return the gain of drafting, if that was asked."""
     if questions.draft:
         memory = float(run.device_bytes or run.unstreamed_bytes), run.budget_bytes
         return draft_object(run.profile, run.traffic, questions.draft, run.kv, ctx, questions.acceptance,
@@ -166,7 +166,7 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
 
 
 def _model_object(run: _Run, ctx: int, prompt: int, asked: RuntimeConfig) -> dict[str, Any]:
-    """Return what does not depend on the device's speed."""
+    """Return the fields that do not depend on the device's speed."""
     model, kept, kv = run.model, run.windows, run.kv
     share, quantisation = (kept["kv_bytes"] / kept["whole_bytes"] if kept else 1), model.quantisation
     return {
@@ -202,7 +202,7 @@ class _Run(NamedTuple):
     windows: dict[str, Any] | None
     traffic: Traffic
     counted: bool = True
-    """True if that has what is read from storage."""
+    """True if that includes bytes read from storage."""
     refused: str = ""
     """Why CUDA does not run the model on the card."""
     plan: MemoryPlan | None = None
@@ -243,7 +243,8 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
 
 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
-    """Return what a token at the end of the context reads of K and of V, and from where on choosing rows of V pays."""
+    """Return the bytes of K and of V that a token at the end of the context reads, and the depth from which top-n
+    attention pays."""
     from edgeinfer.devices import crossover
 
     traffic, longest = model.traffic(kv), max(ctx, model.config.max_position_embeddings)
@@ -264,7 +265,7 @@ def _assumption() -> str:
 
 
 def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]:
-    """Return what depends on the device: a token at the end of the context, a prompt in an empty one."""
+    """Return the fields that depend on the device: a token at the end of the context, a prompt in an empty one."""
     profile = run.profile
     prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
     token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}

@@ -208,7 +208,7 @@ def _bound(intensity: float, ridge: float) -> str:
 
 def _techniques(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants, kv: str,
                 ctx: int) -> Iterator[Line]:
-    """Yield what techniques would change, each with the condition under which it does not pay."""
+    """Yield the effects of techniques, each with the condition under which it does not pay."""
     from edgeinfer.devices import DRAFT_SHARE, decode_terms
 
     group = "Techniques, tokens/s"

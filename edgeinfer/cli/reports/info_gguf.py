@@ -24,7 +24,7 @@ TOKENS = "tokenizer.ggml.tokens"
 
 
 def show(model: str, path: Path, tensors: bool, program: bool, json: bool) -> None:
-    """Print what the header of a file says; raises `CheckpointError` if it cannot be read."""
+    """Print the header of a file; raises `CheckpointError` if it cannot be read."""
     from edgeinfer.converters import PassedOver, read_headers
 
     from ...models.list import look_at_gguf

@@ -36,7 +36,7 @@ def neurons_object(model: ModelDescription, profile: DeviceProfile | None) -> di
 
 
 def neurons_line(found: dict[str, Any]) -> str:
-    """Say up to which densities leaving out neurons pays here, and what it gains."""
+    """Describe the densities up to which leaving out neurons pays here, and the gain."""
     pays = found["break_even_density"]
     return (f"FFNs by neuron, {found['mode']}: {found['relative_time']:.2f} x the time of tiles, predictor included; "
             f"dense {found['dense_time']:.2f} x. Of this layout exact is faster than dense where at most "

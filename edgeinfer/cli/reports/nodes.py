@@ -1,4 +1,4 @@
-"""Plan of a model whose layers are on several machines: what each holds, the speed, and what one machine alone does."""
+"""Plan of a model whose layers are on several machines: memory of each, the speed, and one machine alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _arithmetic(profile: DeviceProfile) -> str:
 
 
 def _budget(profile: DeviceProfile, config: RuntimeConfig) -> int:
-    """Return the memory of a node: --budget, else what this machine can give now, or what a profile has."""
+    """Return the memory of a node: --budget, else the available memory of this machine, or the memory in a profile."""
     from edgeinfer.memory_planner import budget_of
 
     here = config.budget_bytes is not None or profile.name == "local"

@@ -43,7 +43,7 @@ ICON = '<link rel="icon" href="data:,">'
 
 
 def document(title: str, body: str, script: str = "", meta: bool = True) -> tuple[bytes, str]:
-    """Return a whole page, and a content policy that allows nothing but what is in it.
+    """Return a whole page, and a content policy that allows nothing outside it.
 
     Parameters
     ----------

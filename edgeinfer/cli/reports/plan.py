@@ -16,7 +16,7 @@ JSON_FIELDS = {
     "plan": {
         "model": "as given",
         "source": "where its description comes from",
-        "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
+        "fits": "whether a run fits the budget, with weights read from storage where `run` does so by "
         "itself; null with --device cuda where no GPU was found",
         "types": "with --compare, instead of the regions: per type `weights`, `made` and `from` (by converting, "
         "downloaded as GGUF, either, or the model as it is), `file_bytes`, `total_bytes`, `fits`, "
@@ -37,7 +37,7 @@ JSON_FIELDS = {
         "and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
-        "unstreamed_bytes": "what it would be with all weights in memory",
+        "unstreamed_bytes": "the total with all weights in memory",
         "resident_bytes": "part of it that stays taken until the end",
         "mapped_bytes": "part of it that is the weights' file",
         "reclaimable_bytes": "part of that which the system may drop and read again; 0 with --mlock",
@@ -50,7 +50,7 @@ JSON_FIELDS = {
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token, where no window keeps fewer",
-        "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
+        "kv_bytes_unshared": "the same if each layer had K and V of its own",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
         "alternatives": "where not all weights fit into memory: `change` (state_memory, ctx, kv, weights or several "
@@ -58,7 +58,7 @@ JSON_FIELDS = {
         "name), `total_bytes`; in the order in which to try them, each checked to fit. The last may be `cold_neurons` "
         "and `streamed_layers`, which `run` does automatically, with `streamed_bytes` read from storage for each token "
         "and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with `experts` in "
-        "all and `routing`: what is expected where choices are `alike` and `skewed`, each `busier_half` (the share "
+        "all and `routing`: the prediction if choices are `alike` and `skewed`, each `busier_half` (the share "
         "that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and "
@@ -147,7 +147,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def _fits(report: dict[str, Any]) -> str:
-    """Return whether it fits, and into what."""
+    """Return whether it fits, and the limit."""
     total, budget = report["total_bytes"], report["budget_bytes"]
     own = format_size(total) if budget is None else f"{format_size(total)} of {format_size(budget)}"
     words = {None: "Whether it fits is not known", True: "It fits", False: "It does not fit"}[report["fits"]]
@@ -205,7 +205,7 @@ def bar_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _streaming(option: dict[str, Any]) -> str:
-    """Return what streamed layers cost; empty for other alternatives."""
+    """Return the cost of streamed layers; empty for other alternatives."""
     if "streamed_bytes" not in option:
         return ""
     fast = option["decode_tok_per_s"]

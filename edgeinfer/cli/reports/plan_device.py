@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | None = None) -> dict[str, Any]:
     """Return the JSON object of `plan` for a device of onnxruntime; nothing of it needs that package or a GPU.
 
-    Raises `UsageError` for what the device cannot do.
+    Raises `UsageError` for options that the device does not support.
     """
     from edgeinfer.memory_planner import fills, pool_error, serving_share
 
@@ -138,14 +138,14 @@ def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: 
 
     notes, own = [], model.config.max_position_embeddings
     if device == CUDA:
-        notes.append("What CUDA takes for itself was measured on an H100 and an H200; other cards may take less.")
+        notes.append("CUDA's own memory was measured on an H100 and an H200; other cards may take less.")
         if memory is None:
-            notes.append("No GPU was found here: only this process's side is compared with what there is, and run is "
-                         "refused. Give a card's name to plan for it, such as --machine rtx4090.")
+            notes.append("No GPU was found here: only this process's side is compared with the available memory, and "
+                         "run is refused. Give a card's name to plan for it, such as --machine rtx4090.")
     elif not card and (why := why_not(device)):
         notes.append(f"run is refused here: {why}")
     if card and config.budget_bytes is None:
-        notes.append("What the machine around the card can give is not known: --budget says it.")
+        notes.append("The memory of the machine around the card is not known: set it with --budget.")
     if (config.ctx or 0) > own:
         notes.append(f"The context of {config.ctx} tokens is longer than the model's {own}: run refuses it.")
     return notes

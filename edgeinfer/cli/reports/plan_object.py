@@ -1,4 +1,4 @@
-"""A plan as `edgeinfer plan` reports it: its JSON object, what else would fit, how fast it will be, remarks."""
+"""A plan as `edgeinfer plan` reports it: its JSON object, alternatives that fit, its speed, remarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "free on this machine now"
 
 def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None,
                 fits: bool | None, budget: int | None, budget_source: str | None) -> dict[str, Any]:
-    """Return what the JSON objects of all plans begin with: the model, the request, where memory goes, the budget."""
+    """Return the common beginning of the JSON objects of plans: the model, the request, where memory goes, the
+    budget."""
     return {
         "model": model.name, "source": model.source, "fits": fits, "mode": plan.mode,
         "parameters": model.parameters, "weights": model.quantisation.weights,
@@ -50,7 +51,7 @@ def share(config: RuntimeConfig) -> str:
 
 
 class PlanReport:
-    """One plan, what it was made for, and what else would fit."""
+    """One plan, its request, and alternatives that fit."""
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
                  profile: DeviceProfile | None, choice: Choice | None, draft_memory: DraftMemory | None = None,
@@ -120,7 +121,7 @@ class PlanReport:
         return min(found, int(plan.request.kv_tokens or 0)) if own_pool(self.config) else found
 
     def _from_storage(self, plan: MemoryPlan) -> Alternative:
-        """Return what the run reads from storage by itself."""
+        """Return the reads of the run from storage."""
         from edgeinfer.memory_planner import cold, kept_experts, streamed
         from edgeinfer.offload import from_flash
 
@@ -145,7 +146,7 @@ class PlanReport:
                            placer=found[0]) if found else None
 
     def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
-        """Return what tokens read of experts, and how fast they come where storage was measured."""
+        """Return the reads of experts by tokens, and their speed if storage was measured."""
         from edgeinfer.devices import estimate
         from edgeinfer.offload import ALIKE, SKEWED, from_flash
 
@@ -212,7 +213,7 @@ class PlanReport:
             notes.append(said[0].upper() + said[1:])
         if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
             notes.append("Where neurons are read from storage, no layer falls back to dense or exact, because masks "
-                         "decide what is read.")
+                         "decide that.")
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens exceeds the model's {own}, so run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile, self.refused)):
@@ -232,7 +233,7 @@ class PlanReport:
 
 
     def _which_version(self, device: DeviceProfile) -> str:
-        """Say what of the device's memory is the budget, and which smaller version would do."""
+        """Return the part of the device's memory that is the budget, and the smaller version that would suffice."""
         left = device.memory_bytes - device.usable_bytes
         room = f", less {format_size(left)} for the system" if left else ""
         needed = self.fitted.plan.unstreamed_bytes

@@ -1,4 +1,4 @@
-"""Predicted beside measured, after each `run` and `bench`, on a machine that was probed; and what the profile learns.
+"""Predicted beside measured, after each `run` and `bench`, on a machine that was probed; and updates of the profile.
 
 Nothing here may fail or slow down a run: without a profile of this machine, or with one of other threads, there is no
 prediction, and that is all.
@@ -202,7 +202,7 @@ def sentence(out: dict[str, Any] | None) -> str | None:
 
 
 def beside(predicted: dict[str, Any] | None, measured: float) -> dict[str, Any] | None:
-    """Return a prediction with what was measured; `miss` is predicted over measured, less one."""
+    """Return a prediction with the measured value; `miss` is predicted over measured, less one."""
     if predicted is None:
         return None
     return {**predicted, "measured": measured, "miss": predicted["t_per_s"] / measured - 1}

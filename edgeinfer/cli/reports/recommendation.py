@@ -21,7 +21,7 @@ PROMPT = 2000
 """Tokens of the prompt whose first word is timed."""
 MOST_ROWS = 12
 CARD_BYTES = 600 << 20
-"""Of a card, what the runtime takes beside the plan of a processor's run, an assumption."""
+"""Memory that the runtime takes on a discrete GPU beside the plan of a processor's run, an assumption."""
 
 
 def one(device: DeviceProfile, model: Sized, ctx: int) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ JSON_FIELDS = {
         "ctx": "context in tokens",
         "kv": "type of the KV cache",
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
-        "`measured` (of decoding with draft tokens: what it would have been without, by `gain` of `speculation`), "
+        "`measured` (of decoding with draft tokens: the speed without them, by `gain` of `speculation`), "
         "`miss`; `basis`, `error`, `error_source`; else null",
         "offload": "where weights do not fit and are read from storage: `decision` (streamed, sparse from flash, or "
         "experts from flash), `walks`, `flash_bytes` read in them, `flash_bytes_per_token` (streamed: of a forward "
@@ -84,7 +84,7 @@ def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float
 
 
 def speculation_object(found: SpeculationReport | None) -> dict[str, Any] | None:
-    """Return what drafting tokens did as a JSON object; None if it was off."""
+    """Return the effect of draft tokens as a JSON object; None if drafting was off."""
     return asdict(found) if found else None
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...models.description import ModelDescription
 
 FIELD = ("storage of the device: `kind`, `sequential_gbs`, `random_gbs` (pairs of bytes and GB/s), `spread` (half the "
-         "width of its band), `source`, `load_ms` of all weights, and of what a run reads while it decodes "
+         "width of its band), `source`, `load_ms` of all weights, and of a run's reads while it decodes "
          "`read_bytes` a token, `read_ms`, `streamed_layers` of `layers`, `experts` (`kept` of `total`, and by "
          "routing `hit_rate`, `read_bytes`, `decode_tok_per_s`); null where nothing is known of it")
 SKIPPING_FIELD = ("with --sparsity: `sparsity`, `row_bytes`, `efficiency` of scattered rows beside reading in order "
@@ -32,7 +32,7 @@ PAYS, MAY_PAY, LOSES = "pays", "may pay", "does not pay"
 
 def storage_object(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, plan: MemoryPlan | None,
                    ctx: int, kind: str | None = None) -> dict[str, Any] | None:
-    """Return what is known of a device's storage, and what a run reads from it; None if nothing is known.
+    """Return the known figures of a device's storage, and a run's reads from it; None if nothing is known.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def skipping_object(model: ModelDescription, profile: DeviceProfile, traffic: Tr
 
 
 def _skipping(model: ModelDescription, traffic: Traffic, sparsity: float, row_bytes: float) -> Traffic:
-    """Return the traffic without the rows that are zero, in memory and of what is read from storage."""
+    """Return the traffic without the rows that are zero, in memory and in storage."""
     kept, head = 1 - sparsity, _head_bytes(model)
     share = min(1.0, traffic.ffn_bytes / max(traffic.weight_bytes - head, 1))  # of a layer that is its FFN
     streamed = traffic.streamed_bytes

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def notice(runner: Runner) -> str | None:
-    """Return why weights are read from storage, and what would do instead; None if all are in memory."""
+    """Return why weights are read from storage, and the alternative; None if all are in memory."""
     if runner.reader is None:
         return None
     reader, plan = runner.reader, runner.plan
@@ -32,7 +32,7 @@ def notice(runner: Runner) -> str | None:
 
 
 class Usage:
-    """Counts what a request reads from storage, from when it is made on."""
+    """Counts the reads of a request from storage, from its creation on."""
 
     def __init__(self, runner: Runner):
         self._runner = runner

@@ -1,4 +1,5 @@
-"""Estimate what several users of one model can expect, each of whom asks again as soon as an answer is complete."""
+"""Estimate the service that several users of one model get, each of whom asks again as soon as an answer is
+complete."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ FIELD = ("with --users: `users`, `prompt`, `answer` (tokens), `ttft_ms`, `tpot_m
          "`output_throughput` (tokens per second of all), `tok_per_s_each`, `requests_per_s`, `step_ms` of a step "
          "without prompts; `knee`, the users from which on arithmetic takes longer than reading; `memory_bytes` of all "
          "contexts and the weights, `budget_bytes`, and `most_users` that it holds; with --goodput `goodput`: `bounds`"
-         ", `met`, `one` (what a single user gets), and `users` and `requests_per_s` at the most users that meet them, "
-         "null if none does; else null")
+         ", `met`, `one` (the figures of a single user), and `users` and `requests_per_s` at the most users that meet "
+         "them, null if none does; else null")
 MOST_USERS = 64
 
 

@@ -142,7 +142,7 @@ def _short(way: dict[str, Any]) -> str:
 
 
 def _verdict(ways: list[dict[str, Any]]) -> str:
-    """Return the answer: the fastest way, and what splitting the layers is beside one machine."""
+    """Return the answer: the fastest way, and splitting the layers compared with one machine."""
     if not (fitting := [way for way in ways if way["fits"]]):
         return "It does not fit, neither on one node nor split; add a node, or choose a smaller model or --ctx."
     top = fitting[0]

@@ -9,8 +9,8 @@ from ...base.units import format_size
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import MemoryPlan
 
-FIELD = ("of layers that keep what their window sees: `layers` of `of`, their `window`, the last `positions` that each "
-         "keeps of a context, so that one takes `kv_bytes` of K and V instead of `whole_bytes`, and all that as it is "
+FIELD = ("of layers that keep the K and V in their window: `layers` of `of`, their `window`, the last `positions` that "
+         "each keeps of a context, so that one takes `kv_bytes` of K and V instead of `whole_bytes`, and all that as "
          "`said`; null where all layers keep all")
 
 
