@@ -1,4 +1,4 @@
-"""Frozen request types: what a user asks for. What follows from a request (a plan, a program) is another type."""
+"""Frozen request types: what a user asks for. Types of its consequences (a plan, a program) are elsewhere."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class RuntimeConfig:
     """Worker threads; None is the physical cores that affinity and container quota allow, and in forward passes under a
     millisecond one of them where that is faster."""
     budget_bytes: int | None = option(None, integer(1, _INF, "1 or more"))
-    """Most memory of the whole process; None is what the system can give now."""
+    """Most memory of the whole process; None is the available memory."""
     prefill_chunk: int = option(256, integer(1, 4096, "from 1 to 4096"))
     """Most prompt tokens processed in one forward pass of the program."""
     max_sequences: int = option(1, integer(1, 64, "from 1 to 64"))
@@ -263,7 +263,7 @@ class RuntimeConfig:
     """Sequences whose windows a pool of this many tokens keeps in layers with a window; None follows from its
     tokens."""
     fill_budget: bool = option(False, FLAG)
-    """Give a KV pool without a size what the budget leaves: from one context to one for each sequence."""
+    """Give a KV pool without a size the rest of the budget: from one context to one for each sequence."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
     """Rows of logits kept per forward pass; evaluation asks for more than one."""
     draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))

@@ -66,7 +66,7 @@ class Option:
     common: tuple[str, ...] = ()
     """Commands whose ``--help`` shows it; ``--help-all`` shows all."""
     unset: str = ""
-    """Words for what happens without it, where the default is None."""
+    """Description of the behaviour without it, if the default is None."""
     several: bool = False
     """True if the flag may be repeated."""
     shared: bool = True

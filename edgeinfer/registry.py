@@ -78,12 +78,12 @@ def _values(one: Technique, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drafting(values: Mapping[str, Any]) -> Drafting:
-    """Return what drafts for a model by the values of options. Raises as `asked_for`, or where they contradict."""
+    """Return the drafter for a model by the values of options. Raises as `asked_for`, or if they contradict."""
     return next(one.drafting(_values(one, values)) for one in techniques() if one.drafting)
 
 
 def samples(values: Mapping[str, Any], flags: Collection[str]) -> bool:
-    """Return whether options given as flags ask for what beam search does not have."""
+    """Return whether options given as flags request something that beam search does not support."""
     return any(one.samples(values, flags) for one in techniques())
 
 
@@ -107,7 +107,7 @@ def recipe_with(recipe: Recipe | None = None, /, **values: Any) -> Recipe:
 
 
 def configured(config: RuntimeConfig, values: Mapping[str, Any]) -> RuntimeConfig:
-    """Return the settings of a run with what options, by name, ask for.
+    """Return the settings of a run with those that options, by name, request.
 
     Raises as `asked_for`.
     """
@@ -152,8 +152,8 @@ def said(command: str, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def placer(model: Any, bundle: Any = None) -> Any:
-    """Return what finds a plan (`memory_planner.Placer`) where not all weights of a model fit; None where nothing does,
-    and layers are streamed."""
+    """Return the function that finds a plan (`memory_planner.Placer`) where not all weights of a model fit; None where
+    nothing does, and layers are streamed."""
     return next((found for one in techniques() if (found := one.place(model, bundle))), None)
 
 

@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
 CONVERSION = {**RULES, "head": choice(WEIGHT_TYPES)}
 """Of a conversion, in which `head` is the type of the output head's weights."""
 MAKING = {**RULES, "max_kld": number(lambda nats: 0 < nats < float("inf"), "a finite number above 0")}
-"""Of what makes an approximation, which can be measured to diverge by 0 but not be asked to."""
+"""Range for makers of approximations, whose divergence can be measured as 0 but not requested to be."""
 
 
 NEEDED = ("model", "source", "destination")

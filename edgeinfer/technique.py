@@ -1,6 +1,6 @@
 """The contract of techniques: each is one object in one file, and `edgeinfer.registry` lists all.
 
-A technique states once what the program needs to know of it: its options, the settings that stay exact, the part of a
+A technique states once everything that the program needs: its options, the settings that stay exact, the part of a
 bundle that it needs, and the functions below. No other file knows a technique by its name.
 """
 
@@ -25,7 +25,7 @@ class Part:
     name: str
     """One of `bundle.PARTS`."""
     read: Callable[[Any], dict[str, str | float]]
-    """Returns what the pass needs to know of a `Bundle`'s part, without its arrays; nothing if there is none."""
+    """Returns the facts about a `Bundle`'s part that the pass needs, without its arrays; nothing if there is none."""
     shown: tuple[str, ...] = ()
     """Names of settings by which a recipe may ask for a certain one."""
 
@@ -76,13 +76,14 @@ class Drafting(Protocol):
         """Raise `UsageError` where a device of onnxruntime cannot run the drafter."""
 
     def companion(self, bundle: Any, tokenizer: Any, config: RuntimeConfig, progress: Any, opened: Any) -> Any:
-        """Return what is opened beside a bundle, or None: its `beside` is in the plan, and `open(session)` opens it."""
+        """Return the drafter to open beside a bundle, or None: its `draft_memory` is in the plan, and `open(session)`
+        opens it."""
 
     def draft_memory(self, model: Any, stored: tuple[str | None, int | None], config: RuntimeConfig) -> Any:
         """Return the memory of the draft for a described model (`memory_planner.DraftMemory`), or None."""
 
     def speculation(self, asked: GenerationConfig, runner: Any, draft: Any, kept: list[Any], times: Any) -> Any:
-        """Return what drafts and verifies for a request (`engine.Speculation`), or None."""
+        """Return the object that drafts and verifies for a request (`engine.Speculation`), or None."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Technique:
     ask: Callable[[Mapping[str, Any]], Any] = _mode
     """Turns the values of all options into settings: None if nothing was requested, empty for "not at all"."""
     exact: Callable[[Any], bool] = lambda settings: True
-    """True if a model with these settings predicts what it predicts without."""
+    """True if these settings leave a model's predictions unchanged."""
     by_itself: str = ""
     """Value of the first option that may be used without being requested, within `--max-kld`; empty for none."""
     part: Part | None = None
@@ -114,7 +115,7 @@ class Technique:
     rewrite: Callable[..., Any] | None = None
     """``rewrite(graph, **settings) -> Graph``."""
     settle: Callable[[Any, int], Any] = lambda settings, layers: settings
-    """``settle(settings, layers)`` fills in what depends on how many layers a model has."""
+    """``settle(settings, layers)`` fills in settings that depend on the number of layers."""
     boundaries: Callable[[Any], tuple[int, ...]] = lambda settings: ()
     """Layers after which prompt tokens may be pruned, whose K and V later layers then lack."""
     prompt_share: Callable[[Any, int, int, int], float] = lambda settings, tokens, depth, layers: 1.0
@@ -122,31 +123,32 @@ class Technique:
     regions: Callable[[Any, Any, Any], Iterable[Any]] = _nothing
     """``regions(graph, request, settings)`` yields the regions of memory that it takes."""
     traffic: Callable[[Any, Any, Any], Any] = lambda traffic, model, settings: traffic
-    """``traffic(traffic, model, settings)`` returns what the estimator is to read of a described model."""
+    """``traffic(traffic, model, settings)`` returns the traffic of a described model for the estimator."""
     place: Callable[[Any, Any], Any] = lambda model, bundle: None
-    """``place(model, bundle)`` returns what finds a plan (`memory_planner.Placer`) where not all weights of a model
-    fit, whose mode is then the technique's name; None if it has nothing to read when it is requested. The bundle is
-    None for a model that is none yet."""
+    """``place(model, bundle)`` returns the function that finds a plan (`memory_planner.Placer`) where not all weights
+    of a model fit, whose mode is then the technique's name; None if it has nothing to read when it is requested. The
+    bundle is None for a model that is none yet."""
     reads: Callable[[Any, Any, Any], tuple[float, float] | None] = lambda plan, bundle, profile: None
     """``reads(plan, bundle, profile)`` returns the bytes that a token reads from storage with such a plan, and those of
     one read; None if the profile does not say enough."""
     notice: Callable[[Any], str] = lambda plan: ""
-    """Says what such a plan keeps in memory, and what is read."""
+    """Describes which weights such a plan keeps in memory, and which it reads."""
     cost: Callable[[Any, int, int, int], dict[str, Any]] = lambda plan, tokens, hits, misses: {}
-    """``cost(plan, tokens, hits, misses)`` returns what tokens have read, as reports have it."""
+    """``cost(plan, tokens, hits, misses)`` returns the bytes that tokens have read, for reports."""
     attach: Callable[[Any, Any], None] = lambda session, settings: None
     """``attach(session, settings)`` adds its prefill strategy, reader or drafter to an open session."""
     report: Callable[[Reported], Mapping[str, Any]] = lambda run: {}
     """Returns its fields of a command's JSON object."""
     fields: tuple[tuple[str, str, str], ...] = ()
-    """Command, field and meaning of what `report` returns."""
+    """Command, field and meaning of the values that `report` returns."""
     label: str = ""
     """Label before its words (`said`, `assumed`) in the output of ``plan`` and ``estimate``."""
     drafting: Callable[[Mapping[str, Any]], Drafting] | None = None
     """Turns the values of its options into a drafter beside a model; nothing that is computed depends on that, so it is
     in no configuration."""
     samples: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda values, flags: False
-    """``samples(values, flags)``: whether options given as flags ask for what beam search does not have."""
+    """``samples(values, flags)``: whether options given as flags request something that beam search does not
+    support."""
     agree: Callable[[Mapping[str, Any], Collection[str], int], Mapping[str, Any]] = lambda values, flags, beams: values
     """``agree(values, flags, beams)`` returns values that go together: contradicting flags raise `UsageError`, and
     values of variables give way."""

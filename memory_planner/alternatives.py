@@ -129,7 +129,7 @@ def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: 
     """Smaller requests that fit, in the order in which they are to be tried: checkpoints of recurrent state, context
     (or the KV pool if its size was given), KV type, weight type.
 
-    If a smaller KV or weight type does not help alone, it is offered with what helps together with it.
+    If a smaller KV or weight type does not help alone, it is offered together with others that help.
     """
     if fewer := fewer_checkpoints(planner.plan, to_request(config), budget):
         yield Alternative({STATE: int(fewer.request.state_memory or 0)}, fewer.total_bytes)

@@ -70,7 +70,7 @@ class BlockPool:
             self._free.append(block)
 
     def recount(self, tables: Iterable[list[int]]) -> None:
-        """Count the holders again from all block tables there are: frees what no table names.
+        """Count the holders again from all block tables there are: frees blocks that no table names.
 
         For sequences that were forgotten without being released, and after an interruption.
         """

@@ -23,9 +23,9 @@ def available_bytes() -> int:
 
 
 def process_budget() -> int:
-    """Most memory that this whole process can hold: what the system can give now, and what the process has already.
+    """Most memory that this whole process can hold: the available memory, and the memory that the process has already.
 
-    Linux charges control groups in batches, so that what they have used is counted that much too high.
+    Linux charges control groups in batches, so that their use is counted that much too high.
     """
     return available_bytes() + own_bytes() + CHARGE_BATCH_BYTES * (os.cpu_count() or 1)
 

@@ -29,7 +29,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     ----------
     planner : Planner
     config : RuntimeConfig
-        Without open fields but its budget: None is what the system can give now.
+        Without open fields but its budget: None is the available memory.
     rebuild : callable
     placer : callable, optional
 
@@ -44,7 +44,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     BudgetError
         With alternatives that were checked to fit; it carries the plan.
     RequestError
-        What is to run beside the model cannot, with this plan.
+        The draft cannot run beside the model with this plan.
     """
     budget = budget_of(config)
     if error := pool_error(planner.plan, config, budget):

@@ -10,7 +10,7 @@ from edgeinfer.graph import Graph, OnDemand
 from edgeinfer.kernels import abi, routes
 
 PAGE_BYTES, READ_BYTES = 4096, 1 << 20
-"""Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time
+"""Direct I/O reads whole pages of a file to whole pages of memory; the unit of a read
 (docs/explanation/streaming.md)."""
 READERS = 8
 """Threads that read experts and neurons: a disk answers faster with several reads at a time."""

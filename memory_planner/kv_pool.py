@@ -79,7 +79,7 @@ def pool_sizes(fits: Callable[[int, int], bool], request: Request, most: int,
     """Return how many blocks a pool has at most, and of how many sequences it keeps windows; 1 and 1 if nothing fits.
 
     One sequence with a whole context comes first, if it fits. Then as many sequences get windows as can have
-    `USUAL_TOKENS` each, and what is left becomes blocks, so that longer sequences fit too.
+    `USUAL_TOKENS` each, and the rest becomes blocks, so that longer sequences fit too.
 
     Parameters
     ----------

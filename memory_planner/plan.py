@@ -161,7 +161,7 @@ class MemoryPlan:
     rope_row_bytes: int
     """Constants: bytes of one position's cosines and sines."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """Names of streamed weights by part: what is read together, in the order of use. Part i is in buffer i %
+    """Names of streamed weights by part, which is read as a whole, in the order of use. Part i is in buffer i %
     STREAM_BUFFERS."""
     cold: ColdPlan | None = None
     """Neurons that are read on demand, if there are any."""
@@ -210,7 +210,7 @@ class MemoryPlan:
 
     @property
     def unstreamed_bytes(self) -> int:
-        """Return what `total_bytes` would be with all weights in memory."""
+        """Return the value of `total_bytes` with all weights in memory."""
         instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold", "experts"))
         return self.total_bytes + self.stored_bytes - instead
 

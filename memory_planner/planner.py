@@ -56,7 +56,7 @@ class Planner:
     offsets : mapping of str to int, optional
         Where each weight begins in weights.bin; by default where converting would put it.
     draft_memory : DraftMemory, optional
-        What each plan has room for too.
+        Memory of a draft that each plan has room for, too.
     """
 
     def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None,
@@ -77,7 +77,7 @@ class Planner:
         self._weights: dict[tuple[Any, ...], PlacedWeights] = {}
 
     def alone(self) -> Planner:
-        """Return a planner of the model without what runs beside it."""
+        """Return a planner of the model without a draft."""
         other = copy.copy(self)
         other.draft_memory, draft_memory = None, self.draft_memory.stores if self.draft_memory else ()
         other._accesses = [access for access in self._accesses if access not in draft_memory]
@@ -188,7 +188,7 @@ def boundaries_of(request: Request) -> tuple[int, ...]:
 
 
 def one_of_each(graph: Graph) -> list[Op]:
-    """Return one operation of each kind and size: what layers have in common is asked once."""
+    """Return one operation of each kind and size: equal operations of layers are asked once."""
     found = {}
     for op in graph.ops:
         rows = tuple((x.width, x.dtype, x.group_size) for x in (op.out, *op.inputs))
@@ -198,7 +198,7 @@ def one_of_each(graph: Graph) -> list[Op]:
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
-    """Return what scratch may depend on in a run."""
+    """Return the sizes that scratch may depend on in a run."""
     return Sizes(types, splits, min(request.tokens, abi.ATTENTION_TOKENS), request.decoded_tokens)
 
 

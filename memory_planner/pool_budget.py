@@ -1,4 +1,4 @@
-"""A KV pool of its own size, and checkpoints of recurrent state: what the budget leaves, and fewer that fit."""
+"""A KV pool of its own size, and checkpoints of recurrent state: the rest of the budget, and fewer that fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_BYTES = 4096
 
 def fill_budget(plan_of: Callable[[Request], Planned], config: RuntimeConfig, fits: Callable[[Planned], bool],
                 block_tokens: int = abi.BLOCK_TOKENS) -> Planned:
-    """Plan a run whose KV pool gets what the budget leaves: from one context to one for each sequence.
+    """Plan a run whose KV pool gets the rest of the budget: from one context to one for each sequence.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def fill_budget(plan_of: Callable[[Request], Planned], config: RuntimeConfig, fi
 
     Returns
     -------
-    what `plan_of` does
+    errors of `plan_of`
         Of which `fits` is false if the pool of one context does not fit.
     """
     request = to_request(config)

@@ -11,7 +11,7 @@ from .windows import Windowed
 
 
 def held_words(request: Request) -> str:
-    """Say what the blocks of a KV pool are for, where that is not a context for each sequence."""
+    """Describe the blocks of a KV pool, if they are not a context for each sequence."""
     if request.kv_tokens is not None:
         return f" ({request.kv_tokens} tokens in all)"
     return f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if request.shares_prompt else ""

@@ -65,7 +65,7 @@ def own_pool(config: RuntimeConfig) -> bool:
 
 
 def fills(config: RuntimeConfig) -> bool:
-    """Return whether the KV pool gets what the budget leaves; its request has the least, one context."""
+    """Return whether the KV pool gets the rest of the budget; its request has the least, one context."""
     return config.fill_budget and not own_pool(config)
 
 
@@ -120,7 +120,7 @@ def _outputs(config: RuntimeConfig) -> int:
 
 
 def budget_of(config: RuntimeConfig) -> int:
-    """Return the limit in bytes: the one requested, else what the system can give now, or most of it for a run that
+    """Return the limit in bytes: the one requested, else the available memory, or most of it for a run that
     takes all."""
     if config.budget_bytes is not None:
         return config.budget_bytes

@@ -34,7 +34,7 @@ def settle(graph: Graph, allocations: dict[str, Placement]) -> None:
 
 
 def extents(allocations: Mapping[str, Placement], names: Iterable[str]) -> dict[str, int]:
-    """Return what can be read at once: the first of the weights that share an allocation, and the bytes of all
+    """Return the weights that are read at once: the first of the weights that share an allocation, and the bytes of all
     these."""
     found: dict[str, int] = {}
     for name in names:

@@ -11,7 +11,7 @@ from edgeinfer.graph import Op
 SLOT_UNIT = 4096
 """Slots are a multiple of it: files of prompts have them in rows of as many bytes."""
 SPARES = 1
-"""Slots for what a prompt's pass must be able to go back to when it is cancelled: one at a time."""
+"""Slots for the state to restore when a prompt's pass is cancelled: one at a time."""
 CHECKPOINTS = 4
 """Checkpoints where no memory for them is asked for."""
 
@@ -39,7 +39,7 @@ class StatePlan:
 
     @property
     def reason(self) -> str:
-        """Return what the region is for."""
+        """Return the purpose of the region."""
         return (f"recurrent state: {self.slots} slots x {self.slot_bytes} bytes ({self.sequences} "
                 f"sequence{'s' * (self.sequences > 1)}, {SPARES} spare, {self.checkpoints} checkpoints)")
 

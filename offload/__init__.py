@@ -1,7 +1,7 @@
 """edgeinfer.offload: weights that do not fit in memory.
 
 This package decides which neurons of sparse FFNs stay in memory under a budget, or how many experts of an MoE model,
-and says what that reads for a token and how long it takes. What reads and computes is in the runtime (slots.py) and the
+and predicts the reads of a token and their time. Reading and computing are in the runtime (slots.py) and the
 kernels (neuron_resolve.py, experts_resolve.py); whole layers are streamed by the runtime alone (stream.py). It may
 import the runtime (edgeinfer.runtime) and all below it, never edgeinfer.sparse.
 """

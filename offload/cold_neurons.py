@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def place(model: ModelConfig, bundle: Bundle | None) -> Placer | None:
-    """Return what finds hot and cold neurons for a bundle; None if it has no cold ones."""
+    """Return the placer of hot and cold neurons for a bundle; None if it has no cold ones."""
     if bundle is None or "cold" not in bundle.parts:
         return None
     from .placement import place_neurons
@@ -50,7 +50,7 @@ def attach(session: Session, settings: object) -> None:
 
 
 def notice(plan: MemoryPlan) -> str:
-    """Describe what is in memory and what is read."""
+    """Describe which neurons are in memory and which are read."""
     from edgeinfer.base.units import format_size
 
     assert plan.cold
@@ -59,7 +59,7 @@ def notice(plan: MemoryPlan) -> str:
 
 
 def cost(plan: MemoryPlan, tokens: int, hits: int, misses: int) -> dict[str, Any]:
-    """Return what tokens have read, as the field ``offload`` of reports has it."""
+    """Return the reads of tokens, as the field ``offload`` of reports."""
     assert plan.cold
     return {"decision": TECHNIQUE.name, "hot_share": _hot(plan), "hit_rate": hits / max(hits + misses, 1),
             "flash_bytes_per_token": misses * plan.cold.cluster_bytes / max(tokens, 1)}

@@ -1,7 +1,9 @@
-"""MoE models whose weights do not fit: which part of the experts the cache holds, and what a token reads from storage.
+"""MoE models whose weights do not fit: which part of the experts the cache holds, and the bytes that a token reads from
+storage.
 
 All that a token needs whatever it chooses stays in memory; the rest of the budget is slots for experts. Every expert
-may take any of them, so no layer is chosen: what stays is what tokens want (kernels/ops/experts/experts_resolve.py).
+may take any of them, so no layer is chosen: the cache keeps the experts that tokens use
+(kernels/ops/experts/experts_resolve.py).
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def _by_rank(experts: int, active: int, power: float) -> list[float]:
 
 
 def from_flash(plan: ExpertsPlan, half: float = ALIKE) -> FromFlash:
-    """Return what a token reads where experts are taken as `routing` says.
+    """Return the reads of a token if experts are chosen as `routing` says.
 
     The cache is taken to hold those that are chosen most, which replacement by counts comes close to; where tokens
     share more with those before them than their rates say, as in real texts, it holds more than that.
@@ -99,7 +101,7 @@ def from_flash(plan: ExpertsPlan, half: float = ALIKE) -> FromFlash:
 
 
 def expected(plan: ExpertsPlan, rates: Sequence[float]) -> FromFlash:
-    """Return what a token reads that goes through each expert of all layers at these rates."""
+    """Return the reads of a token that goes through each expert of all layers at these rates."""
     wanted = float(sum(rates))
     rate = min(1.0, sum(sorted(rates, reverse=True)[: plan.slots]) / wanted)
     missing = (1 - rate) * wanted / len(plan.layers)

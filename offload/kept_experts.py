@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def place(model: ModelConfig, bundle: Bundle | None) -> Placer | None:
-    """Return what finds slots for a model's experts; None if it has none."""
+    """Return the placer of slots for a model's experts; None if it has none."""
     if not model.experts:
         return None
     from .experts import keep_experts
@@ -51,7 +51,7 @@ def attach(session: Session, settings: object) -> None:
 
 
 def notice(plan: MemoryPlan) -> str:
-    """Describe what is kept and what is read."""
+    """Describe which experts are kept and which are read."""
     from edgeinfer.base.units import format_size
 
     experts = plan.experts
@@ -61,7 +61,7 @@ def notice(plan: MemoryPlan) -> str:
 
 
 def cost(plan: MemoryPlan, tokens: int, hits: int, misses: int) -> dict[str, Any]:
-    """Return what tokens have read, as the field ``offload`` of reports has it."""
+    """Return the reads of tokens, as the field ``offload`` of reports."""
     assert plan.experts
     return {"decision": TECHNIQUE.name, "kept_share": plan.experts.slots / plan.experts.total,
             "hit_rate": hits / max(hits + misses, 1),

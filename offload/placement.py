@@ -23,7 +23,7 @@ from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request, in_
 from .prediction import Floats
 
 TOKENS_KEPT = 2
-"""Tokens whose cold neurons the cache holds, beside what a prompt needs: with less than one it holds nothing when a
+"""Tokens whose cold neurons the cache holds, beside those of a prompt: with less than one it holds nothing when a
 layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/explanation/offload.md)."""
 MOST_CACHE = 0.25
 """Of the memory that is left for neurons, at most this share goes to the cache for that."""
@@ -97,7 +97,7 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     heat, best = Heat.of(statistics, empty), None
     fixed = planned(empty.hot, empty.least_slots).total_bytes - empty.least_slots * empty.cluster_bytes
     least, kept = empty.least_slots, 0.0
-    for _ in range(6):  # what stays decides how large the cache must be, and the cache what may stay
+    for _ in range(6):  # the resident layers and the size of the cache depend on each other
         room = budget - fixed
         slots = max(least, min(round(kept), int(MOST_CACHE * room) // empty.cluster_bytes))
         hot = choose(heat, (room - slots * (empty.cluster_bytes + 64)) // empty.neuron_bytes)

@@ -30,10 +30,10 @@ class Prediction(NamedTuple):
 
 def predict(plan: ColdPlan, statistics: Statistics, seconds_in_memory: float,
             storage_gbs: Callable[[float], float], hit_rate: float | None = None) -> Prediction:
-    """Return what a token costs.
+    """Return the cost of a token.
 
-    Neurons count as independent of each other and of the tokens before: then a cache that forgets what was not wanted
-    for t tokens holds a cluster of rate r with probability 1 - (1 - r)^t, and t is what fills the slots (Che et al.,
+    Neurons count as independent of each other and of the tokens before: then a cache that evicts clusters unused
+    for t tokens holds a cluster of rate r with probability 1 - (1 - r)^t, and t follows from the slots (Che et al.,
     Hierarchical Web Caching Systems, 2002). Layers take turns, so a cache of less than one token's clusters has lost
     a layer's when its turn comes again. Neighbouring tokens that share neurons make the rate higher than said. Reads of
     a layer follow its mask and hide behind its resident neurons alone, so time adds up.

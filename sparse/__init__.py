@@ -3,7 +3,7 @@
 This package holds graph rewrites that skip the neurons of an FFN whose activation is zero (ReLU, ReGLU, dReLU, squared
 ReLU, thresholded), for the predictors that draft the active ones from the layer's input, and for the statistics that
 both need. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.offload. `sparsify`
-makes a bundle with a predictor of a bundle without one; what it makes are parts of the bundle (edgeinfer.bundle), so
+makes a bundle with a predictor of a bundle without one; its results are parts of the bundle (edgeinfer.bundle), so
 that the runtime and `offload/` need nothing of this package.
 """
 

@@ -145,7 +145,7 @@ def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: flo
 
 
 def harm_of(f: Floats, down: Floats) -> Floats:
-    """Return what leaving out each neuron does to the layer's output, over the mean of its sum: (|f| |d|)^2."""
+    """Return the effect of leaving out each neuron on the layer's output, over the mean of its sum: (|f| |d|)^2."""
     harm = (f * np.linalg.norm(down, axis=1)) ** 2
     return np.asarray(harm / max(float(harm.sum(axis=1).mean()), 1e-30), np.float32)
 

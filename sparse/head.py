@@ -1,11 +1,12 @@
 """A screen of the output head: cheap estimates of all logits, and bounds of their errors.
 
 With W the head, x its input and A any invertible matrix, W x = G z where G = W A^-1 and z = A x. A is taken as it is
-rounded to int8, so that this holds for what is stored; the first columns of G, rounded to 4 bits, make the estimates.
-What an estimate lacks is the product of a row of G's rest and rounding errors with z, and of what is kept of the row
-with the errors that z is rounded by: at most the product of two norms (Cauchy-Schwarz). The first is the row's bound.
+rounded to int8, so that this holds for the stored matrices; the first columns of G, rounded to 4 bits, make the
+estimates. The error of an estimate is the product of a row of G's rest and rounding errors with z, and of the kept part
+of the row with the errors that z is rounded by: at most the product of two norms (Cauchy-Schwarz). The first is the
+row's bound.
 
-A orders directions by what they carry: with C the covariance of x and C = M M', the largest eigenvectors U of
+A orders directions by their variance: with C the covariance of x and C = M M', the largest eigenvectors U of
 M' W' W M with eigenvalues l give A = l^(1/4) U' M^-1, which spreads weight evenly over G and z, for both are rounded.
 """
 
@@ -55,7 +56,7 @@ def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: i
     ----------
     session : of `open_plain`
     ids : the text's tokens
-    rank : by default what reads the fewest bytes
+    rank : by default the rank that reads the fewest bytes
     on_progress : called with (stage, done, total, item)
 
     Raises
@@ -123,7 +124,7 @@ def _inputs(session: Session, found: ScreenableHead, head: _Head, ids: Sequence[
                                                                                                         Floats]:
     """Mean x x' of the head's inputs, as its matmul sees them, and some of them from all over the text.
 
-    What is visited is the residual stream before the last norm, because a capture asks for no logits.
+    The hook reads the residual stream before the last norm, because a capture asks for no logits.
     """
     total, kept, every = np.zeros((head.cols, head.cols)), [], max(1, len(ids) // SAMPLE_TOKENS)
 

@@ -19,7 +19,7 @@ def rewrite(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph
     """Describe which part of the output head decoded tokens compute.
 
     All rows (exact), or those that a low-rank matmul says can hold the largest logit; the others keep its estimates
-    (screened). What it leaves out never is the largest logit, so greedy decoding gives the same text.
+    (screened). It never leaves out the largest logit, so greedy decoding gives the same text.
     """
     from edgeinfer.errors import UsageError
     from edgeinfer.graph import ScreenedHead, with_screen
@@ -43,7 +43,7 @@ def _read(bundle: Bundle) -> dict[str, str | float]:
 
 
 def report(run: Reported) -> dict[str, Any]:
-    """Return in ``info`` what a bundle's head is screened with."""
+    """Return the screen of a bundle's head, for ``info``."""
     if run.command != "info":
         return {}
     from edgeinfer.bundle import read_screen

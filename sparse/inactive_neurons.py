@@ -19,11 +19,11 @@ MODES = OFF, EXACT, PREDICT = "off", "exact", "predict"
 
 def rewrite(graph: Graph, mode: str, kind: str = "", rank: int = 0, dense: str | float = "none",
             exact: str | float = "none") -> Graph:
-    """Describe what FFNs stored neuron by neuron read.
+    """Describe the reads of FFNs stored neuron by neuron.
 
-    All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens what a predictor of a
-    kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever the mode is: what
-    falls back where leaving out neurons would cost more. FFNs in tiles have nothing to leave out.
+    All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens the neurons that a
+    predictor of a kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever
+    the mode is: what falls back where leaving out neurons would cost more. FFNs in tiles have nothing to leave out.
     """
     from edgeinfer.errors import UsageError
     from edgeinfer.graph import NeuronDown, NeuronGated, with_predictor
@@ -64,7 +64,8 @@ def _read(bundle: Bundle) -> dict[str, str | float]:
 
 
 def traffic(traffic: Traffic, model: Any, settings: object) -> Traffic:
-    """Return what a token reads of FFNs by neuron, whatever was requested: layers may leave out neurons by default."""
+    """Return the reads of a token in FFNs by neuron, whatever was requested: layers may leave out neurons by
+    default."""
     if model.sparse is None:
         return traffic
     return replace(traffic, neuron_layers=model.sparse.layers(), gate_share=model.sparse.gates)

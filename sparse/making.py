@@ -93,7 +93,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     kind = _kind(kind, networks)
     check_rank(rank, kind, source.config.hidden_size)
     check_epochs(epochs, kind)
-    graph = neuron_graph(source, networks)  # which refuses what cannot be stored so
+    graph = neuron_graph(source, networks)  # refuses models that cannot be stored so
     fitting, choosing, measuring = cut(stream)
     others = [cut_held_out(one) for one in held_out]
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
@@ -213,7 +213,7 @@ class _Maker:
         return [ffn for ffn in self.networks if ffn.by_neuron]
 
     def measure(self, predictor: Predictor, stream: Stream) -> tuple[Evaluation, list[Tally]]:
-        """Return the divergence of a predictor on a text, and what it chose."""
+        """Return the divergence of a predictor on a text, and the neurons that it chose."""
         gates = (parts(self.bundle, ffn).gate if predictor.kind == "threshold" else
                  np.empty((ffn.neurons, ffn.x.width), np.float32) for ffn in self.by_neuron)  # others need its shape
         scores = [scorer(predictor, ffn.layer, gate, ffn.activation, biases(self.bundle, ffn)[0])
@@ -223,7 +223,7 @@ class _Maker:
         return evaluate(runner, stream, reference=self.reference, window=runner.config.ctx), tallies
 
     def of_layers(self, tallies: list[Tally], activity: _Activity) -> list[Tally]:
-        """Return what each layer chose; one in tiles computes all neurons."""
+        """Return the neurons that each layer chose; a dense layer computes all."""
         found, measured = dict(zip((ffn.layer for ffn in self.by_neuron), tallies, strict=True)), tallies[0].neurons
         fired = (round(measured * float(one.counts.mean()) / one.tokens) for one in activity.fired)
         return [found.get(ffn.layer, Tally(measured, measured, n, n))
@@ -257,7 +257,8 @@ class _Maker:
 
     def statistics(self, activity: _Activity, orders: dict[int, NDArray[np.int32]],
                    tallies: list[Tally]) -> Statistics:
-        """Return the neurons' activity, in the order in which they are stored now, and what masks chose of a text."""
+        """Return the neurons' activity, in the order in which they are stored now, and the neurons that masks chose on
+        a text."""
         tokens = activity.fired[0].tokens
         chosen = (round(one.read_share * tokens * ffn.neurons) for one, ffn in zip(tallies, self.networks, strict=True))
         return Statistics(tokens, tuple(one.counts for one in activity.fired),

@@ -69,9 +69,9 @@ def unpack_matrix(data: NDArray[np.uint8], shape: tuple[int, int]) -> Floats:
 
 
 def scorer(predictor: Predictor, layer: int, gate: Floats, activation: str, bias: Floats | float = 0.0) -> Scores:
-    """Return what gives a layer's scores, with the stored bytes of the predictor and the steps of the kernels.
+    """Return the function of a layer's scores, with the stored bytes of the predictor and the steps of the kernels.
 
-    The gates' biases shift what a threshold looks at; other kinds have thresholds of each neuron, which know of them.
+    The gates' biases shift a threshold's input; other kinds have thresholds of each neuron, which know of them.
     """
     neurons, hidden = gate.shape
     if predictor.kind == "sign":
@@ -101,7 +101,7 @@ def thresholds(scores: Floats, harm: Floats, lambdas: NDArray[Any], one: bool = 
     ----------
     scores : of shape (tokens, neurons)
     harm : of shape (tokens, neurons)
-        What leaving the neuron out does to the layer's output: (|f| |d|)^2, over the mean of its sum over neurons.
+        Effect of leaving the neuron out on the layer's output: (|f| |d|)^2, over the mean of its sum over neurons.
     lambdas : of shape (n,)
         The harm that computing one neuron for one token is worth: a threshold is where the number of neurons left out
         less their harm / lambda is largest, neuron by neuron.

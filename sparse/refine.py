@@ -1,6 +1,6 @@
 """Training of a low-rank predictor's matrices, from the closed form on: NumPy, Adam, the same bits for the same seed.
 
-The closed form keeps what is largest of the gates; a predictor only has to tell which neurons are worth computing. So
+The closed form keeps the largest part of the gates; a predictor only has to tell which neurons are worth computing. So
 each neuron's score is trained as the logit of that, once for each token (logistic loss), with the inner product rounded
 to int8 as in a run; a neuron that is missed weighs by the root of the harm it does.
 """

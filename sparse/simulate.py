@@ -60,7 +60,7 @@ class Tally:
 
 def predicted(session: Session, networks: Sequence[Ffn], scores: Sequence[Scores],
               thresholds: Sequence[NDArray[np.float32]]) -> tuple[HookedRunner, list[Tally]]:
-    """Return a runner that leaves out neurons as a predictor says, and what each layer's predictor chose so far.
+    """Return a runner that leaves out neurons as a predictor says, and the choices of each layer's predictor so far.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def predicted(session: Session, networks: Sequence[Ffn], scores: Sequence[Scores
 def read_bytes_share(predictor: Predictor, tally: Tally, dense_bytes: int, gates: float) -> float:
     """Share of the dense FFN's bytes that a token reads: of neurons those that are chosen, and the predictor.
 
-    Where the gates decide themselves, all gates are read, this share, and of what is left the chosen ones.
+    Where the gates decide themselves, all gates are read, this share, and of the rest the chosen ones.
     """
     rows = tally.read_share if predictor.kind != "threshold" else gates + (1 - gates) * tally.read_share
     return rows + predictor.nbytes / dense_bytes

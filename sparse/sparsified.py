@@ -1,4 +1,4 @@
-"""Report on a new predictor: its divergence, whether that is within the bound, and what it saves."""
+"""Report on a new predictor: its divergence, whether that is within the bound, and its savings."""
 
 from __future__ import annotations
 

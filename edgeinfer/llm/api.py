@@ -60,7 +60,7 @@ class LLM(Texts, Embeddings):
         Memory for checkpoints of recurrent layers' state, from which later prompts continue; 0 for none. By default
         there is room for four.
     fill_budget : bool, optional
-        Give the KV pool what the budget leaves, from one context to one for each of `max_sequences`.
+        Give the KV pool the rest of the budget, from one context to one for each of `max_sequences`.
     max_queue : int, optional
         Maximum number of requests that wait; by default 1024. Further ones raise `QueueFullError`.
     prefix_file : str or Path, optional
@@ -131,7 +131,7 @@ class LLM(Texts, Embeddings):
     path : Path
         Its bundle.
     runner : Runner
-        What runs the model below; it is not to be used while a request runs.
+        The runner of the model; not to be used while a request runs.
     session : Session
         The runner, where our own kernels run the model.
     draft : Runner or None
@@ -139,7 +139,7 @@ class LLM(Texts, Embeddings):
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
     choice : Choice or None
-        How a bundle with predictor or screen runs, and what else could.
+        The strategy of a bundle with predictor or screen, and its alternatives.
     approximated : bool
         Whether approximations are used that were not requested, see `max_kld`.
 

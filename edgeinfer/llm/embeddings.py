@@ -88,9 +88,9 @@ class Embeddings(Requests):
 
         Parameters
         ----------
-        query : what is asked
+        query : the question
         documents : texts
-        instruction : what makes a document relevant
+        instruction : the criterion for relevant documents
 
         Raises
         ------

@@ -55,7 +55,7 @@ def executor_on(provider: Provider, graph: Graph, config: RuntimeConfig, kv: str
     kv : str, optional
         Type of the KV cache, where one was requested.
     instead : bool
-        Whether our own kernels run what the provider refuses.
+        True if our own kernels run models that the provider refuses.
 
     Raises
     ------
@@ -132,7 +132,7 @@ class Fitted(NamedTuple):
 
 def fitted(model: ModelDescription, planner: Planner, config: RuntimeConfig,
            device: DeviceProfile | None = None) -> Fitted:
-    """Return what a run takes within its budget.
+    """Return the plan or device plan of a run within its budget.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _planned(model: ModelDescription, planner: Planner, config: RuntimeConfig) -
 
 def placed(model: ModelDescription, planner: Planner, config: RuntimeConfig,
            device: DeviceProfile | None = None) -> MemoryPlan | None:
-    """Return the plan of a run within its budget as `fitted` does, without what would fit instead; None if none is.
+    """Return the plan of a run within its budget as `fitted` does, without alternatives; None if none fits.
     """
     from edgeinfer.memory_planner import fitting, to_request
 
@@ -204,7 +204,7 @@ def placed(model: ModelDescription, planner: Planner, config: RuntimeConfig,
 
 
 def stored_traffic(model: ModelDescription, plan: MemoryPlan, profile: DeviceProfile, kv: str) -> Traffic | None:
-    """Return the traffic of a token on a device, including what it reads from storage.
+    """Return the traffic of a token on a device, including reads from storage.
 
     None if that depends on figures of the storage that were not measured.
     """

@@ -57,14 +57,14 @@ def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: 
     device, kv : str, optional
         As they were requested; `kv` is None if the device may choose the type of the KV cache.
     provider : Provider, optional
-        What may run models on the device; None: our own kernels.
+        Provider that may run models on the device; None: our own kernels.
     max_kld, progress
         As for `LLM`.
     drafting : Drafting
     shares : bool
         Whether a few sequences share the memory of one context, because nothing else was requested.
     split : str or callable, optional
-        Layers of several processes, or what opens them.
+        Split of the layers over several processes, or the function that opens them.
     """
     from ..bundle import Bundle
     from ..text import ChatTemplate, Tokenizer

@@ -1,6 +1,6 @@
 """Types of the options of `LLM` and its requests, for editors and type checkers.
 
-`edgeinfer.config` says what each option means, and checks its value when it is used.
+`edgeinfer.config` documents each option, and checks its value when it is used.
 `tests/system/test_llm_types.py` compares the two.
 """
 

@@ -1,4 +1,4 @@
-"""From what a user gives, a text, token ids or messages, to the tokens of a prompt; each can be cancelled."""
+"""Turn a text, token ids or messages into the tokens of a prompt; each can be cancelled."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Prompts:
 
     @contextmanager
     def _preparation(self) -> Iterator[Callable[[], bool]]:
-        """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
+        """Return a function that a prompt's preparation polls: whether `cancel` or `close` has come since it began."""
         from ..runner import Cancellation
 
         check_process(self._engine.process)  # forked: holders of the tokenizer's or template's locks do not exist here

@@ -70,7 +70,7 @@ class ReplicaState(NamedTuple):
     prefills: bool
     """True if it computes prompts for others."""
     received_bytes: int
-    """KV blocks that came from these, and what they were to be by the plan."""
+    """KV blocks that came from these, and the number planned."""
     expected_bytes: int
 
 
@@ -124,7 +124,7 @@ class Requests(Prompts):
         Parameters
         ----------
         prompt, options : as for `stream`
-        stream : refuse what has no text before its end
+        stream : refuse options without text before the end
         skip_special : leave special tokens out of the text
         salt : share KV blocks of the prefix cache only with requests of the same salt
         """
@@ -168,7 +168,7 @@ class Requests(Prompts):
         return Request(self._engine, task, reuse, cache, salt)
 
     def _form(self, form: TextForm | None) -> Callable[[], Constraint] | None:
-        """Return what begins a text of a form."""
+        """Return the function that begins a text of a form."""
         if form is None:
             return None
         if self._grammars is None:

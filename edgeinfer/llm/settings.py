@@ -14,7 +14,7 @@ from ..technique import COMMANDS
 
 
 def with_techniques(config: RuntimeConfig, values: Mapping[str, Any], others: Iterable[str]) -> RuntimeConfig:
-    """Return the configuration with what the options of techniques ask for.
+    """Return the configuration with the settings of techniques that options request.
 
     Raises `UsageError` for an option that no technique has, with the nearest one, which may be one of the `others`.
     """

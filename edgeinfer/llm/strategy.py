@@ -141,7 +141,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
 
 def strategy_report(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
                     draft_memory: DraftMemory | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
-    """Return what `run` would choose, and what reports say of it; neither where a bundle has nothing to choose from."""
+    """Return the choice of `run`, and its report; neither if a bundle has nothing to choose from."""
     if not bundle.approximates:
         return None, None
     try:
@@ -198,7 +198,7 @@ def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile,
     return Strategy(name, config, plan, at_depth(0), read_bytes, at_depth, planned.sparse)
 
 
-# -- what was slower than the dense program ----------------------------------------------------------------------------
+# -- settings slower than the dense program ----------------------------------------------------------------------------
 
 
 def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str | None:

@@ -40,7 +40,7 @@ class Texts(Requests):
         """Generate as `generate` does, and return tokens, times, seed, finish reason, log-probabilities and all
         samples.
 
-        A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
+        A request that `cancel` ends returns the text generated so far, with finish_reason ``cancelled``.
         """
         return self.request(prompt, options).finish()
 
@@ -52,7 +52,7 @@ class Texts(Requests):
         Parameters
         ----------
         prompts : texts or lists of token ids, as many as there are
-        options : as for `complete`, for all of them; `reuse` is on, so that what the prompts have in common is computed
+        options : as for `complete`, for all of them; `reuse` is on, so that the common prefix of prompts is computed
             once
 
         Raises
@@ -97,7 +97,7 @@ class Texts(Requests):
         messages : each with ``role`` and ``content``
         tools : JSON schemas of functions that the model may call, for templates that know them
         options : as for `stream`, and ``template_options``: a mapping of settings that the template knows; `reuse` is
-            on, so that a turn computes only what is new
+            on, so that a turn computes only new tokens
 
         Raises
         ------

@@ -58,7 +58,7 @@ def ask(values: Mapping[str, Any]) -> Schedule | None:
 
 
 def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Region]:
-    """Yield what a prompt takes beside the program's own memory: what waits between stages, and what choosing takes.
+    """Yield the memory of a prompt beside the program's own: for hidden states between stages, and for ranking.
 
     Raises `UnsupportedModelError` for a model whose prompts cannot be pruned.
     """
@@ -73,7 +73,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     hidden = graph.config.hidden_size
     heads = max((op.kv for op in graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
     score = score_bytes(graph.config.num_attention_heads // heads.heads, heads.head_dim)
-    score += 24 if graph.config.alibi else 0  # what ALiBi adds to the scores of a head, and the steps to it
+    score += 24 if graph.config.alibi else 0  # ALiBi's addend to the scores of a head, and the steps to it
     yield Region("aux", request.ctx * (4 * hidden + score) + 64,
                  f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {schedule}, "
                  f"and {score} to choose which tokens continue")
@@ -95,7 +95,7 @@ def attach(session: Session, schedule: Schedule) -> None:
 
 
 def report(run: Reported) -> dict[str, Any]:
-    """Return what became of the last prompt of a run, or what will become of one."""
+    """Return the outcome of the last prompt of a run, or the prediction for one."""
     name = TECHNIQUE.name
     if run.command == "run":
         last = run.runner.prefill_strategy and run.runner.prefill_strategy.last
@@ -135,7 +135,7 @@ TECHNIQUE = Technique(
     ask=ask,
     exact=lambda schedule: schedule.keep[-1] >= 1,
     alone="prunes one prompt at a time",
-    kv=NEVER,  # a prompt cache says itself what its later layers lack
+    kv=NEVER,  # a prompt cache records which tokens its later layers lack
     settle=lambda schedule, layers: schedule.placed(layers),
     boundaries=lambda schedule: schedule.layers,
     prompt_share=lambda schedule, tokens, depth, layers: schedule.share(schedule.tokens(tokens, depth), layers),
@@ -145,8 +145,8 @@ TECHNIQUE = Technique(
     fields=(
         ("run", "lazy", "with --lazy: `schedule` of the pruning, `tokens` of the prompt in each stage of layers, "
          "`share` of tokens times layers that was computed, `said`; else null"),
-        ("plan", "lazy", f"with --lazy what becomes of the prompt that is estimated: {FIELDS}; else null"),
-        ("estimate", "lazy", f"with --lazy what becomes of the prompt: {FIELDS}; else null"),
+        ("plan", "lazy", f"with --lazy the pruning of the prompt that is estimated: {FIELDS}; else null"),
+        ("estimate", "lazy", f"with --lazy the pruning of the prompt: {FIELDS}; else null"),
     ),
     label="pruned",
     target="lazy_target",

@@ -78,7 +78,7 @@ class Drafting(NamedTuple):
 
     def draft_memory(self, model: ModelDescription, stored: tuple[str | None, int | None],
                config: RuntimeConfig) -> DraftMemory | None:
-        """Return what a plan has room for beside a model."""
+        """Return the memory of the draft in a plan."""
         from edgeinfer.memory_planner import Planner, draft_memory_of
 
         from ..models.describe import describe
@@ -144,7 +144,7 @@ def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -
 
 
 def _head_beside(model: ModelDescription) -> DraftMemory:
-    """Return what a plan has room for beside a model whose head drafts; only its bundle says whether it has one."""
+    """Return the memory of the draft head in a plan; only its bundle says whether it has one."""
     from ..bundle import Bundle
     from ..runtime import DraftHeadPlan
 
@@ -165,7 +165,7 @@ def _parts(model: ModelDescription) -> frozenset[str]:
 
 
 def drafting(values: Mapping[str, Any]) -> Drafting:
-    """Return what options ask for; raises `UsageError` where they do not go together."""
+    """Return the drafting that options request; raises `UsageError` if they contradict each other."""
     kind, draft, tokens = (values[one.name] for one in OPTIONS)
     kind = kind or AUTO
     if isinstance(draft, Recipe) and kind != SELF:
@@ -182,7 +182,7 @@ def samples(values: Mapping[str, Any], flags: Collection[str]) -> bool:
 
 
 def agree(values: Mapping[str, Any], flags: Collection[str], beams: int) -> Mapping[str, Any]:
-    """Return values that go together: of what excludes each other flags are refused, and variables give way."""
+    """Return compatible values: of options that exclude each other, flags are refused, and variables give way."""
     (name, kind), (other, draft) = ((one.name, values[one.name]) for one in OPTIONS[:2])
     if beams > 1:
         if other in flags and draft is not None:

@@ -42,7 +42,7 @@ def rewrite(graph: Graph, eps: float | None = None, top: int | None = None, inst
     """Say which rows of V decoded tokens read, in layers without a window.
 
     Those whose weight is at least `eps` times their head's largest, or the `top` largest of each head; `instead` says
-    what stands for the others: nothing, scale (the rest adds up to 1) or mean. The first `exact` layers read all.
+    the replacement of the others: nothing, scale (the rest adds up to 1) or mean. The first `exact` layers read all.
     """
     from ..errors import UsageError
     from ..graph import with_selection
