@@ -64,12 +64,12 @@ class ActorWorker:
             asks = format_size(alike * int(self.asked[2]["budget"]))
             raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "
                                  f"to the processes there, of which {asks} for all {alike} are not free; lower "
-                                 "--budget, or end what has it.") from None
+                                 "--budget, or end the program that has it.") from None
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
 
     async def opened(self) -> Identity:
-        """Open the model and return what it is; raises `EdgeInferError` with the sentence of the node."""
+        """Open the model and return its description; raises `EdgeInferError` with the sentence of the node."""
         try:
             found = await self._actor.open.remote(*self.asked)
         except self._failed as error:

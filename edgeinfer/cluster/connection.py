@@ -139,7 +139,7 @@ def answers(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Leave out what the C++ of Ray writes to standard error, whose sentence is ours."""
+    """Drop messages of Ray's C++ code on standard error; errors get our own sentences."""
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -167,7 +167,7 @@ def imported() -> Any:
 
 
 def _leave_output_alone() -> None:
-    """Keep what Ray says of processes that end off standard output, which may be JSON; the sentences are ours."""
+    """Keep Ray's messages about ended processes off standard output, which may be JSON; they get our own sentences."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None

@@ -26,7 +26,7 @@ part of a prompt is sent in one piece unless it is longer."""
 REMAINS_SECONDS = 3600.0
 """Age at which the folder of a process that is no more is deleted."""
 _HEAD = struct.Struct("<QQ")
-"""Size and checksum before each part. The checksum costs the replica that decodes a fifth of what a hash costs."""
+"""Size and checksum before each part. The checksum costs the replica that decodes a fifth of a hash."""
 
 
 class Piece(NamedTuple):
@@ -75,7 +75,7 @@ class Outgoing:
         self._changed.set()
 
     async def piece(self, offset: int) -> Piece | None:
-        """Return what there is from an offset on, once there is something; None if the prompt was not computed."""
+        """Return the bytes from an offset on, once there are some; None if the prompt was not computed."""
         began = time.monotonic()
         while self.nbytes <= offset and not self.ended:
             self._changed.clear()
@@ -171,10 +171,10 @@ class Incoming:
                 continue
             part, begun = memoryview(begun)[_HEAD.size :], b""
             if len(part) != head[0] or await in_thread(lambda part=part: zlib.crc32(part)) != head[1]:  # type: ignore[misc]
-                raise WorkerLost("what it sent is damaged")
+                raise WorkerLost("its data is damaged")
             yield part
         if begun and not piece.more:
-            raise WorkerLost("what it sent is cut short")
+            raise WorkerLost("its data is cut short")
 
 
 def _own_folder() -> Path:

@@ -130,7 +130,7 @@ class Replica(Protocol):
         """Run a job, whose last item is `Done` or `Failed`; raises `WorkerLost`."""
 
     async def prefill(self, job: Job) -> Any:
-        """Begin to compute the prompt of a job, and return what is its `handed`; None if it cannot.
+        """Begin to compute the prompt of a job, and return the value for `handed`; None if it cannot.
 
         Raises `WorkerLost`.
         """

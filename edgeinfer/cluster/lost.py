@@ -20,7 +20,7 @@ class Reopened(Protocol):
 
 
 class Place(Protocol):
-    """A process and what is known of it."""
+    """A process and its state."""
 
     there: bool
     reopening: asyncio.Task[None] | None
@@ -30,7 +30,7 @@ class Place(Protocol):
         """The process."""
 
     def lose(self) -> None:
-        """Note that it is gone, with what it had."""
+        """Record its loss, with its rows or requests."""
 
 
 class Losses:

@@ -42,7 +42,7 @@ class Ray:
         """Return workers that have opened a model: one on each node, or `n` on the nodes in turns.
 
         Workers of one node have equal shares of its processors and of its memory, which is the budget of `options` or
-        what the node can give. Ray reserves these bytes. A bundle that a node does not see is sent there.
+        the node's available memory. Ray reserves these bytes. A bundle that a node does not see is sent there.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Ray:
         return workers
 
     async def ask(self, node: Node, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns in a process of a node; raises `EdgeInferError` with what it raises."""
+        """Run a function in a process of a node and return its result; raises `EdgeInferError` with its error."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote = self._ray.remote(function).options(
@@ -81,7 +81,7 @@ class Ray:
             raise EdgeInferError(f"{first_sentence(error)}.") from None
 
     def split(self, split: str, stored: Stored, say: Callable[[str], object]) -> NodeSplit:
-        """Return what opens models with their layers on the nodes that are there then."""
+        """Return the function that opens models with their layers on the nodes that exist then."""
         def nodes() -> tuple[list[Node], str]:
             return nodes_of(self._ray), self._ray.get_runtime_context().get_node_id()
 

@@ -1,4 +1,4 @@
-"""A replica as a front knows it: what it has to do, what it has done, and what is learned from that."""
+"""A replica in the front end's records: its load, its history, and speeds learned from that."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNUSED = 10.0
 
 
 class Place(Load):
-    """A replica and what is known of it.
+    """A replica with its load and history.
 
     Attributes
     ----------
     helps : bool
         Whether it computes prompts for others.
     received_bytes, expected_bytes : int
-        KV blocks that came from others, and what they were to be.
+        KV blocks that came from others, and the number planned.
     """
 
     def __init__(self, replica: Replica, helps: bool):
@@ -32,7 +32,8 @@ class Place(Load):
         self.reopening: asyncio.Task[None] | None = None
 
     def received(self, done: Done, computed: Prefilled | None, prompt: int) -> Done:
-        """Note how a prompt came; returns the end of its request with what was cached of the prompt elsewhere."""
+        """Record how a prompt was obtained; returns the end of its request with the number of tokens cached
+        elsewhere."""
         if computed is None:
             return done
         if not done.received_bytes:

@@ -70,7 +70,7 @@ class Pool:
                              "out, or lower --max-sequences or --budget if they had too little memory.")
 
     async def close(self) -> None:
-        """End what waits for workers."""
+        """End tasks that wait for workers."""
         for place in self._places:
             if place.reopening is not None:
                 place.reopening.cancel()

@@ -19,7 +19,7 @@ from ..errors import DestinationError, EdgeInferError
 PIECE_BYTES = 16 << 20
 """Bytes that go at a time."""
 REMAINS_SECONDS = 3600.0
-"""Age at which what an interrupted push has left is deleted: each piece of an ongoing push renews it."""
+"""Age at which files of an interrupted push are deleted: each piece of an ongoing push renews it."""
 
 
 async def pushed(ask: Callable[..., Awaitable[Any]], bundle: Path, say: Callable[[str], object]) -> str:
@@ -130,7 +130,7 @@ def finish(folder: str, identity: str) -> str:
 
 
 def drop(folder: str) -> None:
-    """Delete what has come."""
+    """Delete the received files."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

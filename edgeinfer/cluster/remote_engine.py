@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..engine import Request
 
 TRIES = 5
-"""Replicas that may be lost one after the other with a request that gets no further: it may be what ends them."""
+"""Replicas that may be lost one after the other with a request that gets no further: it may be the cause."""
 CLOSED = "The model was closed; open it again."
 HEADER = "edgeinfer-arithmetic"
 """Header of answers whose bits are not those of most replicas."""
@@ -194,7 +194,7 @@ class RemoteEngine:
         request.conclude(error)
 
     async def _run_on(self, taken: Taken, request: Request[Any], unmoved: bool) -> None:
-        """Let a replica run what is left of a request; one that was moved or waited says nothing of its speed."""
+        """Let a replica run the rest of a request; one that was moved or waited says nothing of its speed."""
         place, key, helper = taken
         task: Any = request.task
         alone, ended, computing = unmoved and len(place.work) == 1, False, None

@@ -1,4 +1,4 @@
-"""A model whose replicas are elsewhere: prompts are made here, and what runs is theirs."""
+"""A model whose replicas run elsewhere: prompts are prepared here, and forward passes run there."""
 
 from __future__ import annotations
 

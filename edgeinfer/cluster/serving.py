@@ -34,7 +34,7 @@ def facts_of(llm: LLM) -> Facts:
 
 
 def identity_of(llm: LLM) -> Identity:
-    """Return what the bits of an open model's answers depend on."""
+    """Return the identity that the bits of an open model's answers depend on."""
     return Identity(__version__, llm.session.bundle.identity, llm.session.executor.kernels.arithmetic)
 
 
@@ -173,7 +173,7 @@ class Serving:
             await arrivals.wait()
             if reader and not request.ended and (found := reader.read()):
                 yield found
-        value = request.finish()  # raises what it ended with
+        value = request.finish()  # raises the error that it ended with
         yield Done(None if reader else value, request.task.cached_tokens, request.task.preemptions,
                    self._llm.state().kv_usage, value.speculation if reader else None,
                    tuple(reader.read()) if reader else ())
@@ -212,7 +212,7 @@ class Reader:
         self._ended = [False] * len(self._samples)
 
     def read(self) -> list[Part]:
-        """Return what is new."""
+        """Return the new parts."""
         found = []
         for i, sample in enumerate(self._samples):
             if self._ended[i]:

@@ -33,7 +33,7 @@ class NodeSplit:
         ``auto``, a stage on each node, or the layers of each stage, on the nodes in turns.
     stored : Stored
     say : callable
-        Gets a sentence for what is to be known of the stages.
+        Called with a sentence about the stages.
     """
 
     def __init__(self, ray: Any, nodes: Callable[[], tuple[list[Node], str]], split: str, stored: Stored,

@@ -77,7 +77,7 @@ class StageHost:
         return self._calls.info()
 
     def call(self, number: int, name: str, arguments: tuple[Any, ...], answers: bool) -> Any:
-        """Make a call; without an answer, what it raises is raised by the next one that has."""
+        """Make a call without an answer; an error of it is raised by the next call that has one."""
         return self._made(number, lambda calls: calls.call(name, arguments), answers)
 
     def run(self, number: int, part: Part, rows: Rows | None) -> Any:
@@ -125,7 +125,7 @@ def bundle_here(stored: Stored) -> Any:
 
 
 def facts_there(stored: Stored, ctx: int | None, kv: str) -> NodeFacts | Failure:
-    """Return what the machine of this process is to a model, or why that cannot be said."""
+    """Return how this process's machine would run a model, or why that cannot be said."""
     try:
         return facts_here(stored, ctx, kv)
     except EdgeInferError as error:
@@ -133,7 +133,7 @@ def facts_there(stored: Stored, ctx: int | None, kv: str) -> NodeFacts | Failure
 
 
 def facts_here(stored: Stored, ctx: int | None, kv: str) -> NodeFacts:
-    """Return what this machine is to a model; raises as `models.resolve`."""
+    """Return how this machine would run a model; raises as `models.resolve`."""
     from edgeinfer.devices import estimate, local_profile
     from edgeinfer.memory_planner import default_ctx, default_threads, process_budget
 
@@ -183,8 +183,8 @@ class NodeStage(Stage):
         except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.ActorUnschedulableError):
             raise EdgeInferError(
                 f"The stage on {self.where} cannot start: of the {format_size(self._node.memory)} that Ray gives to "
-                f"the processes there, {format_size(nbytes)} are not free; end what has them, or give the stage fewer "
-                "layers.") from None
+                f"the processes there, {format_size(nbytes)} are not free; end the programs that have them, or "
+                "give the stage fewer layers.") from None
         except self._ray.exceptions.RayError as error:
             raise self._ended(error) from None
         self._watched = self._actor.watch.options(concurrency_group=SIGNALS).remote()
@@ -204,11 +204,11 @@ class NodeStage(Stage):
         return self._found(self._call(name, arguments, True))
 
     def post(self, name: str, *arguments: Any) -> None:
-        """Make a call; what it raises is raised by the next answer."""
+        """Make a call; its error is raised by the next answer."""
         self._call(name, arguments, False)
 
     def start(self, part: Part, given: Rows | None) -> None:
-        """Send a part; samples and what prepares them stay here."""
+        """Send a part; samples and the functions that prepare them stay here."""
         segments = [segment._replace(sample_specs=(), prepare=None) for segment in part.segments]
         self._check_open()
         self._sent += 1
@@ -246,7 +246,7 @@ class NodeStage(Stage):
             raise ClosedError("The model was closed.")
 
     def _found(self, reference: Any) -> Any:
-        """Return what a call returned; raises `EdgeInferError` with its sentence, or that the node is gone."""
+        """Return the result of a call; raises `EdgeInferError` with its sentence, or that the node is gone."""
         try:
             found = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:

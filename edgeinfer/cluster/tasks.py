@@ -43,7 +43,7 @@ class Remote:
             self.on_cancel()
 
     def job(self, key: int, salt: bytes) -> Job:
-        """Return what a replica is to do that has not been done."""
+        """Return the part of the request that is still to be run by a replica."""
         raise NotImplementedError
 
     def take_parts(self, parts: Iterable[Part]) -> int:
@@ -73,7 +73,7 @@ class Mirror:
         return len(self.tokens)
 
     def again(self) -> None:
-        """Leave out of what comes from now on what is there already: another replica begins at the first token."""
+        """Drop the parts that are known already: another replica begins at the first token."""
         self._skip = len(self.tokens)
 
     def take(self, part: Part) -> None:
@@ -91,17 +91,17 @@ class Mirror:
         self._end, self._stop_string, self.finish_reason = part.end, part.stop_string, part.finish_reason
 
     def finish(self, reason: str) -> str:
-        """End it with what there is."""
+        """End it with the text generated so far."""
         self.finish_reason = reason
         return ""
 
     def choice(self) -> Choice:
-        """Return what there is."""
+        """Return the text generated so far."""
         return Choice(self.index, "".join(self._text), tuple(self.tokens), self.finish_reason,
                       tuple(self._logprobs) or None, None, self._stop_string, self._end)
 
     def since(self, texts: int, logprobs: int) -> tuple[Delta, int, int]:
-        """Return what came after so many texts and log-probabilities, and how many there are."""
+        """Return the parts after so many texts and log-probabilities, and the new numbers of these."""
         new, named, reason = self._text[texts:], tuple(self._logprobs[logprobs:]), self.finish_reason
         return Delta(self.index, "".join(new), named, reason, self._end if reason else None), texts + len(new), \
             logprobs + len(named)

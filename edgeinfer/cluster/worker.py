@@ -36,7 +36,7 @@ class Engine:
         """Jobs whose next item somebody waits for."""
 
     async def open(self, name: str, source: str, options: dict[str, Any]) -> Identity | Refused:
-        """Open the model once; return what it is, or why it cannot be opened."""
+        """Open the model once; return its description, or why it cannot be opened."""
         async with self._opening:
             if self._identity is None:
                 try:
@@ -89,7 +89,7 @@ class Engine:
         return None if self._serving is None else await self._serving.prefilled(key)
 
     async def piece(self, key: int, offset: int) -> Piece | None:
-        """Return what there is of the KV blocks of a prompt; None if this process does not compute it."""
+        """Return the KV blocks of a prompt computed so far; None if this process does not compute it."""
         return None if self._serving is None else await self._serving.handing.piece(key, offset)
 
     async def probe(self, nbytes: int) -> bytes:

@@ -1,6 +1,6 @@
 """Beam search: the likeliest continuations of a prompt, several carried on side by side.
 
-A beam is a sample whose tokens are not sampled: each step takes the best of what all beams could continue with, by the
+A beam is a sample whose tokens are not sampled: each step takes the best continuations of all beams, by the
 sum of their log-probabilities. The rules are those of transformers, so that both find the same texts with the same
 scores:
 
@@ -79,7 +79,7 @@ class BeamSearch(Generation):
         return [Beam(self.prompt_ids, self.sampler(0), self._config.stop, tokenizer, self._ends, 0)]
 
     def sampler(self, index: int) -> Sampler:
-        """Return what edits logits; no kernel chooses from them."""
+        """Return the function that edits logits; no kernel chooses from them."""
         sampler = super().sampler(index)
         sampler.address = 0
         return sampler
@@ -95,7 +95,7 @@ class BeamSearch(Generation):
         return self.prompt_ids
 
     def _decodes(self, live: list[Beam]) -> list[Run]:
-        """Return the last token of each beam; before that, what a preemption has taken of them.
+        """Return the last token of each beam; before that, the tokens that a preemption has dropped.
 
         The next beams are chosen among all rows, so all come from one forward pass.
         """

@@ -101,7 +101,7 @@ class Sample:
     def take(self, logits: Any, room: int, chosen: Iterable[int] = ()) -> str:
         """Take the tokens `chosen` already and one from the logits; return the text that they complete.
 
-        `room` is how many tokens this sample may have. What follows a stop string is left out.
+        `room` is the most tokens of this sample. Text after a stop string is dropped.
         """
         text = ""
         for token_id in chosen:
@@ -179,25 +179,25 @@ class Sample:
         return rest
 
     def choice(self) -> Choice:
-        """Return what this sample gave."""
+        """Return the outcome of this sample."""
         logprobs = tuple(self._logprobs) if self._logprobs else None
         ids = tuple(self.tokens[self._prompt_tokens :])
         return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score,
                       self._stops.found, self._end)
 
     def since(self, texts: int, logprobs: int) -> tuple[Delta, int, int]:
-        """Return what came after so many texts and log-probabilities, and how many there are; from any thread."""
-        reason = self.finish_reason  # first: what it is set after is read below
+        """Return the parts after so many texts and log-probabilities, and the new numbers; from any thread."""
+        reason = self.finish_reason  # read first: it is set after the values that are read below
         new, named = self._text[texts:], tuple(self._logprobs[logprobs:])
         delta = Delta(self.index, "".join(new), named, reason, self._end if reason else None)
         return delta, texts + len(new), logprobs + len(named)
 
     def tokens_since(self, pieces: int, ids: int, logprobs: int) -> tuple[Tokens, tuple[int, int, int]]:
-        """Return what came after so many pieces, tokens and log-probabilities, and how many there are; from any thread.
+        """Return the parts after so many pieces, tokens and log-probabilities, and the new numbers; from any thread.
 
         `_accept` adds a token before its log-probability and its text, so that both are there for each piece.
         """
-        reason = self.finish_reason  # first: what it is set after is read below
+        reason = self.finish_reason  # read first: it is set after the values that are read below
         new = self._text[pieces:]
         end = pieces + len(new)
         tokens = self.tokens[self._prompt_tokens + ids : self._prompt_tokens + end]

@@ -98,7 +98,7 @@ class SpeculationReport:
     tokens_per_walk: float | None
     """Tokens that each text got from a forward pass with draft tokens, on the average; None without one."""
     gain: float | None
-    """Speed of the whole decoding over that of the same tokens without speculation, by what passes of this request and
+    """Speed of the whole decoding over that of the same tokens without speculation, from passes of this request and
     those before it cost; None if no pass verified a draft."""
 
 

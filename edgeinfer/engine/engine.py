@@ -168,12 +168,13 @@ class Engine:
                 request.cancel()
 
     def close(self) -> None:
-        """End what runs, refuse what waits and close the runner. Callable twice, and from any thread."""
+        """End running requests, refuse waiting ones and close the runner. Callable twice, and from any thread."""
         if self.stop():
             self.runner.close()
 
     def stop(self) -> bool:
-        """End what runs and refuse what waits; returns whether the runner is the caller's to close from then on."""
+        """End running requests and refuse waiting ones; returns whether the runner is the caller's to close from then
+        on."""
         self.closed = True
         if self.process != os.getpid():  # forked: the thread does not exist here
             return True

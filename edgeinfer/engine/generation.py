@@ -113,7 +113,7 @@ class Generation(Task[Completion]):
                        self._begin_form() if self._begin_form else None, self._skip_special)
                 for index in range(self._config.n)]
 
-    # -- what the engine asks ----------------------------------------------------------------------------------------
+    # -- queries of the engine ----------------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
@@ -174,7 +174,8 @@ class Generation(Task[Completion]):
                 return
 
     def runs(self) -> list[Run]:
-        """Return the rest of the prompt, or what each live sample has not run yet: mostly its last token."""
+        """Return the rest of the prompt, or the tokens of each live sample that were not run yet: mostly its last
+        one."""
         base, n_prompt, live = self._base, len(self.prompt_ids), self.live
         if base is not None and len(base) < n_prompt:
             specs = (self._samples[0].sampler.address,)
@@ -194,7 +195,7 @@ class Generation(Task[Completion]):
         without[0].sequence, self._base = self._base, None
 
     def _decodes(self, live: list[Any]) -> list[Run]:
-        """Return what samples with sequences of their own have not run yet."""
+        """Return the tokens of samples with sequences of their own that were not run yet."""
         return [Run(sample.sequence, sample.tokens[len(sample.sequence) :], DECODE, True, False,
                     (sample.sampler.address,), sample, prepare=sample.prepare) for sample in live]
 
@@ -202,7 +203,7 @@ class Generation(Task[Completion]):
         """Append sampled tokens; returns the new text of the first sample."""
         text, took = "", False
         for run, _, rows, chosen in ran:
-            if not len(rows):  # a part of the prompt, or of what was computed before
+            if not len(rows):  # a part of the prompt, or of tokens that are recomputed
                 continue
             took = True
             if run.owner is None:
@@ -236,7 +237,7 @@ class Generation(Task[Completion]):
     def _take_verified(self, run: Run, rows: Items[Any]) -> str:
         """Keep draft tokens as long as each is the token that would have been sampled in its place.
 
-        The first that is another is replaced by the one that was sampled; what was computed after it is forgotten.
+        The first that is another is replaced by the one that was sampled; the results after it are discarded.
         """
         sample, proposal, samplers = run.owner
         length = len(run.sequence) - len(run.ids)

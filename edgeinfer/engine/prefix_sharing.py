@@ -47,7 +47,7 @@ class PrefixSharing:
         return found
 
     def share(self, request: Request[Any], running: Iterable[Request[Any]]) -> None:
-        """Leave what a request has computed in the prefix cache, and let those of the `running` ones that waited for
+        """Put the blocks of a request into the prefix cache, and let those of the `running` ones that waited for
         it continue from there."""
         sequence = request.task.sequence
         if not request.reuse or sequence is None or not self._runner.caches_prefixes:
@@ -58,7 +58,7 @@ class PrefixSharing:
                 self._catch_up(other, request)
 
     def _catch_up(self, request: Request[Any], other: Request[Any]) -> None:
-        """Begin a request again whose prompt has more in common with what is cached now than it holds."""
+        """Restart a request whose prompt has a longer prefix in the cache now than it holds."""
         task, block = request.task, self._runner.block_tokens
         held = task.sequence
         if held is None or len(held) >= len(task.prompt_ids) - 1:
@@ -77,7 +77,7 @@ class PrefixSharing:
             task.cached_tokens = max(task.cached_tokens, len(found))
 
     def keep(self, request: Request[Any]) -> None:
-        """Leave what a request that ends, or gives up its blocks, has computed in the prefix cache."""
+        """Put the blocks of a request that ends, or is preempted, into the prefix cache."""
         sequence = request.task.sequence
         if request.reuse and sequence is not None and len(sequence):
             self._runner.cache_prefix(sequence, request.salt)

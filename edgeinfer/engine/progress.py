@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Reads the samples of a request; what was not read yet stays in them, so a slow client costs no memory.
+    """Reads the samples of a request; unread parts stay in them, so a slow client costs no memory.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Progress:
         request.every_step = True
 
     def read(self) -> list[Delta]:
-        """Return what is new, one delta at most for each sample; the last of a sample has its finish reason."""
+        """Return the new parts, one delta at most for each sample; the last of a sample has its finish reason."""
         found = []
         for i, sample in enumerate(self._samples):
             if self._ended[i]:

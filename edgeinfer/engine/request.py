@@ -113,7 +113,7 @@ class Request(Generic[Result]):
         self._engine.receive(Part(self.remote_prompt, part, told))
 
     def next_piece(self) -> str | None:
-        """Return the next text, or None at the end; raises what the request ended with."""
+        """Return the next text, or None at the end; raises the error that the request ended with."""
         if self._engine is not None and not self.ended:
             self._engine.check_outside()
         self.start()
@@ -185,7 +185,7 @@ class Request(Generic[Result]):
                     check_process(self._engine.process)  # forked: no thread works on it here
 
     def _wait_for_end(self) -> None:
-        """Wait for the end, and leave what was not read."""
+        """Wait for the end, and drop unread text."""
         unread = [self._next()]
         while isinstance(unread[-1], str):
             unread.append(self._next())
@@ -225,7 +225,7 @@ class Request(Generic[Result]):
 
 
 class Stream:
-    """The text of one request, piece by piece: a piece is what a token completes, or several that take 20 ms together.
+    """The text of one request, piece by piece: a piece is the text that a token completes, or the texts of 20 ms.
 
     The request continues while its stream is not read. Leaving a loop over it early ends the request, once the stream
     is closed or no longer referred to.

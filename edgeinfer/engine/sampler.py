@@ -1,6 +1,6 @@
 """The sampler of one sequence: its settings, its history, and the choice of the next token.
 
-What is kept and how it is sampled from is in `kernels/sampling.py`. A runner whose program has the sample kernels
+The filters and the choice of a token are in `kernels/sampling.py`. A runner whose program has the sample kernels
 chooses within its pass; otherwise, and where a row has nothing to choose from, the row of logits is looked at here.
 """
 
@@ -64,9 +64,8 @@ class Sampler:
     The same seed, index, tokens before and logits give the same token, whatever the number of threads or of sequences
     and on the code that chooses: random numbers depend on seed, index, position and token id alone.
 
-    Parameters
-    ----------
-    config : what to do; `config.seed` is not read, since a request without one has it sampled by the caller
+    Parameters ---------- config : settings of the sampler; `config.seed` is not read, since a request without one has
+    it sampled by the caller
     vocab_size : length of the logits
     seed : of the request, 0 or more
     index : which of the request's parallel samples this is
@@ -102,7 +101,7 @@ class Sampler:
         self._places = {token_id: place for place, token_id in enumerate(bias)}
         """Index of each token in the edits."""
         if bias:
-            with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
+            with np.errstate(over="ignore"):  # below the range of float32: forbidden
                 edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
         edits["count"] = NONE
         self.ends = frozenset(ends)
@@ -122,8 +121,8 @@ class Sampler:
     def set_mask(self, words: Mask | None) -> None:
         """Let only tokens be sampled whose bit is set, until another mask is set; None allows all.
 
-        A forward pass reads the words in place, so what is for a later token belongs in another array. Tokens after the
-        last word are forbidden. Raises `RequestError` for what is no array of such words.
+        A forward pass reads the words in place, so the mask of a later token belongs in another array. Tokens after the
+        last word are forbidden. Raises `RequestError` for anything but an array of such words.
         """
         self._mask = words = None if words is None else checked_mask(words, self._vocab_size)
         self._spec[abi.SAMPLE_MASK >> 3] = 0 if words is None else words.ctypes.data

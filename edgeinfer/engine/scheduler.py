@@ -119,11 +119,11 @@ class Scheduler:
         return held + request.task.n_sequences <= self.runner.config.max_sequences
 
     def _enter(self, request: Request[Any]) -> bool:
-        """Begin a request if the pools have room for it beside what those that run still need."""
+        """Begin a request if the pools have room for it beside the needs of running ones."""
         task = request.task
         try:
             sequence = self._first_sequence(request)
-        except RequestError:  # no room for what its file has
+        except RequestError:  # no room for its prompt cache
             if not self.running:
                 raise
             return False
@@ -149,7 +149,7 @@ class Scheduler:
         return max(left, 0) + (reserved * task.n_sequences if left > 1 else 0)
 
     def _first_sequence(self, request: Request[Any]) -> Sequence:
-        """Return a sequence that holds a proper prefix of what the request knows, as far as that is kept somewhere."""
+        """Return a sequence that holds a proper prefix of the request's tokens, if one is kept somewhere."""
         ids = request.task.known_ids
         if request.remote_prompt is not None and (arrived := self.remote.take(request.remote_prompt)) is not None:
             return arrived
@@ -159,7 +159,7 @@ class Scheduler:
             saved = shared(sequence.tokens, ids, len(ids))
             kept = self.runner.can_truncate(sequence, min(saved, len(ids) - 1))
             self.runner.truncate(sequence, kept)
-            # layers with a window may lack what the prompt sees there: then it is saved again
+            # layers with a window may lack rows that the prompt sees: then it is saved again
             request.saved_tokens = saved if kept == min(saved, len(ids) - 1) else kept
             return sequence
         return self.runner.from_prefix(ids, request.salt) if request.reuse else self.runner.new_sequence()
@@ -167,7 +167,7 @@ class Scheduler:
     # -- the next step -----------------------------------------------------------------------------------------------
 
     def plan(self) -> list[Work]:
-        """Return what the next forward pass runs over, the decoding requests first.
+        """Return the work of the next forward pass, the decoding requests first.
 
         Where blocks are short, prompts wait, and then the youngest request is preempted. The oldest always continues.
         """
@@ -267,7 +267,7 @@ def _wanted(works: Items[Work]) -> list[tuple[Sequence, int]]:
 
 
 def result_of(work: Work, rows: Iterator[Any], chosen: Items[Items[int]] = ()) -> list[Ran]:
-    """Return what became of the runs of a request, taking the rows of logits in order."""
+    """Return the outcome of the runs of a request, taking the rows of logits in order."""
     found = []
     for number, (run, n) in enumerate(zip(work.runs, work.counts, strict=True)):
         n_rows = n if run.each else int(run.last and n == len(run.ids))

@@ -71,7 +71,7 @@ class Scoring(Task[list[Score]]):
         except RequestError as why:
             raise RequestError(f"Continuation {number}: {why}") from None
 
-    # -- what the engine asks ----------------------------------------------------------------------------------------
+    # -- queries of the engine ----------------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,5 @@
-"""One step: a forward pass over what the scheduler chose, with draft tokens, and what each request makes of it."""
+"""One step: a forward pass over the runs that the scheduler chose, with draft tokens, and the outcome for each
+request."""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ class Steps:
         passed = self._mixed(checking, cancel)
         return passed._replace(learn=lambda: speculation.verified(checked, [one.accepted for one in samples]))
 
-    # -- what comes of it --------------------------------------------------------------------------------------------
+    # -- outcome --------------------------------------------------------------------------------------------
 
     def _note_time(self, works: list[Work], seconds: float) -> None:
         read = sum(sum(work.counts) for work in works if work.is_prefill)
@@ -251,7 +252,7 @@ class Steps:
             self._conclude(request)
 
     def _save(self, request: Request[Any]) -> None:
-        """Hand on what there is of a prompt; write one that is complete to its file, if that has less of it."""
+        """Pass on the progress of a prompt; write a complete one to its file, if that has less of it."""
         task, n_prompt = request.task, len(request.task.prompt_ids)
         if request.on_prompt is not None and task.sequence is not None:
             request.on_prompt(task.sequence)

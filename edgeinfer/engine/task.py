@@ -1,4 +1,4 @@
-"""Interface of the engine's work: what a request needs to run next, and what it makes of the logits."""
+"""Interface of the engine's work: the tokens that a request runs next, and the processing of their logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     whole: bool = False
     """True if all tokens go into one forward pass."""
     prepare: Callable[[], None] | None = None
-    """Completes what the samples read, see `Segment.prepare`."""
+    """Completes the data that samples read, see `Segment.prepare`."""
 
     def segment(self, n: int) -> Segment:
         """Return the segment of its first n tokens."""
@@ -67,8 +67,8 @@ class Task(abc.ABC, Generic[Result]):
     """Work of one request, which the engine's thread does: a generation, a beam search, scores.
 
     The engine gives it a sequence with a beginning of the prompt (`begin`). Before each forward pass it asks for
-    `runs`, and passes on what came of them (`take`). It may take the sequences away between any two passes (`release`)
-    and begin again later: the task then runs again over what it had.
+    `runs`, and passes on their outcome (`take`). It may take the sequences away between any two passes (`release`)
+    and begin again later: the task then runs its tokens again.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Task(abc.ABC, Generic[Result]):
 
     @abc.abstractmethod
     def runs(self) -> list[Run]:
-        """Return what is to be run next, at least one token; `take` is called before it is asked again."""
+        """Return the runs that are next, with at least one token; `take` is called before it is asked again."""
 
     def next_tokens(self) -> int:
         """Return how many tokens `run_pass` takes."""
@@ -173,7 +173,7 @@ class Task(abc.ABC, Generic[Result]):
             self.on_progress("prompt", min(len(self.sequence), len(self.prompt_ids)), len(self.prompt_ids), "")
 
     def telling(self) -> OnPromptProgress | None:
-        """Return what a runner calls with (done, total) in tokens that it processes by itself."""
+        """Return the callback for (done, total) in tokens that a runner processes by itself."""
         report, before = self.on_progress, self.cached_tokens
         return None if report is None else lambda done, total: report("prompt", before + done, before + total, "")
 
@@ -203,14 +203,14 @@ def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
 
 def check_blocks(runner: Runner, what: str, n_prompt: int, room: int, n: int = 1, lower: str = "lower max_tokens",
                  remedy: str = MORE) -> None:
-    """Raise `RequestError` for what cannot fit the KV pools even when nothing else runs.
+    """Raise `RequestError` for a request that cannot fit the KV pools even when nothing else runs.
 
     Parameters
     ----------
     what : names the request in the sentence
     n_prompt : tokens of the prompt
     room : tokens that may follow it in each of `n` sequences, the last of which is never run
-    lower, remedy : what the caller can do
+    lower, remedy : advice for the caller
     """
     pools = [(shared_blocks(n_prompt, room, n, runner.block_tokens), runner.plan.kv_blocks,
               f"of {runner.block_tokens} tokens")]

@@ -14,7 +14,7 @@ DEVIATIONS = 1
 
 
 class TokenBudget:
-    """Times of forward passes, by what they ran over.
+    """Times of forward passes, by their tokens.
 
     Parameters
     ----------

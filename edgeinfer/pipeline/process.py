@@ -71,7 +71,7 @@ class ProcessStage(Stage):
         self._opening = self._send("start", [str(path), plain_config(config), first, last])
 
     def wait(self) -> None:
-        """Return when the stage is open; raises what opening it raised."""
+        """Return when the stage is open; raises the error of opening it."""
         self.info = StageInfo(*self._answer(self._opening)[0]["answer"])
 
     @property
@@ -84,11 +84,11 @@ class ProcessStage(Stage):
         return self._answer(self._send(name, arguments, answers=True))[0]["answer"]
 
     def post(self, name: str, *arguments: Any) -> None:
-        """Make a call; what it raises is raised by the next answer."""
+        """Make a call; its error is raised by the next answer."""
         self._send(name, arguments)
 
     def start(self, part: Part, given: Rows | None) -> None:
-        """Send a part; samples and what prepares them stay here."""
+        """Send a part; samples and the functions that prepare them stay here."""
         segments = [segment[:5] for segment in part.segments]
         self._started = self._send("run", [segments, part.offset, part.begins], given, answers=True)
 
@@ -164,7 +164,7 @@ class ProcessStage(Stage):
 
 
 def _read(stream: BinaryIO, answers: SimpleQueue[Answer | EdgeInferError | None]) -> None:
-    """Put messages into a queue, and last what ended them."""
+    """Put messages into a queue, and last the error that ended them."""
     end: EdgeInferError | None = None
     try:
         with stream:

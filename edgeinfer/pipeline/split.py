@@ -99,7 +99,7 @@ def auto_split(graph: Graph, speeds: Items[float], sizes: Items[float] = (), roo
     speeds : of float
         Of each stage's machine, relative to each other, such as bytes of weights per second.
     sizes, rooms : of float, optional
-        Bytes of each layer, and of what each stage's machine has room for. Where no split fits, the stage with the
+        Bytes of each layer, and of the room of each stage's machine. Where no split fits, the stage with the
         least room too little is chosen, for its plan to say so.
 
     Raises

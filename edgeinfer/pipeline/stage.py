@@ -28,11 +28,11 @@ class Stage(abc.ABC):
         return False
 
     def wait(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Return when the stage is open and `info` is there; raises what opening it raised."""
+        """Return when the stage is open and `info` is there; raises the error of opening it."""
 
     @abc.abstractmethod
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Make a call and return its answer; raises what it or an earlier `post` has raised."""
+        """Make a call and return its answer; raises its error, or that of an earlier `post`."""
 
     @abc.abstractmethod
     def post(self, name: str, *arguments: Any) -> None:

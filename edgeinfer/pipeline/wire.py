@@ -1,6 +1,6 @@
 """Messages between a runner and a stage in another process: a JSON object with its length, then the bytes of an array.
 
-Nothing that is received is executed: a message has numbers, texts and float32 rows, and what does not fit is refused.
+Nothing that is received is executed: a message has numbers, texts and float32 rows, and anything else is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def send(stream: BinaryIO, message: dict[str, Any], rows: NDArray[np.float32] | 
 def receive(stream: BinaryIO) -> tuple[dict[str, Any], NDArray[np.float32] | None] | None:
     """Read a message; None at the end of the stream, also in the middle of a message.
 
-    Raises `EdgeInferError` for what is no message.
+    Raises `EdgeInferError` for anything but a message.
     """
     if (lengths := _exactly(stream, _LENGTHS.size)) is None:
         return None
@@ -50,7 +50,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], NDArray[np.float32] | Non
         shape = message.pop("rows", None)
         rows = None if shape is None else np.frombuffer(data, "<f4").reshape(shape)
     except (ValueError, AttributeError, TypeError, RecursionError):
-        raise EdgeInferError("A stage of the pipeline sent what is no message; run the same version of edgeinfer "
+        raise EdgeInferError("A stage of the pipeline sent an invalid message; run the same version of edgeinfer "
                              "everywhere.") from None
     return message, rows
 

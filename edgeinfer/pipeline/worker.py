@@ -33,7 +33,7 @@ class Worker:
         """Number of the last message that was given up, with those before."""
 
     def run(self) -> None:
-        """Open the session and carry out what comes, until the process ends."""
+        """Open the session and process calls, until the process ends."""
         threading.Thread(target=self._read, daemon=True, name="edgeinfer-calls").start()
         opening, _ = self._messages.get()
         try:

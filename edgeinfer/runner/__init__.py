@@ -2,7 +2,7 @@
 
 The engine, `LLM` and evaluation know runners by this package alone. `Session` is the one that runs our own kernels.
 
-Rules for what a runner keeps of a sequence, whichever it is:
+Rules for the state of a sequence, in every runner:
 
 * **KV rows** belong to one token each and depend on the tokens before it only. So a fork shares them until one of the
   two writes, `truncate` forgets the last ones exactly, and prompts that begin alike share those of their beginning
@@ -15,11 +15,11 @@ Rules for what a runner keeps of a sequence, whichever it is:
   that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
   by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
   hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a
-  beginning can be kept, and `rollback` passes over again what cannot; a caller that shares common beginnings asks
-  before it cuts. A prompt cache holds what there was, with the same reach; a cached beginning has what the next token
+  beginning can be kept, and `rollback` runs the rest again; a caller that shares common beginnings asks before it cuts.
+  A prompt cache holds the state as it was, with the same reach; a cached beginning has the rows that the next token
   sees.
 * A sequence always holds as many rows as tokens, also after a pass that was cancelled or failed: such a pass changes
-  nothing but what is after the last token.
+  nothing but the memory after the last token.
 """
 
 from ..base.lazy_import import lazily

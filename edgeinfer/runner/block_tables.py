@@ -13,7 +13,7 @@ from .sequences import Sequence
 
 
 class Sequences(abc.ABC):
-    """The sequences of one runner, and what each of them holds of its KV cache."""
+    """The sequences of one runner, and their blocks of its KV cache."""
 
     def __init__(self) -> None:
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
@@ -25,7 +25,7 @@ class Sequences(abc.ABC):
         return sequence
 
     def check_own(self, sequence: Sequence) -> None:
-        """Refuse a sequence of another runner: what it holds means nothing here."""
+        """Refuse a sequence of another runner: its block numbers mean nothing here."""
         if sequence not in self._living:
             raise RequestError("The sequence belongs to another model that is open; a sequence is used where it was "
                                "made (new_sequence, fork, load).")
@@ -91,7 +91,7 @@ class BlockTables(Sequences):
         self.pool, self.block_tokens = PrefixCache(n_blocks, block_tokens), block_tokens
 
     # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
-    # free while a block table or the cache names it; what was lost comes back when the pool is empty.
+    # free while a block table or the cache names it; lost blocks come back when the pool is empty.
 
     def extend(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for n more tokens: a shared last block is copied, new blocks are taken.
@@ -208,4 +208,4 @@ class BlockTables(Sequences):
 
     @abc.abstractmethod
     def clear(self, block: int, first: int) -> None:
-        """Make sure that what a block holds from row `first` on does no harm: its sequence was cut there."""
+        """Invalidate the rows of a block from row `first` on: its sequence was cut there."""

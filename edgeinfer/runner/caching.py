@@ -26,7 +26,7 @@ class Caching:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that new tokens can have: those, and what the prefix cache alone holds."""
+        """Blocks available for new tokens: free ones, and those that only the prefix cache holds."""
         return self.free_blocks
 
     @property
@@ -50,7 +50,7 @@ class Caching:
         """
 
     def drop_prefixes(self) -> None:
-        """Empty the prefix cache; sequences keep what they hold."""
+        """Empty the prefix cache; sequences keep their blocks."""
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write the prefix cache to a file, and return how many blocks.

@@ -43,7 +43,7 @@ class WeightReader(Protocol):
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes that a whole forward pass reads if layers are streamed; 0 if tokens select what is read."""
+        """Bytes that a whole forward pass reads if layers are streamed; 0 if tokens select the reads."""
 
     @property
     def hits(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class SparseNeurons(Protocol):
         """Return the mode and the density of each layer, as the estimator takes them."""
 
     def sentence(self) -> str:
-        """Return what runs otherwise than requested, empty if nothing does."""
+        """Return the parts that run otherwise than requested, empty if there are none."""
 
     def report(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -49,7 +49,7 @@ class PrefixCache(BlockPool):
 
     The cache is one more holder of each of its blocks, so they are copied on write (`is_shared`). When no block is
     free, `take` evicts one that the cache alone holds: the one that was released first. A sequence holds the cached
-    blocks of its whole beginning and releases the last one first, so leaves go before what they follow.
+    blocks of its whole beginning and releases the last one first, so leaves go before their ancestors.
     """
 
     def __init__(self, n_blocks: int, block_tokens: int):
@@ -62,7 +62,7 @@ class PrefixCache(BlockPool):
         """Those that no sequence holds, least recently released first."""
 
     # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table or a key names it:
-    # `_keys` has a block before `_cached` does, and keeps it longer. What was lost comes back with `recount`.
+    # `_keys` has a block before `_cached` does, and keeps it longer. Lost blocks come back with `recount`.
 
     @property
     def n_cached(self) -> int:
@@ -100,7 +100,7 @@ class PrefixCache(BlockPool):
             self.drop(block)
 
     def entries(self) -> list[tuple[bytes, int]]:
-        """Return keys and blocks: the last ones to be evicted first, each before what follows it."""
+        """Return keys and blocks: the last ones to be evicted first, each before its successors."""
         blocks = [block for block in self._keys if block not in self._idle]
         return [(self._keys[block], block) for block in (*blocks, *reversed(self._idle))]
 
@@ -141,7 +141,8 @@ class PrefixCache(BlockPool):
             self._idle[block] = None
 
     def recount(self, tables: Iterable[list[int]]) -> None:
-        """Count the holders again from all block tables there are, and the cache's own: frees what none of them names.
+        """Count the holders again from all block tables there are, and the cache's own: frees blocks that none of them
+        names.
         """
         super().recount(chain(tables, (list(self._keys),)))
         idle = (block for block in (*self._idle, *reversed(self._keys)) if self._holders[block] == 1)

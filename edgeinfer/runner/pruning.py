@@ -119,7 +119,7 @@ class Schedule:
         return sum(n * (stop - first) for n, (first, stop) in stages) / (tokens[0] * n_layers)
 
     def outlook(self, n: int, n_layers: int) -> dict[str, Any]:
-        """Return what will become of a prompt of n tokens, as JSON objects have it; its boundaries are placed."""
+        """Return the prediction for a prompt of n tokens, as JSON objects have it; its boundaries are placed."""
         tokens = self.tokens(n)
         share = self.share(tokens, n_layers)
         said = f"{n} tokens are too few to prune, all go through all layers"
@@ -137,7 +137,7 @@ class Schedule:
 def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float], target: float) -> Schedule:
     """Return the schedule with these boundaries that drops most of those that diverge by the target at most.
 
-    At each boundary the same share of what came there continues. It is searched by halves, in steps of a hundredth.
+    At each boundary the same share of the arriving tokens continues. It is searched by halves, in steps of a hundredth.
 
     Raises
     ------

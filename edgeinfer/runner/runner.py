@@ -75,8 +75,8 @@ class Runner(Caching, abc.ABC):
         Returns
         -------
         float32 array of shape (rows, vocab_size)
-            The logits wanted, in the order of segments and then of their outputs. Valid until the next pass: copy what
-            is to be kept.
+            The logits wanted, in the order of segments and then of their outputs. Valid until the next pass: copy those
+            that is to be kept.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class Runner(Caching, abc.ABC):
         ------
         RequestError
             These tokens are not there or not in order, or a block that is shared cannot be copied because none is free,
-            or this runner cannot move what it keeps of a token. The sequence is as before.
+            or this runner cannot move the state of a token. The sequence is as before.
         """
         if list(path) != list(range(len(path))):
             raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; run its tokens as a chain.")
@@ -187,8 +187,8 @@ class Runner(Caching, abc.ABC):
         """Return a new sequence that holds the longest cached beginning of a prompt: whole blocks, which it shares.
 
         The prompt continues from there with the same bits as if all of it had been run. A token at least is left over,
-        for its logits are wanted. Layers with a window give the sequence what the next token sees: it cannot be
-        truncated to less than it begins with, but for 0 (`can_truncate`).
+        for its logits are wanted. Layers with a window give the sequence the rows that the next token sees: it cannot
+        be truncated to less than it begins with, but for 0 (`can_truncate`).
 
         Parameters
         ----------

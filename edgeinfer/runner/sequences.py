@@ -56,7 +56,7 @@ class Sequence:
     state: Any = None
     """Slots of recurrent layers (`StateTable`); None if the model has none."""
     cut: bool = False
-    """True if rows after the last token may hold what was forgotten or never taken in: it must not reach others, were
+    """True if rows after the last token may hold discarded or uncommitted tokens: it must not reach others, were
     it NaN."""
     decoded: int | None = None
     """Index of the first token that may not have been run as part of a prompt; None if all were."""
@@ -84,8 +84,8 @@ class Segment(NamedTuple):
     can may leave a row of DECODE out, as NaN, if the sample spec allows it (SAMPLE_ALONE).
     """
     prepare: Callable[[], None] | None = None
-    """Completes what samplers read of this segment, such as masks. A runner calls it once, before it samples: while
-    the model runs if it can."""
+    """Completes the data of this segment that samplers read, such as masks. A runner calls it once, before it samples:
+    while the model runs if it can."""
 
     def check(self) -> None:
         """Raise `RequestError` for a role, outputs, samples or parents that make no sense."""
@@ -117,7 +117,7 @@ def plain_segments(segments: Items[Segment]) -> Items[Segment]:
     Raises
     ------
     RequestError
-        There are no segments, or what stands for tokens, outputs or parents is not a list of integers.
+        There are no segments, or tokens, outputs or parents are not lists of integers.
     """
     if not isinstance(segments, (list, tuple)) or not all(isinstance(segment, Segment) for segment in segments):
         raise RequestError(f"A forward pass takes a list of segments, and got {shown(segments)}.")
@@ -127,7 +127,7 @@ def plain_segments(segments: Items[Segment]) -> Items[Segment]:
 
 
 def prepare_samples(segments: Items[Segment]) -> None:
-    """Complete what samplers read."""
+    """Complete the data that samplers read."""
     for segment in segments:
         if segment.prepare:
             segment.prepare()

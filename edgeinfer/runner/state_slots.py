@@ -1,4 +1,4 @@
-"""Slots of recurrent state: whose each is, copies on write, checkpoints, and what a cancelled pass goes back to.
+"""Slots of recurrent state: ownership, copy on write, checkpoints, and restoring after a cancelled pass.
 
 A slot is a block of a pool: sequences share one until one of them runs on, and the prefix cache holds some as
 checkpoints, under the keys of the KV blocks before them.
@@ -232,7 +232,7 @@ class StateSlots:
         return True
 
     def note(self, slot: int) -> bytes:
-        """Return what is known of a cached slot."""
+        """Return the note of a cached slot."""
         parent, tail = self._tails.get(slot, (b"", 0))
         return NOTE.pack(self._bases[slot], tail, parent)
 
@@ -253,8 +253,8 @@ class StateSlots:
         self._tails.clear()
 
     def _take(self) -> int:
-        """A slot of one's own; if none is free or evicted, sequences' checkpoints are given up, then what no living
-        sequence names."""
+        """A slot of one's own; if none is free or evicted, sequences' checkpoints are dropped, then those that no
+        living sequence names."""
         if not self.pool.n_available:
             self._shrink()
         if not self.pool.n_available:

@@ -24,7 +24,7 @@ class BlockMemory(Protocol):
         """Copy a block to another."""
 
     def clear(self, block: int, first: int) -> None:
-        """Make sure that what a block holds from row `first` on does no harm: its sequence was cut there."""
+        """Invalidate the rows of a block from row `first` on: its sequence was cut there."""
 
 
 class WindowBlocks:
@@ -48,7 +48,7 @@ class WindowBlocks:
         self._memory, self._living, self._block_tokens = memory, living, self.pool.block_tokens
 
     # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table names it. `gone` is
-    # raised before blocks go: a sequence may say that it lacks what it has, never that it has what it lacks.
+    # raised before blocks go: a sequence may understate its rows, never overstate them.
 
     def extend(self, sequence: Sequence, n_tokens: int, cut: bool) -> None:
         """Make room for n more tokens, and free blocks that leave the window.
@@ -81,7 +81,7 @@ class WindowBlocks:
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
         """Return whether `extend` finds blocks for this many more tokens of each of several sequences.
 
-        More tokens than a forward pass has come in several, which leave a sequence what it must keep.
+        More tokens than a forward pass has come in several, which leave a sequence the rows that it must keep.
         """
         if (needed := self._needed(wanted)) > self.pool.n_available:
             self._shrink()
@@ -194,8 +194,8 @@ class WindowBlocks:
                 self.pool.drop(block)
 
     def take(self) -> int:
-        """A block of one's own; if none is free or evicted, what others need not keep, then what no living sequence
-        names."""
+        """A block of one's own; if none is free or evicted, blocks that others do not need, then those that no living
+        sequence names."""
         if not self.pool.n_available:
             self._shrink()
         if not self.pool.n_available:

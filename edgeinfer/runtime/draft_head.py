@@ -3,7 +3,7 @@
 It is a program of its own over the session's sequences. The K and V of its layer are in the session's blocks, as one
 more layer, so that forks, cached prefixes and prompt caches have them. After each forward pass of the session it reads
 the rows in front of the output head and runs over the same tokens: row t is made of token t and of the row of token
-t - 1, zeros where that is not known. So it can draft at any time; what it knows less of, it drafts worse.
+t - 1, zeros where that is not known. So it can draft at any time; with less context it drafts worse.
 """
 
 from __future__ import annotations

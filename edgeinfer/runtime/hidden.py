@@ -1,4 +1,4 @@
-"""Rows in front of the output head, in float32: what embeddings are made of.
+"""Rows in front of the output head, in float32: the source of embeddings.
 
 The program runs up to where rows are gathered for the head. The last norm is computed here, because in the program its
 output may be quantised for the head's matmul.

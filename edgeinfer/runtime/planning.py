@@ -51,16 +51,17 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None
     bundle : Bundle
     config : RuntimeConfig
     placer : callable, optional
-        Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
+        Chooses the weights that stay in memory if not all fit; without it layers are streamed (`offload.placer` of the
+        bundle).
     draft_memory : DraftMemory, optional
-        What runs in the same process, within the same budget.
+        Draft that runs in the same process, within the same budget.
 
     Raises
     ------
     BudgetError
         If no plan fits the budget.
     BundleError
-        If a tensor or a part is not what the model's graph needs.
+        If a tensor or a part differs from the needs of the model's graph.
     UsageError
         If KV is to be in slots.
     """
@@ -81,7 +82,7 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None
 
 
 def or_exact(error: BudgetError, config: RuntimeConfig, plan_of: Callable[[RuntimeConfig], MemoryPlan]) -> BudgetError:
-    """Return why a run does not fit, with the run without its approximations where that does, or what of it does where
+    """Return why a run does not fit, with the exact run if that fits, or the part of it that does where
     nothing else would; `plan_of` plans it and raises `BudgetError`.
     """
     exact = without_approximations(config.recipe)

@@ -70,7 +70,7 @@ class PruningStages:
     Parameters
     ----------
     session : Session
-        With the region ``aux`` in its plan. What waits between stages is taken here, what choosing takes when it is.
+        With the region ``aux`` in its plan. Memory between stages is allocated here, that of ranking when it runs.
     schedule : Schedule
 
     Attributes
@@ -79,7 +79,7 @@ class PruningStages:
         Says which tokens continue: takes the importance of each, the rows that may continue and how many shall, and
         returns those that do, ascending. Experiments put another one in its place.
     last : Pruned or None
-        What became of the last prompt.
+        Outcome of the last prompt.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class PruningStages:
         self._stages = [self._stage(first, stop) for first, stop in itertools.pairwise(starts)]
 
     def _stage(self, first: int, stop: int) -> _PruningStage:
-        """The last attention over whole contexts chooses, because a window says nothing of what is before it."""
+        """The last attention over whole contexts chooses, because a window has no scores of tokens before it."""
         instructions = self._session.program.instructions
         found = [(not op.window, i, op) for i, instruction in enumerate(instructions[first:stop], first)
                  if isinstance(op := instruction.op, Attention) and not instruction.step]
@@ -250,7 +250,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             scores[:, ~sees] = -np.inf
             largest = scores.max(axis=1, keepdims=True)
             scores -= largest
-            np.exp(scores, out=scores)  # in place: what this takes is planned (techniques/prompt_pruning.py)
+            np.exp(scores, out=scores)  # in place: this memory is planned (techniques/prompt_pruning.py)
             total = scores.sum(axis=1, dtype=np.float64, keepdims=True) + np.exp(sinks[head] - largest)
             out += (scores / total).sum(axis=0)
         del keys
@@ -276,7 +276,7 @@ def _slopes(attention: Attention) -> Items[Floats]:
 
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:
-    """The one tensor that a token needs at the boundaries of what was computed before."""
+    """Return the one tensor of earlier results that a token needs at the boundaries."""
     buffers = graph.buffers()
     found = set()
     for layer in schedule.layers:

@@ -95,8 +95,8 @@ class SelfDraftPlan(DraftPlan):
     @classmethod
     def of(cls, model: ModelConfig, plain: Recipe, parts: Collection[str],
            make: Callable[[Recipe], Planner]) -> SelfDraftPlan:
-        """Return the ways of a model that runs with the recipe `plain`: what its `parts` let it approximate, such as a
-        predictor, and an early exit. `make` gives the planner of a recipe.
+        """Return the ways of a model that runs with the recipe `plain`: the approximations that its `parts` allow, such
+        as a predictor, and an early exit. `make` gives the planner of a recipe.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The sequences of a session: forks, cuts, prompt caches and cached beginnings, and what their K and V depend on."""
+"""The sequences of a session: forks, cuts, prompt caches, cached beginnings, and the identity of their K and V."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class SequenceOwner(ModelRunner):
     def _origin(self, salt: bytes) -> bytes:
         return f"{self._identity(False)} {self.plan.request.kv} ".encode() + salt
 
-    # -- what K and V depend on --------------------------------------------------------------------------------------
+    # -- identity of K and V --------------------------------------------------------------------------------------
 
     def _stretched(self) -> tuple[int, ...]:
         """The context of the run as far as rotations depend on it."""

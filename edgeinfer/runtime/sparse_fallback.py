@@ -141,7 +141,7 @@ def dense_layers(densities: Sequence[float], predictor: float, profile: DevicePr
     Parameters
     ----------
     densities : sequence of float
-        Share of each layer's neurons that fire: what a mask chooses at best.
+        Share of each layer's neurons that fire: those of an ideal mask.
     predictor : float
         Least bytes of a predictor over those of the FFN.
     profile : as for `decide`
@@ -158,7 +158,7 @@ def dense_layers(densities: Sequence[float], predictor: float, profile: DevicePr
 
 def predicted_time(kind: str, chosen: Sequence[float], predictor: float, in_tiles: Collection[int],
                    gates: float = 1 / 3) -> tuple[float, str]:
-    """Return what FFNs with a predictor take over the time of the same in tiles, dense, and by whose curves.
+    """Return the time of FFNs with a predictor over that of the same in tiles, dense, and whose curves say so.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def predicted_time(kind: str, chosen: Sequence[float], predictor: float, in_tile
 
 
 def everywhere(recipe: Recipe) -> Recipe:
-    """Return the recipe for a run in which no layer falls back: what measures the quality of all of them."""
+    """Return the recipe for a run in which no layer falls back: for measuring the quality of all of them."""
     def whole(step: Step) -> Step:
         plain = step.name == "sparse" and not FALLBACKS.keys() & dict(step.settings)
         return replace(step, settings=(*step.settings, ("dense", "none"))) if plain else step

@@ -257,7 +257,7 @@ def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
         sequence = whole.new_sequence()
         whole.prefill(sequence, ids)
         whole.save(sequence, tmp_path / "whole")
-        with pytest.raises(BundleError, match=r"^The prompt cache \S+ has of layers with a window what they see alone"):
+        with pytest.raises(BundleError, match=r"^The prompt cache \S+ has only the rows inside the windows"):
             whole.load(tmp_path / "wide")
     assert (tmp_path / "wide").stat().st_size < (tmp_path / "whole").stat().st_size
     with session(path, ctx=1024, prefill_chunk=CHUNK) as narrow:

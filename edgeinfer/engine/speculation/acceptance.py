@@ -37,7 +37,7 @@ class Level:
         return self.right[0] if self.right else self._prior
 
     def _unknown(self) -> float:
-        """Return what to expect of the first place that was never reached: as of the one before."""
+        """Return the expected acceptance of the first place that was never reached: as of the one before."""
         return self.right[-1] if self.right else self._prior
 
     def judge(self, pays: bool) -> None:

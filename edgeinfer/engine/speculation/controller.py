@@ -2,11 +2,11 @@
 
 Verifying g drafted tokens gives E(g) tokens on average: 1, and for each drafted token the probability that it and all
 before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of them; here each place in a
-draft has its own). It pays where E(g) is above what drafting and verifying cost, in steps of
+draft has its own). It pays if E(g) is above the cost of drafting and verifying, in steps of
 the same run without speculation, which takes several steps in a pass where the model is small. All costs are measured:
 on processors they depend on the model, the depth and other load.
 
-What is not known has to be tried, and a try may fail. With prompt lookup a request may
+Unknown costs have to be measured by trials, and a trial may lose time. With prompt lookup a request may
 lose a hundredth of its time on that, and 20 tokens of it in advance; with a drafter that the user named 4 %, and a try.
 """
 
@@ -109,7 +109,7 @@ class Speculation:
         now = time.perf_counter()
         self._writing = texts
         self._began = max(self._ended, now - LONGEST_GAP_SECONDS) if self._ended else now
-        self._reading = self._drafting = 0.0  # what looking at the text took counts as drafting
+        self._reading = self._drafting = 0.0  # the time of looking at the text counts as drafting
         self._measuring = self._rest <= 0
         if not self._measuring:
             return []
@@ -143,7 +143,7 @@ class Speculation:
         asked = [text for text, level in zip(texts, levels, strict=True) if level]
         unread = self.drafter.unread(asked)
         began = time.perf_counter()
-        self.drafter.catch_up(asked, cancel)  # reading a prompt is not part of what drafts cost from then on
+        self.drafter.catch_up(asked, cancel)  # reading a prompt is not part of the cost of later drafts
         ready = time.perf_counter()
         found = iter(self.drafter.propose(asked, n, cancel))
         ended = time.perf_counter()
@@ -167,7 +167,7 @@ class Speculation:
             return choices[-1] if choices else 0
         if self._unrefreshed >= REFRESH_PASSES:
             return 0
-        if self._asked and not self._passes:  # what a drafter that was named costs is measured once in a request
+        if self._asked and not self._passes:  # the cost of a drafter that was named is measured once in a request
             return choices[min(FIRST_TRY_INDEX, len(choices) - 1)]
         gains = {n: self._gain(levels, n) for n in choices}
         margin = STAY_GAIN if any(level.on for level in levels) else START_GAIN
@@ -185,7 +185,7 @@ class Speculation:
         return max(allowed, key=lambda n: gains[n])
 
     def _due(self, levels: list[Level], choices: list[int]) -> list[int]:
-        """Return the numbers that are to be tried although they do not pay by what is known; or rest."""
+        """Return the numbers to try although they are not expected to pay; or rest."""
         if not any(level.due for level in levels):
             if all(self._gain(levels, n, perfect=True) < START_GAIN for n in choices):  # no text would make it pay
                 self._pause()
@@ -199,7 +199,7 @@ class Speculation:
     def _pause(self) -> None:
         """Do not look at the text for a while, and for longer the next time."""
         self._rest, self._resting = self._resting, min(2 * self._resting, LONGEST_WAIT)
-        self._plain_passes = 0  # what was measured before a rest may be another depth's, or another minute's
+        self._plain_passes = 0  # costs measured before a rest may be of another depth, or another minute
         self._shadows.clear()
 
     def _gain(self, levels: list[Level], n: int, perfect: bool = False, doubting: bool = False) -> float:
@@ -214,7 +214,7 @@ class Speculation:
 
     def _risk(self, levels: list[Level], n: int) -> float:
         """Return the steps without speculation that are lost where the first drafted token is wrong, times the
-        probability of that; and until costs are measured, what is lost where they are far above what is assumed."""
+        probability of that; and until costs are measured, the loss if they are far above the assumed ones."""
         doubt = 1.0 if self._asked else self._costs.doubt(self.drafter.name, self.drafter.free)
         wrong, cost = 1 - sum(level.first for level in levels) / len(levels), doubt * self._cost(levels, n)
         tokens = sum(level.expected(n) for level in levels) / len(levels)
@@ -285,7 +285,7 @@ class Speculation:
         return max(LEAST_SECONDS, time.perf_counter() - self._began)
 
     def release(self, texts: Items[Text]) -> None:
-        """Release what the drafter keeps of texts that have ended, or whose sequences are taken away."""
+        """Release the drafter's state of texts that have ended, or whose sequences are taken away."""
         self.drafter.release(texts)
         for text in texts:
             self._shadows.forget(text)
@@ -294,7 +294,7 @@ class Speculation:
                 self._times.right[self.drafter.name] = list(level.right)
 
     def report(self, usage: Usage) -> SpeculationReport:
-        """Return what there was in a request."""
+        """Return the statistics of a request."""
         levels = self._levels.values()
         on = any(not level.off for level in levels) or self._fixed
         return usage.report(self.drafter.name, "idle" if not levels else "on" if on else "off")

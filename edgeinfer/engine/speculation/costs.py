@@ -3,7 +3,7 @@
 Without speculation a pass may take several steps by itself (`Runner.decode`), and a token costs a share of it.
 Verifying and drafting are kept as multiples of that cost at the same depth and in the same minute: a deeper context, or
 a machine shared with others, changes both alike. All are medians of a few recent measurements, and of one or two the
-least, because what disturbs a measurement makes it longer.
+least, because disturbances make a measurement longer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Costs:
     def short(self, depth: int) -> bool:
         """Return whether a token takes so little that verifying drafts is no use: Python's part of it dominates.
 
-        The fastest of the latest passes counts, and one is enough: what disturbs a pass makes it longer.
+        The fastest of the latest passes counts, and one is enough: disturbances make a pass longer.
         """
         if self._most <= 1:
             return False
@@ -136,7 +136,7 @@ class Costs:
     # -- verifying and drafting --------------------------------------------------------------------------------------
 
     def took(self, what: str, n: int, ratio: float) -> None:
-        """Record of what `what` over n tokens cost, in steps without speculation."""
+        """Record the cost of `what` over n tokens, in steps without speculation."""
         self._ratios.setdefault(what, {}).setdefault(n, deque(maxlen=KEPT)).append(ratio)
 
     def doubt(self, drafter: str, free: bool) -> float:
@@ -144,7 +144,7 @@ class Costs:
         return 1.0 if "verify" in self._ratios and (free or drafter in self._ratios) else DOUBT
 
     def verify(self, n: int, depth: int, doubting: bool = False) -> float:
-        """Return what a pass over n tokens costs, between the nearest numbers known, in steps without speculation.
+        """Return the cost of a pass over n tokens, between the nearest numbers known, in steps without speculation.
 
         Parameters
         ----------
@@ -171,7 +171,7 @@ class Costs:
         return more + (PYTHON_SECONDS / self.token(depth) if self._most > 1 else 0.0)
 
     def draft(self, name: str, n: int, depth: int, free: bool) -> float:
-        """Return what drafting n tokens of each text costs, in steps without speculation."""
+        """Return the cost of drafting n tokens of each text, in steps without speculation."""
         known = self._ratios.get(name, {})
         if not known:
             return 0.0 if free else DRAFT * n + PYTHON_SECONDS / self.token(depth)
@@ -179,7 +179,7 @@ class Costs:
         return _value(known[nearest]) * (1.0 if n == nearest or free else n / nearest)
 
     def read(self, name: str) -> float:
-        """Return what a drafter's reading of a token of the prompt costs, in steps without speculation."""
+        """Return the cost of a drafter's reading of a token of the prompt, in steps without speculation."""
         known = self._ratios.get(f"{name}, reading", {}).get(1)
         return _value(known) if known else READ
 

@@ -84,7 +84,7 @@ class DraftModel(Drafter):
         return [found.get(text.key, []) for text in texts]
 
     def release(self, texts: Items[Text]) -> None:
-        """Release what is kept of texts but for the first one: a request that continues it need not read it again."""
+        """Release the state of texts except the first one: a request that continues it need not read it again."""
         held = [self._held.pop(text.key).sequence for text in texts if text.key in self._held]
         if not held:
             return

@@ -21,7 +21,7 @@ class Text(Protocol):
 
     @property
     def key(self) -> int:
-        """Return what no other text has."""
+        """Return a value that no other text has."""
 
     @property
     def usage(self) -> Usage | None:
@@ -80,9 +80,9 @@ class Drafter(abc.ABC):
         Raises
         ------
         CancelledError
-            It was cancelled. The texts are as before, and what the drafter keeps is right.
+            It was cancelled. The texts are as before, and the drafter's state is consistent.
         """
 
     @abc.abstractmethod
     def release(self, texts: Items[Text]) -> None:
-        """Release what is kept of texts. May be called twice, and for texts of which nothing is kept."""
+        """Release the state of texts. May be called twice, and for texts without state."""

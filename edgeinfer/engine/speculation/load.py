@@ -1,4 +1,4 @@
-"""A draft model beside a model: which one may draft for it, what both need together, and how it is opened."""
+"""A draft model: compatibility with the model, memory of both together, and opening."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _check_tokenizer(name: str | Path, draft: _Texts, target: _Texts, tokenizer:
 
 
 def _difference(target: tuple[Tokenizer | None, int], draft: tuple[Tokenizer | None, int]) -> str:
-    """Say what differs between two tokenizers, or the sizes of the vocabularies where there are none."""
+    """Describe the difference of two tokenizers, or the sizes of the vocabularies if there are none."""
     (tokenizer, size), (other, draft_size) = target, draft
     if tokenizer and other:
         return tokenizer.difference(other)

@@ -45,11 +45,11 @@ class PromptLookup(Drafter):
         return index.level()
 
     def prior(self, level: int) -> float:
-        """Return what was measured in real texts."""
+        """Return the acceptance measured in real texts."""
         return PRIORS[level - 1]
 
     def propose(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
-        """Return what followed, for each text; see `Drafter.propose`."""
+        """Return the tokens that followed, for each text; see `Drafter.propose`."""
         return [self._indices[text.key].continuation(n) if self.level(text) else [] for text in texts]
 
     def release(self, texts: Items[Text]) -> None:
@@ -111,7 +111,7 @@ class Index:
 
 def _characters(tokens: list[int]) -> str:
     """Return a character for each token. If a vocabulary has more tokens than there are characters, two may share
-    one: the draft token is then wrong, and the text stays what it is.
+    one: the draft token is then wrong, and the text is unchanged.
     """
     if max(tokens) > MOST_ID:
         tokens = [token % MOST_ID for token in tokens]

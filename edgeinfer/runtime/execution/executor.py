@@ -57,7 +57,7 @@ class Executor:
     joins : bool
         Whether the caller may be one of the threads: not if an instruction may have to wait for its completion event.
     events : int64 array
-        What instructions may wait for: 0 = pending, positive = the data is there, negative = it will not come.
+        Completion events of instructions: 0 = pending, positive = the data is there, negative = it will not come.
     steps_left : int
         Steps of those that the last forward pass might have run; ctx may be another program's by now.
     stream : Readers or None
@@ -132,7 +132,7 @@ class Executor:
 
     def run(self, first: int = 0, stop: int | None = None, cancel: Cancellation | None = None,
             further: int = 0, meanwhile: Callable[[], None] | None = None) -> None:
-        """Run the program, or its instructions first .. stop - 1, over what ctx and its tables describe.
+        """Run the program, or its instructions first .. stop - 1, over the tokens in ctx and its tables.
 
         `further` more steps follow with the tokens that are sampled (abi.CTX_STEPS), until a text ends. `meanwhile` is
         called once: while the instructions run, unless the caller is one of their threads.

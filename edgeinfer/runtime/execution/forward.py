@@ -43,7 +43,7 @@ class RowReader(Protocol):
         """Use them, before the sequences commit the tokens."""
 
     def forked(self, sequence: Sequence, copy: Sequence) -> None:
-        """Let a fork have what is kept of a sequence."""
+        """Give a fork the state that is kept of a sequence."""
 
 
 class ModelRunner(Runner):
@@ -136,7 +136,8 @@ class ModelRunner(Runner):
         return logits
 
     def _prepare(self, segments: Items[Segment], first: int, cancel: Cancellation | None) -> int:
-        """Complete what samples read while the instructions before the first one run; returns where to continue.
+        """Complete the data that samples read while the instructions before the first one run; returns where to
+        continue.
 
         It is completed before a pass that is too short to be cut in two, and where weights in storage are read for a
         whole pass.

@@ -24,7 +24,7 @@ class PoolMemory:
     n_blocks : int
         Of the pool.
     flags : uint8 array of shape (stages, 1, blocks, BLOCK_TOKENS), optional
-        What stages of a pruned prompt lack.
+        Tokens that stages of a pruned prompt lack.
     """
 
     def __init__(self, planes: Iterable[Planes], n_blocks: int, flags: NDArray[np.uint8] | None = None):

@@ -68,7 +68,7 @@ def planes_of(plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAc
     region : uint8 array
         Memory of the region ``kv``.
     stores : of KvAccess
-        What each layer of `plan.kv_layers` stores, in that order.
+        K and V of each layer of `plan.kv_layers`, in that order.
     """
     found, kv = [], plan.request.kv
     for (heads, head_dim, latent, blocks), alike in groupby(

@@ -90,7 +90,7 @@ class PrefixFile:
         return len(blocks[BLOCKS])
 
     def load(self, path: Path, model: str) -> int:
-        """Read blocks into those that are free, as many as there are, and cache them; what is cached already stays.
+        """Read blocks into those that are free, as many as there are, and cache them; blocks cached already stay.
 
         Returns
         -------
@@ -117,7 +117,7 @@ class PrefixFile:
             raise FILE.unreadable(path, error) from None
 
     def _read(self, file: io.BufferedReader, path: Path, header: dict[str, Any]) -> int:
-        """Read what follows a header; blocks are cached if the checksum is right, and freed otherwise."""
+        """Read the data after a header; blocks are cached if the checksum is right, and freed otherwise."""
         keys = {name: np.empty((header[name], pool.key_bytes), np.uint8) for name, pool in self._pools.items()}
         taken: dict[str, dict[bytes, int]] = {name: {} for name in self._pools}
         try:

@@ -52,7 +52,7 @@ class PromptFile:
     def load(self, path: Path, prompts: str, decoded: str) -> Sequence:
         """Read a sequence saved by the same model with the same KV type.
 
-        The model has two names: what it makes of prompts alone, and of tokens that were decoded.
+        The model has two identities: for prompts alone, and for decoded tokens.
 
         Raises `BundleError` if the file cannot be read, is damaged, belongs to another model or KV type, or is longer
         than the context. Raises `RequestError` if the pool has no room for it.
@@ -98,7 +98,7 @@ class PromptFile:
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """Return the header's fields on pruned tokens, if any: the schedule, and how many tokens each stage has.
 
-        Also empty if the flags are inconsistent: later stages must lack what a stage lacks.
+        Also empty if the flags are inconsistent: later stages must lack the tokens that a stage lacks.
         """
         lacking = self._kv.lacking(sequence, n_tokens)
         if not lacking.any() or (lacking[:-1] > lacking[1:]).any():
@@ -130,9 +130,9 @@ class PromptFile:
         if (gone := header.get("gone")) is None:
             return
         if self._kv.recent is None:
-            raise BundleError(f"The prompt cache {path} has of layers with a window what they see alone, and this run "
-                              "keeps all tokens in all layers (a short --ctx or --lazy); give the --ctx that it was "
-                              "saved with, or another file.")
+            raise BundleError(f"The prompt cache {path} has only the rows inside the windows of its layers, and this "
+                              "run keeps all tokens in all layers (a short --ctx or --lazy); give the --ctx that it "
+                              "was saved with, or another file.")
         seen = len(header["tokens"]) - self._kv.recent.windowed.window + 1
         if type(gone) is not int or not 0 < gone * abi.BLOCK_TOKENS <= seen:
             raise FILE.damaged(path)

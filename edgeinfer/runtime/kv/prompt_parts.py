@@ -31,13 +31,13 @@ class PromptParts:
     """Reads and writes parts of the sequences of one KV cache.
 
     A part is the size of its header, the header in JSON, and of each layer, plane and KV head the blocks. Layers with a
-    window and recurrent state come when the prompt is complete: only then is it known what they keep.
+    window and recurrent state come when the prompt is complete: only then are their final rows known.
 
     Parameters
     ----------
     kv : KVCache
     model : str
-        Name of what the K and V depend on.
+        Identity that the K and V depend on.
     """
 
     def __init__(self, kv: KVCache, model: str):
@@ -112,7 +112,7 @@ class PromptParts:
         return sequence.blocks
 
     def _parsed(self, part: Buffer, n_blocks: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-        """Return the header of a part and what follows it, whose size is that of its planes."""
+        """Return the header of a part and the data after it, whose size is that of its planes."""
         size = _SIZE.unpack_from(part)[0] if len(part) >= _SIZE.size else 0
         start = _SIZE.size + size
         try:
@@ -147,7 +147,7 @@ class PromptParts:
             yield np.ascontiguousarray(plane[:, _slice(blocks)]).data
 
     def _planes(self, sequence: Sequence | None, kind: str) -> Iterator[NDArray[np.uint8]]:
-        """Yield what a part has blocks of, layer by layer: (KV heads, blocks, bytes), or the slots of the state."""
+        """Yield the memory of a part's blocks, layer by layer: (KV heads, blocks, bytes), or the slots of the state."""
         if kind == STATE:
             yield self._kv.state_memory[None]
             return

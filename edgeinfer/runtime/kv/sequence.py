@@ -37,7 +37,7 @@ class KVCache(BlockTables):
     region : uint8 array
         Memory of the region ``kv``.
     stores : of KvAccess
-        What each layer of `plan.kv_layers` stores, in that order.
+        K and V of each layer of `plan.kv_layers`, in that order.
     state : uint8 array, optional
         Memory of the region ``state``.
     """
@@ -127,7 +127,7 @@ class KVCache(BlockTables):
         self.check_own(sequence)
         if self.recent:
             self.recent.check(sequence, n_tokens)
-        if self.states and sequence.reserved:  # what ran through a part of the layers is called off
+        if self.states and sequence.reserved:  # tokens that ran through a part of the layers are cancelled
             self.states.settle(sequence)
         if not self.states or not 0 <= n_tokens <= len(sequence):
             return super().truncate(sequence, n_tokens)
@@ -172,7 +172,7 @@ class KVCache(BlockTables):
         if sequence.decoded is not None and sequence.decoded > start:
             sequence.decoded = start + int(np.searchsorted(source, sequence.decoded))
         sequence.cut = True
-        del sequence.tokens[start:]  # an interruption leaves a sequence that ends before what moves
+        del sequence.tokens[start:]  # an interruption leaves a sequence that ends before the moved rows
         self._memory.move(np.array(sequence.blocks), source, target)
         if sequence.recent:
             self._window_memory.move(np.array(sequence.recent.blocks), source, target)

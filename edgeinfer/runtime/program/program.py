@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def condition(self) -> str:
-        """When it runs, and what differs where a forward pass has one token, for people."""
+        """Condition under which it runs, and differences for a pass of one token, for display."""
         if self.op is None:
             return ""
         said = ["decoded tokens only"] if self.op.decoded else ["sampled tokens only"] if self.op.sampled else []
@@ -66,7 +66,7 @@ class Program:
 
     instructions: tuple[Instruction, ...]
     words: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, abi.INSTRUCTION_BYTES // 8), np.int64))
-    """int64 array of shape (n_records, 32): what the kernels read."""
+    """int64 array of shape (n_records, 32): the kernels read it."""
 
     @property
     def kernels(self) -> tuple[str, ...]:

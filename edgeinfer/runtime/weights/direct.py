@@ -37,7 +37,7 @@ class File:
             if hasattr(os, "O_DIRECT"):
                 try:
                     return cls(path, _tried(os.open(path, flags | os.O_DIRECT)), True)._same(state)
-                except OSError:  # refused on opening or on reading; what else is wrong shows without it
+                except OSError:  # refused on opening or on reading; other errors show without it
                     pass
             handle = os.open(path, flags)
             return cls(path, handle, uncached(handle))._same(state)

@@ -1,4 +1,4 @@
-"""Brings into memory what a run computes with: weights, predictor and screen, rotary tables."""
+"""Loads the data that a run computes with: weights, predictor and screen, rotary tables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regio
         from edgeinfer.bundle import part_extents, read_screen
 
         if part == "screen":
-            read_screen(bundle)  # which refuses what is not this model's
+            read_screen(bundle)  # which refuses one of another model
         path, found = part_extents(bundle, part)
         parts = []
         for weight in weights:

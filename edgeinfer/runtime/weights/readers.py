@@ -36,7 +36,7 @@ _stuck: list[Any] = []
 
 
 def _host_pread() -> tuple[int, int, Any]:
-    """Return the addresses of `pread` and `posix_fadvise` (0 if there is none), and what must outlive them.
+    """Return the addresses of `pread` and `posix_fadvise` (0 if there is none), and the object that must outlive them.
 
     Windows has no `pread`: there every read goes through Python.
     """
@@ -122,12 +122,12 @@ class Readers:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes that a whole forward pass reads if layers are streamed; 0 if tokens select what is read."""
+        """Bytes that a whole forward pass reads if layers are streamed; 0 if tokens select the reads."""
         return 0
 
     @property
     def hits(self) -> tuple[int, ...]:
-        """Return the hits of decoded tokens so far; empty if tokens do not select what is read."""
+        """Return the hits of decoded tokens so far; empty if tokens do not select the reads."""
         return ()
 
     @property
@@ -144,7 +144,7 @@ class Readers:
         """Verify the data behind a completion event (EDGEINFER_CHECK=1); raises `BundleError` if it is damaged."""
 
     def check(self, failed: bool) -> None:
-        """Say what went wrong with a pass that has ended: a read that it waited for, or a file that was written to.
+        """Raise the error of a pass that has ended: a read that it waited for, or a file that was written to.
 
         Raises `BundleError`.
         """
@@ -196,7 +196,7 @@ class Readers:
 
 def _end(process: int, set_state: Callable[[int], int], threads: list[threading.Thread], handle: int,
          used: tuple[Any, ...]) -> None:
-    """End the readers, then close the file; what a thread still uses whose read does not return is kept."""
+    """End the readers, then close the file; memory that a hanging read still uses is kept."""
     if process != os.getpid():  # forked: the threads are not here
         return
     set_state(abi.STREAM_ENDS)

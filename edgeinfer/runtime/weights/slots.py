@@ -53,7 +53,7 @@ class Slots(Readers):
     state : os.stat_result
         Of the file, when its contents were checked.
     ranges : sequence of (int, int)
-        Numbers of the instructions that use what was found: from after the one that looks up to the layer's last one.
+        Numbers of the instructions that use the found slots: from after the one that looks up to the layer's last one.
     events, kernels, ctx : as for `Readers`
     """
 
@@ -85,7 +85,7 @@ class Slots(Readers):
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
         """Wait for reads that a pass has left which was cancelled; after one that failed, forget all slots, but for a
-        forward pass that continues within an FFN: it ends where it needs what did not come.
+        forward pass that continues within an FFN: it ends where it needs missing data.
 
         Raises `EdgeInferError` if the forward pass begins within an FFN whose weights it has not requested.
         """
@@ -101,9 +101,9 @@ class Slots(Readers):
         while self._under_way(continues) and not self._words[_FAILED] and not ended():
             time.sleep(NAP_SECONDS)
         if self._words[_FAILED]:
-            if not inside and self._park(ended):  # else the completion events of what did not come end the forward pass
+            if not inside and self._park(ended):  # else the completion events of missing data end the forward pass
                 self._forget()
-        elif not continues and not self._under_way(continues):  # no instruction will release what an early one holds
+        elif not continues and not self._under_way(continues):  # no instruction will release an early one's slots
             held = self._held()
             self._parts[held, _LEFT], self._events[held], self._own[_EARLY] = 0, 1, 0
 

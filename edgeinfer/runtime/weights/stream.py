@@ -1,6 +1,6 @@
 """Streaming: weights that do not fit are read ahead of use into planned buffers, by threads that never enter Python.
 
-The inner half is kernels/ops/stream.py. This class writes the tables of what is read and sets the readers to the part
+The inner half is kernels/ops/stream.py. This class writes the tables of reads and sets the readers to the part
 that a forward pass begins with.
 """
 

@@ -1,7 +1,7 @@
 """Lowering: each operation of the graph becomes one or two instructions, with the addresses that the plan gave its
 operands.
 
-Matmuls and FFNs are here, the other families of operations in modules of their names, what all share in base.py.
+Matmuls and FFNs are here, the other families of operations in modules of their names, common code in base.py.
 """
 
 from __future__ import annotations
