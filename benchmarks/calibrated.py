@@ -9,8 +9,9 @@ The model's own program runs the calibration text in float32 and gives the secon
 `importance` with mean squares, `gptq` with all moments; embedding and head stay float32, as does KV. A line of the
 table has bits of a weight, KL divergence, and the output error of all matrices beside that of plain rounding.
 
-With `--curve` whole models are converted as `edgeinfer convert` does, embedding and head included: in each type alone,
-and with `--size` for the bytes of that. The exit code is 1 if a type alone is better.
+With `--curve` whole models are converted as `edgeinfer convert` does, embedding and head included: in each type alone
+(of embedding and head `--ends`, if that is given), and with `--size` for the bytes of that. The exit code is 1 if a
+type alone is better.
 
 With `--ggml` the folder's llama-imatrix runs the calibration text and its llama-quantize makes Q4_K and IQ3_S of the
 layers' matrices; what they decode to is measured beside types by size in no more bytes. The GGUF file is what
@@ -32,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import machine, row, table
+from benchmarks.harness import measured, row, table
 from benchmarks.quality import measure
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.calibration.effects import measure_effects
@@ -175,24 +176,24 @@ def against_ggml(folder: Path, known: Statistics, given: argparse.Namespace, tex
     return found, good
 
 
-def curve(folder: Path, model: Path, calibrate: Path, types: list[WeightType], text: str, tokens: int,
-          max_tokens: int | None) -> tuple[list[str], bool]:
+def curve(folder: Path, given: argparse.Namespace, types: list[WeightType], text: str) -> tuple[list[str], bool]:
     """Convert to each type and, with types by budget, to the size of that; False if a type alone was better."""
-    stream, found, best = calibration_text(model, calibrate, tokens).stream, list[str](), True
-    quiet = by_text(model, stream, lambda *_: None, effects=True)
+    stream, found, best = calibration_text(given.model, given.calibrate, given.tokens).stream, list[str](), True
+    quiet = by_text(given.model, stream, lambda *_: None, effects=True)
     for stored in types:
         name, kld = stored.dtype, dict[str, float]()
-        alone = convert(model, folder / "alone", weights=name, group_size=stored.group_size if len(
-            stored.storage.groups) > 1 else None, embedding=name, head=name, calibration=quiet, overwrite=True)
+        alone = convert(given.model, folder / "alone", weights=name, group_size=stored.group_size if len(
+            stored.storage.groups) > 1 else None, embedding=given.ends or name, head=given.ends or name,
+            calibration=quiet, overwrite=True)
         size = (folder / "alone" / "weights.bin").stat().st_size
-        mixed = convert(model, folder / "mixed", chooser=BitBudget(size=size), calibration=quiet, overwrite=True)
+        mixed = convert(given.model, folder / "mixed", chooser=BitBudget(size=size), calibration=quiet, overwrite=True)
         filled = (folder / "mixed" / "weights.bin").stat().st_size / size
         assert mixed.chosen and mixed.chosen.gap is not None and filled <= 1
         for which in ("alone", "mixed"):
-            result = measure(folder / which, "f32", folder / "f32", text, max_tokens=max_tokens).divergence
+            result = measure(folder / which, "f32", folder / "f32", text, max_tokens=given.max_tokens).divergence
             assert result is not None
             kld[which] = result.kld_mean
-        best = best and kld["mixed"] < kld["alone"]
+        best = best and kld["mixed"] <= kld["alone"]  # the same where no types are smaller
         found.append(row(str(stored), f"{alone.bits:.3f}", f"{kld['alone']:.5f}", f"{kld['mixed']:.5f}",
                          f"{kld['mixed'] / kld['alone']:.2f}", f"{mixed.chosen.cost:.5f}", f"{mixed.chosen.gap:.1%}",
                          f"{filled:.2%}"))
@@ -211,6 +212,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200_000, help="of the calibration text")
     parser.add_argument("--max-tokens", type=int, help="of the text that is measured")
     parser.add_argument("--curve", action="store_true", help="whole models, beside types by budget")
+    parser.add_argument("--ends", help="type of embedding and head beside these, such as int8, the default of convert")
     parser.add_argument("--ggml", type=Path, help="folder of llama-imatrix and llama-quantize")
     parser.add_argument("--gguf", type=Path, help="the model in F32, for these")
     given = parser.parse_args()
@@ -220,14 +222,14 @@ def main() -> int:
         convert(given.model, folder / "f32", weights="f32", embedding="f32", head="f32")
         text, best = given.text.read_text(), True
         if given.curve:
-            found, best = curve(folder, given.model, given.calibrate, types, text, given.tokens, given.max_tokens)
+            found, best = curve(folder, given, types, text)
         elif given.ggml:
             known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
             found, best = against_ggml(folder, known, given, text)
         else:
             known = statistics_of(folder / "f32", given.calibrate.read_text(), given.tokens)
             found = rows(folder, known, types, given.ways.split(","), text, given.max_tokens)
-    print(f"{given.model.name}, measured on {machine()}.\n")
+    print(measured(given.model.name))
     print(table(CURVE if given.curve else GGML if given.ggml else HEADINGS, found))
     return 0 if best else 1
 

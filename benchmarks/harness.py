@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -51,6 +53,12 @@ def machine() -> str:
 
     versions = ", ".join(f"{package} {version(package)}" for package in ("numba", "llvmlite", "numpy"))
     return f"{', '.join(describe().values())}; {choose().name}; edgeinfer {edgeinfer.__version__}, {versions}"
+
+
+def measured(what: str) -> str:
+    """Return the lines over a table: what was measured, when and where, and this program's command without folders."""
+    command = " ".join(Path(one).name if os.sep in one else one for one in sys.argv)
+    return f"{what}, {date.today()}, {machine()}:\n\n```sh\npython benchmarks/{command}\n```\n"
 
 
 class Others:

@@ -246,7 +246,7 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
     assert again.code == 1 and "bundle" in again.sentence
     shown = edgeinfer("convert", source, tmp_path / "bundle", "--overwrite", "--tensors")
     assert shown.code == 0 and "layers.0" in shown.out and " mean, " in shown.out.splitlines()[-1]
-    assert "--calibrate --bits " in shown.err.splitlines()[-1] and "--calibrate" not in done.err
+    assert "edgeinfer: --bits " in shown.err.splitlines()[-1] and "--calibrate" not in done.err
     exact = edgeinfer("convert", source, tmp_path / "exact", "--weights", "f32")
     assert exact.code == 0 and exact.out.rstrip().endswith("no weight was rounded.") and "--bits" not in exact.err
     wrong = edgeinfer("convert", source, tmp_path / "other", "--weights", "q1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from edgeinfer.calibration import inputs
 from edgeinfer.calibration.hooks import open_plain
 from edgeinfer.calibration.inputs import MatrixInput, capture_inputs, matrix_inputs
 from edgeinfer.calibration.statistics import Covariance, capture
-from edgeinfer.converters import CALIBRATION_FILE, convert, write_random_bundle
+from edgeinfer.converters import CALIBRATION_FILE, Checkpoint, by_imatrix, convert, write_random_bundle
 from edgeinfer.errors import DestinationError, RequestError, UsageError
 from edgeinfer.graph import ExpertsConfig
 from edgeinfer.models import calibrated
@@ -23,18 +24,21 @@ from edgeinfer.models.calibrated import BUILT_IN, GPTQ, IMPORTANCE, by_text, cal
 from edgeinfer.models.comparison import check_text, compare
 from edgeinfer.quant import InputStatistics
 from edgeinfer.runner import PROMPT
+from edgeinfer.text import Tokenizer
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
+from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import TINY, tokens
 
 MOE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(5, 2, 40))
+DATA = Path(__file__).parents[1] / "data"
 IDS = tokens(100)
 TEXT = "\n".join(SENTENCES * 60)
 Found = dict[str, list[InputStatistics]]
 
 
 def captured(path: Path, *, threads: int = 2, chunk: int = 40, limit: int = inputs.MEMORY_BYTES,
-             ids: list[int] = IDS) -> tuple[Found, list[MatrixInput]]:
-    opened, found = open_plain(path, 64, threads, kv="f32", outputs=chunk, chunk=chunk), Found()
+             ids: list[int] = IDS, window: int = 64) -> tuple[Found, list[MatrixInput]]:
+    opened, found = open_plain(path, window, threads, kv="f32", outputs=chunk, chunk=chunk), Found()
     try:
         capture_inputs(opened, ids, lambda one, all_of: found.update({name: list(all_of) for name in one.weights}),
                        limit=limit)
@@ -233,6 +237,45 @@ def test_the_comparison_has_the_reference_and_all_methods(source: Path) -> None:
     assert rows[1].bits == rows[3].bits and rows[1].nbytes == rows[3].nbytes and rows[0].bits > rows[1].bits
     first, last = rows[1].divergence, rows[3].divergence
     assert first and last and last.kld_mean < first.kld_mean
+
+
+@pytest.mark.slow
+def test_inputs_are_those_that_llama_imatrix_saw(shared_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """It saw the same windows, each with another first token."""
+    source = shared_data("models/fables-draft")
+    convert(source, tmp_path / "m", weights="f32")
+    text = (DATA / "box_of_robbers.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.open(tmp_path / "m").encode(text)[:4096]
+    found, listed = captured(tmp_path / "m", chunk=64, ids=ids, window=512)
+    with Checkpoint.open(source) as checkpoint:
+        theirs = by_imatrix(DATA / "fables-draft-imatrix.gguf")(checkpoint)
+    weights = [one.op.weight for one in listed if one.op.layer is not None]
+    assert len(weights) == 12 and not theirs.remarks
+    for weight in weights:
+        pieces = theirs.of(weight)
+        assert pieces and pieces[0].tokens == 4096
+        ratio = pieces[0].mean_square / found[weight.name][0].mean_square
+        assert abs(np.median(ratio) - 1) < 0.01 and np.quantile(np.abs(ratio - 1), 0.75) < 0.1, weight.name
+
+
+@pytest.mark.slow
+def test_the_comparison_has_other_types(source: Path) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", "--calibrate", source.parent / "text.txt",
+                     "--compare", source.parent / "text.txt", "--compare-types", "q5,tableq3,f32", "--json")
+    rows = {row["method"]: row for row in json.loads(done.out)["compared"]}
+    assert list(rows) == ["f16", "plain", "importance", "q5, gptq", "tableq3, gptq", "f32", "gptq"]
+    losses = [rows[name]["kld_mean"] for name in ("f32", "q5, gptq", "gptq", "tableq3, gptq")]
+    assert losses == sorted(losses) and losses[0] < 1e-6 < losses[1]
+    assert rows["q5, gptq"]["bits"] > rows["gptq"]["bits"] > rows["tableq3, gptq"]["bits"]
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--compare-types", "q5"), "--compare-types q5 needs a text to measure on; also give --compare TEXT"),
+    (("--compare-types", "q5,q3", "--compare", "text.txt"), r"--compare-types is 'q3'; choose one of q4, int8"),
+])
+def test_types_that_cannot_be_compared_are_refused(source: Path, options: tuple[str, ...], said: str) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", *options)
+    assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
 
 
 def test_the_built_in_text_is_long_enough_and_utf_8(source: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from ...base.validation import checked
 from ...config import FFN_LAYOUTS
 from ...errors import UsageError, printable
+from ...quant import TYPES
 from ...rules import RULES
 from ..options import GroupSize, Json, Weights
 from ..output import print_json, say
@@ -80,6 +81,11 @@ def convert(
         typer.Option("--compare", metavar="TEXT", show_default=False,
                      help="Measure the bundle on a text, beside plain rounding to the same types."),
     ] = None,
+    compare_types: Annotated[
+        str | None,
+        typer.Option("--compare-types", metavar="TYPE,...", show_default=False,
+                     help="With --compare: measure these types, too, rounded as the bundle is."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the quantisation error of every tensor.")] = False,
     json: Json = False,
@@ -98,7 +104,7 @@ def convert(
     text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
     that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix;
     --bits and --size count them. --compare prints perplexity and the KL divergence from f16 of the bundle and of plain
-    rounding to the same types; KV is f32 in all of them.
+    rounding to the same types; KV is f32 in all of them. --compare-types q5k,tableq adds bundles in these types.
 
     --weights q4_k_m and q5_k_m give each matrix the type that it has in llama.cpp's files of these names.
 
@@ -118,13 +124,10 @@ def convert(
 
     from ...models import Storage, checkpoint_path
 
-    if compare is not None:
-        from ...models.comparison import check_text
-
-        check_text(compare)
-    others = {"--weights": weights, "--group-size": group_size, "--embedding": embedding, "--head": head,
-              "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout}
-    chooser, effects = _chooser(bits, size, others), bits is not None or size is not None
+    types = _types_to_compare(compare, compare_types)
+    given = {"--weights": weights, "--group-size": group_size, "--embedding": embedding, "--head": head,
+             "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout}
+    chooser, effects = _chooser(bits, size, given), bits is not None or size is not None
     weights = None if chooser else weights
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
@@ -136,8 +139,12 @@ def convert(
         if outliers is not None:
             calibration = with_outliers(calibration, outliers)
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
-        rows = _compared(path, compare, (method, destination), {other: partial(make, calibration=way) for other, way in
-                                                                ways.items()}, progress)
+        others = {other: partial(make, calibration=way) for other, way in ways.items()}
+        for each in types:
+            way = calibration if TYPES[each].quantised else None
+            others[f"{each}, {method}" if way else each] = partial(
+                make, weights=each, group_size=None, chooser=None, calibration=way)
+        rows = _compared(path, compare, (method, destination), others, progress)
     if json:
         print_json({**report_object(report), "compared": [compared_object(row) for row in rows] if compare else None})
         return
@@ -150,6 +157,18 @@ def convert(
     print(printable(summary(report)))
     if hint := better(report):
         say(hint)
+
+
+def _types_to_compare(text: Path | None, types: str | None) -> list[str]:
+    """Return the types that are measured beside the bundle; refuses a text or types that cannot be measured."""
+    if types is not None and text is None:
+        raise UsageError(f"--compare-types {types:.40} needs a text to measure on; also give --compare TEXT.")
+    found = [checked("--compare-types", each.strip(), RULES["weights"]) for each in (types or "").split(",") if types]
+    if text is not None:
+        from ...models.comparison import check_text
+
+        check_text(text)
+    return found
 
 
 def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:

@@ -97,8 +97,8 @@ def better(report: ConversionReport) -> str:
                   for one in report.tensors)
     if report.calibrated or report.chosen or not rounded:
         return ""
-    return (f"--calibrate --bits {report.bits:.3g} makes a bundle of this size that loses less; it runs a text through "
-            "the model first.")
+    return (f"--bits {report.bits:.3g} makes a bundle of this size that loses less, in a longer time, and least with "
+            "--calibrate, which runs a text through the model first.")
 
 
 def summary(report: ConversionReport) -> str:

@@ -15,6 +15,7 @@ from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.graph import build_graph, read_config, requested_types
 from tests.helpers.checkpoints import tiny_config
 
+DATA = Path(__file__).parents[3] / "data"
 SQUARES = np.arange(1, 9, dtype=np.float32)
 
 
@@ -58,6 +59,18 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         assert one.text == "tales.txt" and list(one.entries) == ["blk.0.ffn_up.weight"]
         np.testing.assert_allclose(one.entries["blk.0.ffn_up.weight"].mean_square, [SQUARES])
     assert new.entries["blk.0.ffn_up.weight"].counts.tolist() == [5]
+
+
+def test_files_that_llama_imatrix_wrote() -> None:
+    """Both forms of one run, over fables-draft and a committed text."""
+    new, old = (read_imatrix(DATA / f"fables-draft-imatrix.{form}") for form in ("gguf", "dat"))
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    assert new.entries.keys() == old.entries.keys() == {f"blk.{i}.{part}.weight" for i in range(3) for part in parts}
+    assert new.text == old.text == "box_of_robbers.txt"
+    for name, entry in new.entries.items():
+        assert entry.mean_square.shape == (1, 384 if "down" in name else 128)
+        assert entry.counts == 4096 and old.entries[name].counts == 8  # tokens, and windows of 512
+        np.testing.assert_allclose(old.entries[name].mean_square, entry.mean_square, rtol=1e-5)
 
 
 def test_entries_find_their_matrices(tmp_path: Path) -> None:
