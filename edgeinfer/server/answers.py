@@ -40,7 +40,7 @@ class Answer:
         call.count(prompt_tokens=len(self.prompt_ids))
 
     def start(self) -> None:
-        """Hand it to the engine; raises what refuses it."""
+        """Submit it to the engine; raises the error that refuses it."""
         self._request.start_whole()
         self._call.reply_headers.update(self._request.headers)
         server = self._call.server
@@ -50,13 +50,13 @@ class Answer:
         self._timers["silent"] = loop.call_later(SILENCE_SECONDS, self._say_alive)
 
     def cancel(self) -> None:
-        """End it with what there is."""
+        """End it with the text generated so far."""
         self._request.cancel()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Iterate over what the samples get; a slow reader gets more at a time, and a long silence gives nothing.
+        """Iterate over new parts of the samples; a slow reader gets more at a time, and a long silence gives nothing.
 
-        Where the time of a request is over it ends with what there is.
+        When the time of a request is over, it ends with the text generated so far.
         """
         request = self._request
         while not request.ended:
@@ -64,7 +64,7 @@ class Answer:
             if not request.ended and ((found := self._progress.read()) or self._silent):
                 self._silent = False
                 yield found
-        request.finish()  # raises what it ended with
+        request.finish()  # raises the error that it ended with
         if found := self._progress.read():
             yield found
 
@@ -83,7 +83,7 @@ class Answer:
 
     @property
     def completion(self) -> Completion:
-        """The outcome, or what there is of it."""
+        """The outcome, or the text generated so far."""
         return self._request.task.result()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ async def complete(call: Call) -> Reply | Events:
 
 
 def asked_of(body: ChatRequest, config: ServerConfig) -> Asked:
-    """Return what a request asks for; raises `ApiError` for what is wrong or not served."""
+    """Return the settings of a request; raises `ApiError` for fields that are wrong or not supported."""
     refuse({name: getattr(body, name) for name in ("functions", "function_call", "audio", "prediction",
                                                    "web_search_options", "verbosity")}, REMEDIES)
     only("modalities", body.modalities, (["text"],))

@@ -176,7 +176,7 @@ async def _stream(begun: list[Prompted], head: dict[str, Any], tokenizer: Tokeni
 
 
 async def _merged(begun: list[Prompted]) -> AsyncIterator[tuple[int, list[Delta]]]:
-    """Iterate over what all prompts get, in the order in which it comes."""
+    """Iterate over new parts of all prompts, in the order in which they come."""
     running = {i: one.answer.deltas() for i, one in enumerate(begun) if one.answer}
     if len(running) == 1:
         ((i, only_one),) = running.items()

@@ -74,7 +74,7 @@ class Conversation:
         self._called = [False] * len(parsers)
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Iterate over what the answers get; a long silence gives nothing."""
+        """Iterate over new parts of the answers; a long silence gives nothing."""
         async for found in self.answer.deltas():
             pieces = [self._piece(one.number, one.text, one.logprobs, one.finish_reason) for one in found]
             pieces = [one for one in pieces if one.parts or one.logprobs or one.finish_reason]

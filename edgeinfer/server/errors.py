@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return the answer for an error of edgeinfer; what is no error of edgeinfer is a bug, and its text stays here."""
+    """Return the answer for an error of edgeinfer; any other error is a bug, and its text is not sent."""
     message = str(error)
     if isinstance(error, ApiError):
         return error

@@ -117,7 +117,7 @@ class Guards:
 
 
 def failure_of(path: str) -> Any:
-    """Return what writes an error in the words of a path's API."""
+    """Return the function that writes an error in the form of a path's API."""
     if path.startswith("/api/"):
         return ollama_error
     return anthropic_error if path.startswith("/v1/messages") else openai_error

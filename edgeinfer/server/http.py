@@ -46,7 +46,7 @@ class Call:
     salt : bytes
         Of the client's key: the prefix cache is shared among its requests alone.
     note : dict
-        What the log says of the request.
+        The request's entry in the log.
     query : dict of str
         Of the address.
     fields : collection of str
@@ -98,9 +98,9 @@ class Events:
 
     Parameters
     ----------
-    pieces : what is sent
+    pieces : parts of the body
     failure : an error as a piece
-    held : what is closed after the last piece, or when the client has left
+    held : closed after the last piece, or when the client has left
     kind : media type
     """
 

@@ -1,4 +1,4 @@
-"""Messages and tools as OpenAI's API writes them, made what chat templates take."""
+"""Convert messages and tools of OpenAI's API for chat templates."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
 
 
 def choice_of(choice: str | Mapping[str, Any] | None, tools: list[Tool]) -> str | Tool:
-    """Return what `tool_choice` asks for: none, auto, required, or the one tool that is to be called."""
+    """Return the request of `tool_choice`: none, auto, required, or the one tool that is to be called."""
     if choice is None:
         return "auto" if tools else "none"
     if isinstance(choice, str):

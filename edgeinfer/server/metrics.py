@@ -21,7 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Counts what requests take, and asks the engines for what they hold when somebody looks.
+    """Counts the usage of requests, and asks the engines for their state when metrics are read.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Metrics:
 
 
 class _Live:
-    """Collects what engines hold now."""
+    """Collects the present state of engines."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -108,7 +108,7 @@ class _Live:
         yield GaugeMetricFamily("edgeinfer:planned_bytes", "Memory of the process by its plans.", planned)
 
     def _replicas(self) -> Iterator[Any]:
-        """Yield what the replicas of a model hold; nothing where none are elsewhere."""
+        """Yield the state of a model's replicas; nothing if there are none."""
         gauges = [GaugeMetricFamily(f"edgeinfer:{name}", text, labels=["model_name", "replica"]) for name, text in (
             ("replica_up", "Whether a replica answers."), ("replica_requests", "Requests that a replica has."),
             ("replica_planned_bytes", "Memory of a replica by its plan."),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Opener = Callable[[str, "int | None"], "LLM"]
-"""Opens a model, by what the user called it, within a budget in bytes, or what the system has."""
+"""Opens a model, by what the user called it, within a budget in bytes, or the available memory."""
 SERVER_BYTES = 40_000_000
 """Memory of the server itself: its libraries, connections and compiled forms."""
 CONNECTION_BYTES = 50_000_000
@@ -82,7 +82,7 @@ class Models:
     sources : dict of str
         Path, known name or id of each model by the name that requests use; the first is the default.
     opener : callable
-    budget : bytes that all of them may have together; None is what the system has
+    budget : bytes that all of them may have together; None is the available memory
     keep_alive : seconds after its last request until a model other than the first is closed
     """
 
@@ -160,7 +160,7 @@ class Models:
             one.special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
 
     def _left(self) -> int | None:
-        """Return what the budget leaves for one more model."""
+        """Return the rest of the budget for one more model."""
         if self._budget is None:
             return None
         return max(1, self._budget - SERVER_BYTES - sum(map(_own_bytes, self.open_models())))
@@ -204,7 +204,8 @@ class Models:
 
 
 def _own_bytes(one: Served) -> int:
-    """Return what a model has planned for itself in this process, without what all models of a process share."""
+    """Return the memory that a model's plan adds in this process, without the parts that all models of a process
+    share."""
     if one.model.elsewhere:
         return CONNECTION_BYTES
     plan = one.model.plan
@@ -245,7 +246,7 @@ def _hand_over(run: Callable[[], None]) -> None:
 
 
 def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
-    """Do what is handed over, until nothing has come for a while."""
+    """Run submitted calls until none has come for a while."""
     while True:
         try:
             run = inbox.get(timeout=LINGER_SECONDS)

@@ -252,7 +252,7 @@ def _details(one: Served) -> dict[str, Any]:
 
 
 async def show(call: Call) -> Reply:
-    """Return what a model is."""
+    """Return the description of a model."""
     body = call.read(ShowBody)
     async with call.server.models.using(body.model or body.name) as served:
         config, template = served.model.runner.model, served.model.chat_template

@@ -33,7 +33,7 @@ def description(routes: Iterable[tuple[str, str, Handler]]) -> dict[str, Any]:
         operation: dict[str, Any] = {
             "summary": (handler.__doc__ or "").strip().splitlines()[0],
             "responses": {"200": {"description": "The answer."},
-                          **{status: {"description": "One sentence says what is wrong."} for status in REFUSED}}}
+                          **{status: {"description": "The error in one sentence."} for status in REFUSED}}}
         if path in bodies and method == "POST":
             needed = any(one.required for one in msgspec.structs.fields(BODIES[path]))
             operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": bodies[path]}}}

@@ -121,7 +121,7 @@ class HttpServer(uvicorn.Server):
 def http_server(server: Server) -> HttpServer:
     """Return uvicorn's server for the application.
 
-    The log of requests has what uvicorn's own would say.
+    The log of requests replaces uvicorn's own.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return HttpServer(uvicorn.Config(
@@ -145,7 +145,7 @@ def _signals(signalled: Callable[[], Any]) -> Iterator[None]:
 
 
 def _not_http(server: Server, reason: str, client: tuple[str, int] | None) -> bytes:
-    """Log a request that is not HTTP, and return what is answered."""
+    """Log a request that is not HTTP, and return its answer."""
     error = ApiError(400, f"The request is not HTTP: {printable(reason[:200])}", code="invalid_http")
     server.log(encode({"time": round(time.time(), 3), "status": 400, "error": error.message,
                        "client": client[0] if client else None}).decode())
@@ -173,7 +173,7 @@ def _protocol(server: Server) -> type[H11Protocol]:
                 self._slow = None
 
         def send_400_response(self, msg: str) -> None:
-            """Say what is wrong with a request that is not HTTP, in an object as all other errors are."""
+            """Return the error of a request that is not HTTP, in an object as all other errors."""
             body = _not_http(server, str(sys.exc_info()[1] or msg), self.client)
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             for event in (h11.Response(status_code=400, headers=list(headers.items())), h11.Data(data=body),

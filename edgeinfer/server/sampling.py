@@ -143,7 +143,7 @@ def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str
 
 
 def refuse(fields: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
-    """Raise `ApiError` for a field that the API has and this server lacks, with what to do instead."""
+    """Raise `ApiError` for a field that the API has and this server lacks, with a remedy."""
     for name, value in fields.items():
         if value is not None:
             raise ApiError(400, f"{name} is not supported here; {remedies.get(name, 'leave it out')}.", param=name,

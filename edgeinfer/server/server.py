@@ -30,7 +30,7 @@ OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{name:path}", status.model), ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )
-"""Method, path and handler of OpenAI's API and what other servers have added to it."""
+"""Method, path and handler of OpenAI's API and of extensions that other servers have made."""
 BATCHES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/files", files.files), ("GET", "/v1/files/{name}", files.file),
     ("DELETE", "/v1/files/{name}", files.delete), ("GET", "/v1/files/{name}/content", files.content),
@@ -129,7 +129,7 @@ class Server:
         return sum(self.requests.values())
 
     async def drain(self) -> None:
-        """Let running requests end within their time, then end them with what there is."""
+        """Let running requests end within their time, then end them with the text generated so far."""
         self.draining = True
         await self.batches.close()
         deadline = asyncio.get_running_loop().time() + self.config.drain_seconds

@@ -61,7 +61,7 @@ class ServerConfig:
     max_requests: int = _count(64)
     """Requests that one key, or all clients without one, may have at once."""
     request_seconds: float = _seconds(600.0)
-    """Time after which a request ends with what there is."""
+    """Time after which a request ends with the text generated so far."""
     read_seconds: float = _seconds(30.0)
     """Time in which a client has to send the headers of a request, and then its body."""
     drain_seconds: float = _seconds(30.0)

@@ -46,7 +46,7 @@ def _model(one: Served) -> dict[str, Any]:
 
 
 async def status(call: Call) -> Reply:
-    """Return what the open models hold, and the memory of the process beside their plans."""
+    """Return the memory of the open models, and that of the process beside their plans."""
     open_models = [{"name": one.name, **one.model.state()._asdict(), "context": one.room,
                     "chat": one.format is not None,
                     "replicas": [each._asdict() for each in one.model.replicas()]}
@@ -63,7 +63,7 @@ async def metrics(call: Call) -> Reply:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """Return the page, and a content policy that allows nothing but what is in it."""
+    """Return the page, and a content policy that allows nothing outside it."""
     import base64
 
     data = (resources.files(__package__) / "page.html").read_bytes()
@@ -85,7 +85,7 @@ async def page(call: Call) -> Reply:
 
 
 async def plan(call: Call) -> Reply:
-    """Return the page of plans: what a model needs on a device, and how fast it is there."""
+    """Return the page of plans: the memory that a model needs on a device, and its speed there."""
     planner = call.server.planner
     if planner is None:
         raise ApiError(404, "This server has no page of plans.", NOT_FOUND, code="not_found")

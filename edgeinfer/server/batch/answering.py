@@ -88,7 +88,7 @@ async def answer_all(rows: Iterable[Row], body_of: Callable[[Row], bytes], answe
     Raises
     ------
     EdgeInferError
-        A request cannot be answered now: the model is closed, or the server ends. What `body_of` and `write` raise ends
+        A request cannot be answered now: the model is closed, or the server ends. An error of `body_of` or `write` ends
         the others, too.
     """
     waiting = iter(rows)

@@ -129,7 +129,7 @@ class Results:
         self._synced = time.monotonic()
 
     def _read(self, file: BinaryIO) -> int:
-        """Note what is answered, and return where the whole lines end."""
+        """Record the answered rows, and return where the whole lines end."""
         end = 0
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

@@ -135,7 +135,7 @@ class Rows:
 
 
 def _row(value: Any, number: int, offset: int, length: int) -> Row:
-    """Return the row of a line's value; raises ValueError with what the line has or has not."""
+    """Return the row of a line's value; raises ValueError with the wrong or missing field."""
     if not isinstance(value, dict):
         raise ValueError(f"has {_shown(value)}, and a request is an object")
     for name in FIELDS:

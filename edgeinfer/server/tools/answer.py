@@ -1,4 +1,4 @@
-"""An answer while it is read: what a format's reader takes from and gives to."""
+"""An answer while it is read: the interface between a format's reader and its source and sink."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Answer:
         self._reasoning.skip_space()
 
     def end_reasoning(self) -> None:
-        """End reasoning: space at its end and before what follows is dropped."""
+        """End reasoning: space at its end and before the next part is dropped."""
         self._reasoning.drop()
         self._content.skip_space()
 
@@ -73,10 +73,10 @@ class Answer:
         self._emit(CallArguments, text)
 
     def attempt(self, opener: str, steps: Steps[None]) -> Steps[bool]:
-        """Read what may be a call and return whether it is one; what is not becomes content, `opener` included."""
+        """Read a possible call and return whether it is one; otherwise it becomes content, `opener` included."""
         before = self.calls
         self.source.keep(opener)
-        with suppress(Malformed):  # what follows is read as content
+        with suppress(Malformed):  # the rest is read as content
             yield from steps
         if given_back := self.source.kept():
             self.content(given_back)
@@ -106,7 +106,7 @@ class Answer:
 
 
 class _Text:
-    """Text of one kind, whose space at the end waits for what follows."""
+    """Text of one kind, whose space at the end waits for the next part."""
 
     def __init__(self, answer: Answer, kind: type):
         self._answer, self._kind = answer, kind

@@ -20,7 +20,7 @@ FORMATS: tuple[type[AnswerFormat], ...] = (Harmony, Gemma, FunctionGemma, DeepSe
 class Plain(Hermes):
     """The format of models whose chat template knows no tools.
 
-    Calls are read and forced as Hermes writes them, which is what vLLM's users choose for such models, and which a
+    Calls are read and forced as Hermes writes them, as vLLM's users choose for such models, and which a
     model can be told in its system message.
     """
 

@@ -57,7 +57,7 @@ class _Notation:
         return self._lark.any_of([self._typed(name, schema, depth) for name in sorted(types)])
 
     def _reference(self, path: str, target: dict[str, Any], depth: int) -> str:
-        """Return the rule of what a schema refers to, which may refer to itself."""
+        """Return the rule of a schema's reference, which may refer to itself."""
         if path not in self._references:
             name = self._references[path] = self._lark.new_name()
             self._lark.define(name, self.value(target, depth + 1))

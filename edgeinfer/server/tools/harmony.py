@@ -57,7 +57,7 @@ class Harmony(AnswerFormat):
             yield from answer.attempt(opener, self._message(answer, opener))
 
     def _message(self, answer: Answer, header: str) -> Steps[None]:
-        """Read a message whose header has begun; raises `Malformed` for what is none or a call of nothing known."""
+        """Read a message whose header has begun; raises `Malformed` for an invalid one or an unknown call."""
         source, parts = answer.source, [header]
         if (yield from source.until((_MESSAGE, *_ENDS), parts.append)) != _MESSAGE:
             raise Malformed

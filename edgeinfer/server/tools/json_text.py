@@ -22,7 +22,7 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 class _Scanner:
     """Reads one JSON value.
 
-    Two frequent slips of models are mended, so that what is passed on is JSON: control characters in a string are
+    Two frequent slips of models are mended, so that the output is JSON: control characters in a string are
     escaped, and a backslash that begins no escape (as in a regular expression) becomes an escaped backslash.
 
     Attributes
@@ -56,7 +56,7 @@ class _Scanner:
         return at
 
     def rest(self) -> str:
-        """Return what was read of a value that the end of the text cuts and was not passed on."""
+        """Return the part of a value that the end of the text cuts and that was not passed on."""
         return "".join(self._scalar) + self.pending
 
     def _string(self, text: str, at: int) -> int:
@@ -181,7 +181,7 @@ def json_value(source: Source, sink: Sink) -> Steps[bool]:
     Raises
     ------
     Malformed
-        The next character cannot be part of it; what was right before has been passed on.
+        The next character cannot be part of it; the valid part before it has been passed on.
     """
     scanner = _Scanner()
     while True:
@@ -203,7 +203,7 @@ def json_value(source: Source, sink: Sink) -> Steps[bool]:
 
 
 def json_string(source: Source) -> Steps[str]:
-    """Read a JSON string and return what it says; raises `Malformed` for anything else."""
+    """Read a JSON string and return its value; raises `Malformed` for anything else."""
     if (yield from source.character()) != '"':
         raise Malformed
     parts: list[str] = []

@@ -13,8 +13,8 @@ class AnswerParser:
     """Splits the text of an answer, as it is generated, into reasoning, content and tool calls.
 
     Text may be cut anywhere between two pushes. A call begins when its name is known and its arguments follow, and its
-    arguments are passed on as they come. What only looks like a call, or calls no tool of the request, is content. If
-    arguments that have begun turn out to be malformed, what was right of them stays and the rest is content.
+    arguments are passed on as they come. Text that only looks like a call, or calls no tool of the request, is content.
+    If arguments that have begun turn out to be malformed, their valid part stays and the rest is content.
 
     Parameters
     ----------
@@ -29,13 +29,13 @@ class AnswerParser:
         next(self._steps, None)
 
     def push(self, text: str) -> list[Event]:
-        """Read the next piece of the text and return what it says."""
+        """Read the next piece of the text and return its deltas."""
         self._answer.source.feed(text)
         next(self._steps, None)
         return self._answer.events()
 
     def flush(self) -> list[Event]:
-        """End the text and return what was held back; nothing may be pushed afterwards."""
+        """End the text and return the rest that was held back; nothing may be pushed afterwards."""
         self._answer.source.ended = True
         for _ in self._steps:
             pass

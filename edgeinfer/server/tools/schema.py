@@ -53,7 +53,7 @@ def types_of(schema: dict[str, Any], root: dict[str, Any]) -> frozenset[str]:
 
 
 def resolved(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return what ``$ref`` refers to within the root; None if there is none or it leads nowhere."""
+    """Return the target of ``$ref`` within the root; None if there is none or it leads nowhere."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None

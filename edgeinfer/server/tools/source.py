@@ -40,11 +40,11 @@ class Source:
         self._text, self._at = self._text[self._at:] + text, 0
 
     def keep(self, text: str) -> None:
-        """Remember what is read from here on, and `text` before it, until `kept`."""
+        """Remember the text read from here on, and `text` before it, until `kept`."""
         self._kept = [text]
 
     def kept(self) -> str:
-        """Return what was read since `keep` and forget it; empty if that was done before."""
+        """Return the text read since `keep` and forget it; empty if that was done before."""
         text, self._kept = "".join(self._kept or ()), None
         return text
 
@@ -71,11 +71,12 @@ class Source:
         return self._text[self._at:self._at + 1]
 
     def scan(self, scanner: Callable[[str, int], int]) -> None:
-        """Let a scanner read what has arrived: it takes the text and the position, and returns the next position."""
+        """Let a scanner read the text that has arrived: it takes the text and the position, and returns the next
+        position."""
         self.take(scanner(self._text, self._at) - self._at)
 
     def burst(self, pattern: re.Pattern[str]) -> str:
-        """Read as much of what has arrived as a pattern matches, and return it."""
+        """Read the longest prefix of the arrived text that a pattern matches, and return it."""
         found = pattern.match(self._text, self._at)
         return self.take(found.end() - self._at) if found else ""
 
@@ -112,7 +113,7 @@ class Source:
     def until(self, ends: tuple[str, ...], sink: Sink) -> Steps[str]:
         """Read up to and with the first of these ends, and return it; empty if the text ends before.
 
-        Text before the end goes to the sink as it arrives, except what may be the beginning of an end.
+        Text before the end goes to the sink as it arrives, except a possible beginning of an end.
         """
         pattern = _any_of(ends)
         while True:
