@@ -26,15 +26,15 @@ Own = TypeVar("Own", bound="Destination")
 class Destination(abc.ABC):
     """Something in the making; a context manager that leaves it complete in its place, or nothing.
 
-    It is made in a hidden folder beside its place, under a unique name. Its maker holds a lock, and removes what killed
-    processes have left. If locks do not exist, two at once do the work twice, and what stays is that of one of them.
+    It is made in a hidden folder beside its place, under a unique name. Its maker holds a lock, and removes leftovers
+    of killed processes. If locks do not exist, two at once do the work twice, and the result of one of them stays.
 
     Parameters
     ----------
     path : str or Path
         If it is to be.
     overwrite : bool
-        Replace what is there, if that is of the same kind. A link stays, and what it leads to is replaced.
+        Replace an existing destination of the same kind. A link stays, and its target is replaced.
     waiting : callable, optional
         Called twice a second while another process writes this; without it that is refused.
 
@@ -108,14 +108,15 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def _objection(self) -> str | None:
-        """Say why what is there is not replaced though that was requested, in words that follow its name; or None."""
+        """Return why an existing destination is not replaced though that was requested, in words that follow its name;
+        or None."""
 
     @abc.abstractmethod
     def _commit(self) -> None:
-        """Complete what is in `folder`, and put it into its place; a directory by `_replace`."""
+        """Complete the files in `folder`, and put it into its place; a directory by `_replace`."""
 
     def _begin(self) -> None:  # noqa: B027
-        """Open what is needed in `folder`, which is there and empty."""
+        """Open the necessary files in `folder`, which exists and is empty."""
 
     def _replace(self) -> None:
         """Put the complete directory into its place; an older one stays until that has worked."""

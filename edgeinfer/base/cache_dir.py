@@ -57,14 +57,14 @@ def user_directory(kind: str) -> Path:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory of the cache and those above it that are absent, for this user alone: what is there is code."""
+    """Make a directory of the cache and those above it that are absent, for this user alone: it holds code."""
     for step in (*reversed(path.parents), path):
         if not step.is_dir():
             step.mkdir(mode=0o700, exist_ok=True)
 
 
 def cache_entries(kinds: Iterable[str] = KINDS) -> list[CacheEntry]:
-    """Return what the cache holds, remains of interrupted work included, by kind and name."""
+    """Return the contents of the cache, remains of interrupted work included, by kind and name."""
     found = []
     for kind in kinds:
         directory = cache_root() / kind

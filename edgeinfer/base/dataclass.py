@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls: type | None = None, *, frozen: bool = False, eq: bool = True, kw_only: bool = False) -> Any:
-        """Give a class what the standard library's decorator of the same options would."""
+        """Give a class the same methods as the standard library's decorator of the same options."""
         if cls is None:
             return lambda cls: dataclass(cls, frozen=frozen, eq=eq, kw_only=kw_only)
         own = dict(cls.__dict__)

@@ -49,7 +49,7 @@ def open_plain(path: str | Path) -> io.BufferedReader:
 
 
 def refuse_special(path: str | Path, status: os.stat_result) -> None:
-    """Raise an OSError for what is not a plain file."""
+    """Raise an OSError for anything but a plain file."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -61,7 +61,7 @@ def refuse_special(path: str | Path, status: os.stat_result) -> None:
 def replacement(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of another when the block ends: whole, or not at all if the block raises.
 
-    Its name is hidden, its own, and beside `path`. What a killed process has left there is removed by the next one that
+    Its name is hidden, its own, and beside `path`. Leftovers of a killed process are removed by the next one that
     writes `path`: a file belongs to somebody as long as its lock is held, and locks end with their process.
 
     Raises

@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 class DestinationLock:
     """The exclusive right to write one destination; `acquire` it, and `release` it whatever happens.
 
-    The lock is on a hidden file beside the destination. What the file holds and who left it there does not matter: a
+    The lock is on a hidden file beside the destination. Its contents and its origin do not matter: a
     process that was killed holds nothing any more. A file system without locks is named once on standard error and
     gives none: writers use names of their own and rename, so that two at once do the work twice and neither is mixed
     with the other.
@@ -32,7 +32,7 @@ class DestinationLock:
     Parameters
     ----------
     destination : Path
-        What is going to be written.
+        File or directory that is going to be written.
     """
 
     def __init__(self, destination: Path):
@@ -80,7 +80,7 @@ class DestinationLock:
                 if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                     raise
                 return self._without(lock)
-        if type(lock).__name__ == "SoftFileLock":  # what it has made of itself
+        if type(lock).__name__ == "SoftFileLock":  # the kind that it has chosen itself
             return self._without(lock)
         self._lock = lock
         return True

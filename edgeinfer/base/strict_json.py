@@ -19,7 +19,7 @@ def parse_json(text: bytes | str, unique: bool = False) -> Any:
     text : bytes or str
         Bytes are UTF-8.
     unique : bool
-        Refuse what JSON's own standard leaves open: names that occur twice in an object, and NaN and infinities.
+        Refuse cases that JSON's own standard leaves open: names that occur twice in an object, and NaN and infinities.
 
     Raises
     ------

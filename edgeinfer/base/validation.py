@@ -19,7 +19,7 @@ from ..errors import EdgeInferError, UsageError
 from .dataclass import dataclass
 
 MAX_TEXTS = 1000
-"""Most texts of one option; what gives texts without end is refused there."""
+"""Most texts of one option; an endless source of texts is refused there."""
 _SHOWN = 60
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..devices import DecodeRun, PromptRun
 
 READ_BYTES = 1 << 30
-"""Memory to read; a quarter of what is free where that is less."""
+"""Memory to read; a quarter of the free memory if that is less."""
 LEAST_READ_BYTES = 16 << 20
 """Many times the caches of one core."""
 STORAGE_BYTES = 512 << 20
@@ -227,7 +227,7 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
     found.add("int8_peak_gops", peak, f"{request.threads} threads, products from registers; the best reading")
     share = found.fields.get("constants", {}).get("f_w")
     if share is not None:
-        found.add("effective_gbs", bandwidth * share, "what edgeinfer's kernels draw: f_w of the bandwidth")
+        found.add("effective_gbs", bandwidth * share, "bandwidth that edgeinfer's kernels reach: f_w of the whole")
 
 
 def _constants(

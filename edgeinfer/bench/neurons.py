@@ -1,4 +1,4 @@
-"""FFNs on random weights in both layouts, as programs of the kernels alone: what the probe times, and benchmarks."""
+"""FFNs on random weights in both layouts, as programs of the kernels alone, for the probe and benchmarks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class NeuronSpeed:
 def neuron_speed(threads: int, nbytes: int, tell: OnStageProgress, rounds: int = ROUNDS) -> NeuronSpeed:
     """Time FFNs by neuron at several densities, each between two of the same FFNs in tiles; medians over the rounds.
 
-    `nbytes` is the memory to take; what is measured of few bytes measures the caches.
+    `nbytes` is the memory to take; with few bytes the caches are measured.
     """
     part = FfnShape(HIDDEN, NEURONS, "q4", 32, 1).part_bytes
     most = nbytes // 2 // (3 * part)

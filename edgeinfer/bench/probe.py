@@ -123,7 +123,7 @@ class MachineProbe:
         self._forget(*self._executors)
         self._regions.pop("weights", None)  # freed first: both together may not fit
         self._regions["weights"] = memory = allocate(self.read_bytes, huge=huge)
-        memory[:12] = np.array([0.5, 1.0, 1.0], np.float32).view(np.uint8)  # what f32_peak computes with
+        memory[:12] = np.array([0.5, 1.0, 1.0], np.float32).view(np.uint8)  # operands of f32_peak
         memory[LINE : 13 * LINE] = np.arange(192, dtype=np.float32).view(np.uint8)
 
     def _scattered(self, size: int, threads: int) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""Tests and what they gave: rows, readings of the machine, profiles."""
+"""Tests and their results: rows, readings of the machine, profiles."""
 
 from __future__ import annotations
 

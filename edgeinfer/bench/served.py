@@ -52,7 +52,7 @@ class Prompts:
 
 def measure_served(client: ApiClient, loads: Iterable[Load], model: str, progress: OnStageProgress | None = None
                    ) -> Iterator[ServingRow]:
-    """Send the requests of each load to a server, and yield what became of them.
+    """Send the requests of each load to a server, and yield their outcomes.
 
     Answers are as long as was asked for where the server knows ``ignore_eos``.
     """

@@ -147,7 +147,7 @@ def parse_goodput(text: str) -> tuple[tuple[str, float], ...]:
 
 def measure_serving(runner: Runner, loads: Iterable[Load], max_itl: float, progress: OnStageProgress | None = None
                     ) -> Iterator[ServingRow]:
-    """Send the requests of each load to an engine, and yield what became of them.
+    """Send the requests of each load to an engine, and yield their outcomes.
 
     Prompts are made of token ids without order, and no answer ends before its length.
     """

@@ -110,7 +110,7 @@ class Replayed(Generation):
         super().__init__(cast("Runner", OneByOne(runner)), None, prompt, config, (), speculation)
 
     def sampler(self, index: int) -> Sampler:
-        """Return what replays the text."""
+        """Return the drafter that replays the text."""
         sampler = ReplayedSampler(self._config, self._runner.model.vocab_size, self.seed, index, len(self._whole))
         sampler.text, sampler.accepted_before = self._whole, self._right
         sampler.prompt(self.prompt_ids)

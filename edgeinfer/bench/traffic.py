@@ -31,8 +31,8 @@ def instruction_bytes(session: Session, case: Case, instruction: Instruction) ->
     """Bytes that an instruction reads during a whole test: weights with their scales, and KV.
 
     A prompt reads the weights once a chunk (those of the head only in the last one), and the KV before and in each
-    chunk once. Rows of the embedding and activations are left out, and of sparse FFNs what tokens like those of the
-    bundle's statistics leave out.
+    chunk once. Rows of the embedding and activations are left out, and of sparse FFNs the parts that tokens like those
+    of the bundle's statistics leave out.
     """
     generating, op = case.kind == GENERATE, instruction.op
     ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case, _went(session, op))

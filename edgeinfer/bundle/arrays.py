@@ -70,7 +70,7 @@ def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] | La
 
 
 def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
-    """Return what a file says of itself, and its arrays, mapped read-only.
+    """Return a file's header, and its arrays, mapped read-only.
 
     Raises
     ------

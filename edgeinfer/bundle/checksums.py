@@ -1,4 +1,4 @@
-"""Checksums of what a bundle holds, compared on several threads, and the memory of files that passed.
+"""Checksums of a bundle's data, compared on several threads, and the memory of files that passed.
 
 A file that passed is not read again while its device, inode, size and times stay as they were. That it did is an empty
 file in the user's cache, named after all this: to make one is a single step that no other process can disturb. Where
@@ -60,8 +60,8 @@ class Passed:
     Parameters
     ----------
     identity : str
-        What they were compared with.
-    states : for each file, what the system says of it
+        Checksums that they were compared with.
+    states : for each file, its state by the system
     """
 
     def __init__(self, identity: str, states: Sequence[os.stat_result]):

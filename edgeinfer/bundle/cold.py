@@ -1,6 +1,6 @@
 """Neurons by themselves, for reads from storage: a part of a bundle beside its weights, which holds them a second time.
 
-A cluster is what one read brings: a neuron's gate row, up row and down column together, or as many neurons as fit a
+A cluster is the unit of a read: a neuron's gate row, up row and down column together, or as many neurons as fit a
 unit of direct I/O where they are small, filled up with zeros to whole units. Each has a checksum of its own.
 """
 

@@ -128,7 +128,8 @@ class TensorLayout:
         self._shared = 0, 0
 
     def add(self, nbytes: int, pieces: int = 0, stride: int = 0) -> int:
-        """Return where a tensor of this many bytes begins; raises `BundleError` for what cannot share an allocation."""
+        """Return where a tensor of this many bytes begins; raises `BundleError` for tensors that cannot share an
+        allocation."""
         if not pieces:
             self.close()
             offset = next_offset(self.end, nbytes)

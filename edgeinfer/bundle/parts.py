@@ -65,7 +65,7 @@ class Predictor:
         return sum(array.nbytes for layers in (self.signs, self.inner, self.outer, self.thresholds) for array in layers)
 
     def pack(self, weights: str) -> Iterator[bytes]:
-        """Yield the file's bytes; `weights` is `weights_identity` of what it was made for."""
+        """Yield the file's bytes; `weights` is `weights_identity` of the weights that it was made for."""
         arrays: Arrays = {}
         for name in ("signs", "inner", "outer", "thresholds"):
             arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name)) if array.size}
@@ -144,7 +144,7 @@ def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
 def part_extents(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
     """Return the file of a part, and of each of its arrays offset and bytes there, for readers that do not map it.
 
-    What reads the part says whether they are good; raises `BundleError` if there is none.
+    The reader of the part checks them; raises `BundleError` if there is none.
     """
     if (opened := open_part(bundle, part, FIELDS[part])) is None:
         raise BundleError(f"The bundle {bundle.path} has no {part}.")

@@ -79,7 +79,7 @@ class Bundle:
         Raises
         ------
         BundleError
-            One sentence that names the bundle and what is wrong with it.
+            One sentence that names the bundle and its error.
         """
         path = Path(path)
         try:
@@ -185,7 +185,7 @@ class Bundle:
         Raises
         ------
         BundleError
-            Naming what is damaged.
+            Naming the damaged part.
         """
         began = time.monotonic()
 

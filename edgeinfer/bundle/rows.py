@@ -42,7 +42,7 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
-    """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
+    """Return the entry of the tensor table that a row stands for; a BundleError names its error."""
     shared = _SHARED if isinstance(row, dict) and _SHARED.keys() & row.keys() else {}
     apart = _OUTLIERS if isinstance(row, dict) and "outliers" in row else {}
     data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _ENTRY | shared | apart, f"tensors[{index}]")
@@ -85,7 +85,7 @@ def file_from_json(row: object, index: int, version: int) -> FileEntry:
 
 
 def quantisation_from_json(value: object) -> Quantisation:
-    """Return what was requested when the bundle was made."""
+    """Return the types that were requested when the bundle was made."""
     quantisation = Quantisation(**_row(value, _QUANTISATION, "quantisation"))
     for dtype in (quantisation.weights, quantisation.embedding, quantisation.head):
         try:

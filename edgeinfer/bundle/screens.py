@@ -46,13 +46,13 @@ class HeadScreen:
         return self.inner.nbytes + self.outer.nbytes + self.bounds.nbytes
 
     def pack(self, weights: str) -> Iterator[bytes]:
-        """Yield the file's bytes; `weights` is `weights_identity` of what it was made for."""
+        """Yield the file's bytes; `weights` is `weights_identity` of the weights that it was made for."""
         yield from pack_arrays({"part": "screen", "weights": weights, "rank": self.rank, "share": self.share},
                                {"inner": self.inner, "outer": self.outer, "bounds": self.bounds})
 
 
 def read_screen(bundle: Bundle) -> HeadScreen | None:
-    """Return what a bundle's head is screened with, its arrays mapped, or None if it has nothing.
+    """Return the screen of a bundle's head, its arrays mapped, or None if it has none.
 
     Raises
     ------

@@ -90,7 +90,7 @@ class BundleWriter(Destination):
             The stored bytes, in order; streamed, so a large tensor never has to be in memory as a whole.
         pieces, stride : int
             Where it shares an allocation with the tensors in front or after: pieces, and bytes from one to the next
-            (`Graph.strides`). What comes first leaves gaps, which the others fill.
+            (`Graph.strides`). The first leaves gaps, which the others fill.
 
         Returns
         -------
@@ -182,7 +182,7 @@ class BundleWriter(Destination):
         header = Header(self._config, self.quantisation, tuple(self._tensors), tuple(self._files.values()), end,
                         self._source, f"edgeinfer {__version__}")
         text = header_to_json(header)
-        header_from_json(text)  # what this version writes, it reads
+        header_from_json(text)  # this version reads what it writes
         with open(self.folder / HEADER_FILE, "wb") as file:
             file.write(text)
             _sync(file)

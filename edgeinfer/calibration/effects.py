@@ -38,7 +38,7 @@ class Effect(NamedTuple):
     """Divergence in nats that errors of a weight cause, by the square of their share."""
 
     output: float
-    """Errors of what it gives as a matrix."""
+    """Errors of its outputs as a matrix."""
     rows: float = 0.0
     """Errors of its rows, where tokens look them up."""
 
@@ -89,7 +89,7 @@ class _Run:
         self._own = _log_softmax(self._through(0, (len(self._instructions), None)))
 
     def divergence(self, op: Op, random: np.random.Generator) -> float:
-        """Return the mean divergence of the predictions with noise in what an operation gives."""
+        """Return the mean divergence of the predictions with noise in an operation's output."""
         self._begin_layer(op)
         at = [i for i, one in enumerate(self._instructions) if one.op is op]
         before: list[Floats] = []
@@ -138,7 +138,7 @@ class _Run:
 
 
 def _add_noise(session: Session, view: View, op: Op, before: Floats, random: np.random.Generator) -> None:
-    """Add noise to what an operation gives: of a gate and what it multiplies before the activation."""
+    """Add noise to an operation's output: for a gate and what it multiplies before the activation."""
     out = view.floats(op.out)
     if isinstance(op, GatedLinear | ExpertsGated):
         for rows, weights in _gated_parts(session, view, op):

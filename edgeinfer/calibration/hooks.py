@@ -1,7 +1,7 @@
-"""Activation hooks: a model's own program, stopped after chosen operations so that NumPy may read, or change, what they
-wrote.
+"""Activation hooks: a model's own program, stopped after chosen operations so that NumPy may read, or change, their
+outputs.
 
-What a calibration or a measurement needs to know of activations comes from here: all threads, the kernels that run the
+Calibrations and measurements get activations from here: all threads, the kernels that run the
 model, no second implementation of it. A pass goes through the program in ranges of instructions, each of which ends
 after a hooked operation; there the rows of its output and of its inputs still are in memory.
 """
@@ -38,7 +38,7 @@ class View:
 
     def floats(self, tensor: Tensor) -> Floats:
         """Return f32 rows in place, of shape (tokens, width), or more of a tensor with several rows for each token: the
-        model continues with what is written there.
+        model continues with the values written there.
         """
         if tensor.dtype != "f32":
             raise UsageError(f"The tensor {tensor} is not stored in f32, so it cannot be changed in place.")
@@ -81,7 +81,7 @@ class HookedRunner(Runner):
     session : Session
         With a recipe that leaves no operation out where a forward pass has one token; see `open_plain`.
     hooks : mapping of Op to a sequence of Visit
-        What is called after which operation of the session's graph.
+        Hooks by the operations of the session's graph after which they are called.
     role : int, optional
         Of all tokens: statistics of decoding are those of tokens in decode role, however many a forward pass has.
     whole : bool

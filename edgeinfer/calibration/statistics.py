@@ -1,7 +1,8 @@
 """Statistics of activations over a text, for calibration: sparsity, quantisation, pruning.
 
-Each statistic is a visit (hooks.py) that adds the rows of a tensor up and keeps nothing of a token but what it counts.
-What does not fit in memory for all layers at once is captured in groups of layers: the text is run once for each.
+Each statistic is a visit (hooks.py) that adds the rows of a tensor up and keeps nothing of a token but its counts.
+Statistics that do not fit in memory for all layers at once are captured in groups of layers: the text is run once for
+each.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Largest:
 
 
 class Covariance:
-    """C = mean x x^T of a tensor's rows, not centred: what the squared error of a matrix on this input weighs by.
+    """C = mean x x^T of a tensor's rows, not centred: the weights of the squared error of a matrix on this input.
 
     Parameters
     ----------
@@ -99,7 +100,7 @@ class Covariance:
 
 
 class Rows:
-    """The first rows of a tensor, for what has to be trained on examples.
+    """The first rows of a tensor, for training on examples.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ from .positions import alibi, rotated, scaled_queries, tables, turned_width
 
 
 def declare(at: Lowering) -> None:
-    """Add the inputs and outputs that every model of the flavour has, and what all layers share."""
+    """Add the inputs and outputs that every model of the flavour has, and values shared by all layers."""
     layers = kv_layers(at.graph.config)
     if at.flavour.attention == "paged":
         at.inputs += [Value("input_ids", "i64", ("tokens",)), Value("cumulative_sequence_length", "i32", ("ends",)),

@@ -57,7 +57,7 @@ class Caller:
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def run(self, session: Any, binding: Any, ended: Callable[[], bool], graph: int = NO_GRAPH) -> None:
-        """Run a model over what is bound, and return when that is over.
+        """Run a model over the bound arrays, and return when that is over.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class Caller:
         self._wait(_Call(session, binding, options), ended)
 
     def _wait(self, call: _Call, ended: Callable[[], bool]) -> None:
-        """Have a call made; what a signal handler raises meanwhile is raised when nothing touches the memory any more.
+        """Make a call; an exception of a signal handler is raised once nothing touches the memory any more.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="onnxruntime calls", daemon=True)
@@ -129,7 +129,7 @@ def run_options(provider: Provider, graph: int) -> Any:
     import onnxruntime
 
     options = onnxruntime.RunOptions()
-    options.log_severity_level = 4  # what goes wrong is raised, and said once
+    options.log_severity_level = 4  # errors are raised, and reported once
     if provider.graphs:
         options.add_run_config_entry("gpu_graph_id", str(graph))
     return options

@@ -80,7 +80,7 @@ class Calls(abc.ABC):
                   count: int | None = None) -> Call:
         """A step, one token of each of several sequences, whose inputs have the sizes of all steps of this key.
 
-        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound.
+        `inputs` differ from step to step; `bound` gives all of them when the first step is bound.
         `sample_specs` are those of the rows, as `sampled` returns them.
         """
         step = self._steps.get(key)
@@ -90,13 +90,13 @@ class Calls(abc.ABC):
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
-        if self.sessions.provider.partial:  # onnxruntime copies what is elsewhere when it is bound
+        if self.sessions.provider.partial:  # onnxruntime copies arrays that are elsewhere when they are bound
             step.bind_inputs()
             self.slabs.bind(step.binding, first, count)
         return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, sample_specs))
 
     def _outputs_of(self, count: int) -> dict[str, Any]:
-        """Memory of the device for what steps of this many sequences give."""
+        """Memory of the device for the outputs of steps of this many sequences."""
         from onnxruntime import OrtValue
 
         if count not in self._outputs:

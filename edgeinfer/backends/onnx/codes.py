@@ -5,7 +5,7 @@ int8: 128), in the order of the columns, q4 two to a byte with the even column i
 zero points they subtract the half again. `edgeinfer.quant.layouts` says how bundles store the same.
 
 Other types become such blocks as well. Codes of 4 bits on a uniform grid stay 4 bits, all others are levels in 8. A
-block whose weights have a minimum is (level - middle) scale + offset, and what offsets add to a product is the sum of
+block whose weights have a minimum is (level - middle) scale + offset, and the offsets' part of a product is the sum of
 the block's inputs times its offset: a second, small matmul. So no operator needs zero points that are not integers,
 which onnxruntime does not take for 8 bits, and which keep CUDA from its fast matmuls.
 """

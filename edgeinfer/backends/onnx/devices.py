@@ -25,7 +25,7 @@ LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvi
 It starts without cuDNN, but attention on GPUs of compute capability 9.0 and above then uses slower kernels.
 """
 OPENVINO_OPTIONS = {"load_config": json.dumps({
-    # by default activations are int8, and what remains bf16 where the processor has it: logits differed by 6e-3 (1.8.1)
+    # by default activations are int8, and the rest bf16 if the processor has it: logits differed by 6e-3 (1.8.1)
     "CPU": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "INFERENCE_NUM_THREADS": "{threads}"}})}
 """Of the provider; the devices GPU and NPU keep their own defaults."""
@@ -86,7 +86,7 @@ class Provider(NamedTuple):
         Returns
         -------
         onnxruntime.InferenceSession
-            Of which `io_binding` and `run_with_iobinding` are what runners use.
+            Runners use its `io_binding` and `run_with_iobinding`.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Provider(NamedTuple):
     def _session_options(self, threads: int) -> Any:
         options = import_onnxruntime().SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 4  # what goes wrong is raised, and said once
+        options.log_severity_level = 4  # errors are raised, and reported once
         for key, value in (*self.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
             options.add_session_config_entry(key, value)
         return options
@@ -167,7 +167,7 @@ def provider_of(device: str) -> Provider | None:
     Raises
     ------
     UsageError
-        There is no such device, or it does not work here; the sentence says why and what helps.
+        There is no such device, or it does not work here; the sentence has the reason and the remedy.
     """
     if device not in DEVICES:
         raise UsageError(f"device is {device!r}; choose one of {', '.join(DEVICES)}.")
@@ -208,7 +208,7 @@ def check_cuda() -> None:
     check_driver(wheel, installed(wheel))
     onnxruntime = import_onnxruntime()
     if hasattr(onnxruntime, "preload_dlls"):
-        onnxruntime.preload_dlls()  # of the packages beside it; prints what it does not find
+        onnxruntime.preload_dlls()  # of the packages beside it; prints the missing ones
     for library, package in LIBRARIES.items() if sys.platform == "linux" else ():
         try:
             ctypes.CDLL(library)
@@ -233,7 +233,7 @@ def shared_out(session: Any, provider: Provider) -> str:
     """Return a sentence with the operations that run on a provider and on the CPU provider; raise `UsageError` if the
     provider runs none.
 
-    Some providers do not record what they run (WebGPU, 1.27); then at least no matmul may be on the CPU provider.
+    Some providers do not record their operations (WebGPU, 1.27); then at least no matmul may be on the CPU provider.
     """
     own, elsewhere = Counter[str](), Counter[str]()
     for part in session.get_provider_graph_assignment_info():
@@ -248,7 +248,7 @@ def shared_out(session: Any, provider: Provider) -> str:
 
 
 def take_as_asked() -> None:
-    """Let memory that is made on a GPU for the KV cache be what was requested, as planned, not the next power of two.
+    """Allocate the requested memory on a GPU for the KV cache, as planned, not the next power of two.
 
     The provider's option `arena_extend_strategy` is for the arenas of sessions alone. Values made outside of them have
     one whose only setting this is (onnxruntime-gpu 1.31.1; deprecated for sessions); wheels for CPUs do not have it.
@@ -260,13 +260,13 @@ def take_as_asked() -> None:
 
 
 def raised_by_onnxruntime(error: Exception) -> bool:
-    """Return whether an error is one of its own classes, which have no common one, or what its bindings raise
-    besides."""
+    """Return whether an error is one of its own classes, which have no common one, or an error of its
+    bindings."""
     return isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, on one line of bounded length."""
+    """Return an error's message on one line of bounded length."""
     return " ".join(str(error).split())[:300]
 
 

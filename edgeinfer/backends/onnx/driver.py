@@ -34,7 +34,7 @@ def load_driver() -> Any:
 
 
 def read_gpu() -> Gpu:
-    """Return what the driver says; raises `UsageError` if there is no driver, or no GPU."""
+    """Return the driver's facts; raises `UsageError` if there is no driver, or no GPU."""
     try:
         cuda = load_driver()
     except OSError:

@@ -1,7 +1,7 @@
 """Lowering of mixtures of experts to ONNX: matmuls with the matrices of all experts, weighted by the router.
 
 Experts that a token does not go through have the weight 0. Their matrices are one above the other for what goes in and
-side by side for what comes out, so that a layer has three matmuls, however many experts there are; they read all
+side by side for outputs, so that a layer has three matmuls, however many experts there are; they read all
 experts for every token.
 """
 
@@ -68,7 +68,7 @@ def _(op: ExpertsGated, at: Lowering) -> None:
     f = gate_and_up(op, op.experts * op.rows, at)
     f = at.node("Reshape", f, at.constant(*at.rows(op.experts, op.rows)))
     routes = at.node("Unsqueeze", at.routes[op.routes.name], at.constant(-1))
-    chosen = at.node("Greater", routes, at.number(0.0))  # what others have may be infinite, and times 0 no number
+    chosen = at.node("Greater", routes, at.number(0.0))  # values of others may be infinite, and infinity times 0 is nan
     at.set(op.out, at.node("Where", chosen, at.node("Mul", f, routes), at.number(0.0)))
 
 

@@ -42,7 +42,7 @@ class ExportReport(NamedTuple):
     tensors: int
     seconds: float
     remarks: tuple[str, ...]
-    """Sentences on what could not stay as it was, or was left out."""
+    """Sentences on parts that were changed or left out."""
 
 
 def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:

@@ -35,7 +35,7 @@ Fits = Callable[[MemoryPlan], bool]
 
 
 def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
-    """Return the memory that this process may take, and what it may take of the device's; None if that is this process,
+    """Return the memory that this process may take, and its share of the device's; None if that is this process,
     or no GPU is found here.
     """
     host = budget_of(config)
@@ -53,12 +53,12 @@ def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
 
 
 def fit_device(planner: DevicePlanner, config: RuntimeConfig, draft_plan: MemoryPlan | None = None) -> MemoryPlan:
-    """Plan a run within the memory of this process and of its device, with room for what is to run beside it.
+    """Plan a run within the memory of this process and of its device, with room for a draft.
 
     Raises
     ------
     BudgetError
-        It does not fit; the sentence has what would.
+        It does not fit; the sentence has alternatives.
     """
     config = replace(resolve(config, planner.graph.config), outputs=config.outputs)  # fewer sequences need fewer
     host, device = memory_of(planner.provider, config)
@@ -80,7 +80,7 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, draft_plan: Memory
 
 
 def fill_device(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> MemoryPlan:
-    """Plan a run whose KV cache gets what memory leaves, if it is to fill it: pages, or slots for as many sequences."""
+    """Plan a run whose KV cache gets the rest of memory, if it is to fill it: pages, or slots for as many sequences."""
     if not fills(config) or planner.paged:
         return fill_budget(planner.plan, config, fits, planner.positions(to_request(config)))
     slots = max(1, most_sequences(planner, config, fits, config.max_sequences))

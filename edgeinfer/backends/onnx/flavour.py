@@ -86,7 +86,7 @@ class Flavour:
         return self.ctx
 
     def checked(self, config: ModelConfig) -> Flavour:
-        """Return it with what was left to the model; raise `UsageError` for what cannot be."""
+        """Return it with defaults resolved for the model; raise `UsageError` for impossible values."""
         norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
         for option, value, known in (("--for", self.target, TARGETS), ("--dtype", self.dtype, DTYPES),
                                      ("--attention", self.attention, ATTENTIONS), ("--qk-norm", norm, QK_NORMS)):

@@ -16,7 +16,7 @@ from .flavour import Flavour, Heads
 NEEDED = ("tokenizer.json", "tokenizer_config.json")
 """Files that its tokenizer reads; it reads no tokenizer.model (0.18)."""
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Names of decoders that it knows and that mean ours; what differs between them is in the model's graph."""
+"""Names of decoders that it knows and that mean ours; differences between them are in the model's graph."""
 
 
 def check_tokenizer(bundle: Bundle) -> None:
@@ -39,7 +39,7 @@ def write_beside(bundle: Bundle, flavour: Flavour, folder: Path) -> dict[str, st
 
 
 def genai_config(bundle: Bundle, flavour: Flavour) -> dict[str, Any]:
-    """Return what genai_config.json holds: sizes, names of inputs and outputs, special tokens, greedy search."""
+    """Return the contents of genai_config.json: sizes, names of inputs and outputs, special tokens, greedy search."""
     c, heads = bundle.config, Heads.of(bundle.config)
     ends = list(c.eos_token_ids)
     decoder = {

@@ -65,7 +65,7 @@ def _rotation(op: StoreLatent) -> RopeStore:
 
 @lower.register
 def _(op: LatentAttention, at: Lowering) -> None:
-    """The operator wants a value as wide as the key: it is the key, and what is not its latent is cut off."""
+    """The operator wants a value as wide as the key: it is the key, and everything but its latent is cut off."""
     heads = Heads(op.heads, 1, op.head_dim)
     names = [f"{kind}.{op.layer}" for kind in ("queries", "key")]
     at.node("Split", at.value(op.qkv), at.constant(op.heads * op.head_dim, op.head_dim), out=names, axis=-1)

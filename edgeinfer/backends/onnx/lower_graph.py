@@ -1,4 +1,4 @@
-"""A whole graph to ONNX: what all models share, then each operation."""
+"""A whole graph to ONNX: the common parts, then each operation."""
 
 from __future__ import annotations
 

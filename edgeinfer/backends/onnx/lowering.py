@@ -1,7 +1,7 @@
 """Lowering to ONNX: each operation of the graph becomes some nodes; `lower` is open, as that of the runtime.
 
-Rows are the last axis throughout; before it are (B, S) with attention gqa and (T,) with paged. What the pass of the CPU
-quantises stays as it is: matmuls here take floats. Nothing in this module needs the package onnx.
+Rows are the last axis throughout; before it are (B, S) with attention gqa and (T,) with paged. Effects of the pass of
+the CPU quantises stays as it is: matmuls here take floats. Nothing in this module needs the package onnx.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Lowering:
         self.remarks: dict[str, list[tuple[int, int]]] = {}
         """Matrices that could not stay as they were, by reason: bytes in the bundle, and in the model."""
         self.notes: dict[str, None] = {}
-        """Sentences on what a model does otherwise than edgeinfer's kernels."""
+        """Sentences on differences of a model from edgeinfer's kernels."""
         self._made: dict[Any, str] = {}
         self._values: dict[str, str | tuple[str, str]] = {}
         self._matrices: dict[str, Quantised] = {}
@@ -132,7 +132,7 @@ class Lowering:
         self._values[tensor.name] = value
 
     def same(self, tensor: Tensor, as_: Tensor) -> None:
-        """Say that a tensor is another one: what only the CPU's kernels need is left out."""
+        """Make a tensor an alias of another: work that only the CPU's kernels need is left out."""
         self._values[tensor.name] = self._values[as_.name]
 
     def value(self, tensor: Tensor) -> str:
@@ -161,7 +161,7 @@ class Lowering:
         return self._matrices.setdefault(matrix.codes.name, matrix)
 
     def quantised(self, x: str, matrix: Quantised, columns: int, axes: int = 0) -> str:
-        """Multiply by a quantised matrix; what its offsets add is the product of sums of blocks with them."""
+        """Multiply by a quantised matrix; its offsets add the product of sums of blocks with them."""
         found = self.codes(matrix)
         y = self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
                       N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)

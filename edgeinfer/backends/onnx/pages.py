@@ -90,7 +90,7 @@ def table_widths(most: int) -> int:
 
 
 def _table(segments: Items[Segment], width: int) -> NDArray[np.int32]:
-    """Pages of each sequence; what is after them is not read, and has to be some page."""
+    """Pages of each sequence; entries after them are not read, and have to be some page."""
     table = np.zeros((len(segments), width), np.int32)
     for row, segment in zip(table, segments, strict=True):
         row[: len(segment.sequence.blocks)] = segment.sequence.blocks

@@ -1,7 +1,7 @@
 """The memory of a run on onnxruntime, on both sides: the device that runs the model, and this process beside it.
 
-What onnxruntime takes for itself is not known before it runs. Such regions say so in their reason; those of CUDA were
-measured on an H100 (docs/measurements/gpu.md).
+The memory that onnxruntime takes for itself is not known before it runs. Such regions say so in their reason; those of
+CUDA were measured on an H100 (docs/measurements/gpu.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from .step import step_outputs, step_sizes
 from .topk_sampling import RETURNED_LOGITS
 
 ARENA_SHARE = 2.25
-"""Of what lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured at most)."""
+"""Factor of the memory that lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured
+at most)."""
 CONTEXT_BYTES = 1_260_000_000
 """Of a GPU's memory: CUDA's context, code and workspaces of the libraries (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
@@ -50,7 +51,7 @@ GRAPH_BYTES = 10_000_000
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
-    """Return the settings of a run as its device takes them; raise `UsageError` for what it cannot do, by its name."""
+    """Return the settings of a run for its device; raise `UsageError` for unsupported ones, by name."""
     device = provider.device
     for step in config.recipe.steps:
         if step in Recipe().steps or ((one := technique(step.name)) and one.exact(dict(step.settings))):
@@ -80,7 +81,7 @@ def default_layout(config: RuntimeConfig, provider: Provider) -> str:
     """Return pages where several sequences may run and the provider has them, else slots.
 
     One sequence decodes faster in a slot: 3.2 ms a token of the 7B shape beside 3.7 (docs/measurements/gpu.md). Pages
-    verify the draft tokens of many in one call, and share what sequences have in common.
+    verify the draft tokens of many in one call, and share common prefixes of sequences.
     """
     return PAGES if provider.page_positions and (config.max_sequences > 1 or own_pool(config)) else SLOTS
 
@@ -103,7 +104,7 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
     Raises
     ------
     UsageError
-        The device cannot do what the settings ask for.
+        The device does not support a setting.
     UnsupportedModelError
         It cannot run the model: an operation or a type of weights has no equivalent in ONNX.
     """
@@ -135,7 +136,7 @@ class DevicePlanner:
         self._lowered: dict[Flavour, Sizes] = {}
 
     def flavour(self, request: Request) -> Flavour:
-        """Return what the model is lowered for; its tables have all positions, so that it serves every context.
+        """Return the target of the lowering; its tables have all positions, so that it serves every context.
 
         LongRoPE and dynamic scaling have other frequencies in contexts no longer than that of the training; tables for
         these end there. Beyond it each context has its own with dynamic scaling.
@@ -207,7 +208,7 @@ class DevicePlanner:
         yield Region("weights", own.data, f"as they are in the model, {kv} where they are not quantised"
                      + (f", with {format_size(own.more)} for codes that no operator has" if own.more > 0 else ""),
                      DEVICE if cuda else "mapped")
-        if not cuda:  # CUDA's provider frees what it has repacked
+        if not cuda:  # CUDA's provider frees matrices that it has repacked
             yield Region("prepacked", own.codes + 2 * own.scales, "onnxruntime's own copy of the quantised matrices"
                          + (", with scales in f32" if own.scales else ""), here)
         if self.provider.partial:  # measured with OpenVINO: 610 MB of 689 with the shape of SmolLM2 135M in f32

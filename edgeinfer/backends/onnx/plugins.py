@@ -64,7 +64,7 @@ class Plugin(NamedTuple):
 
 
 def _hardware(device: str, plugin: Plugin, name: str) -> list[Any]:
-    """Return what a plugin's provider can run on."""
+    """Return the devices of a plugin's provider."""
     try:
         _register(plugin.module)
         return [one for one in import_onnxruntime().get_ep_devices() if one.ep_name == name]

@@ -1,4 +1,4 @@
-"""Positions of tokens, and what depends on them alone: rotated heads, factors of queries, the biases of ALiBi."""
+"""Positions of tokens, and values that depend on them alone: rotated heads, factors of queries, the biases of ALiBi."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _ones(at: Lowering) -> str:
 
 
 def _before(x: str, axis: int, at: Lowering) -> str:
-    """Sums of what is before each element."""
+    """Sums of the elements before each one."""
     return at.node("CumSum", x, at.number(axis, "i64"), exclusive=1)
 
 

@@ -1,4 +1,4 @@
-"""Lowering of operations on rows to ONNX: embeddings, norms, functions of values, what goes out."""
+"""Lowering of operations on rows to ONNX: embeddings, norms, functions of values, outputs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _(op: NormedSum, at: Lowering) -> None:
 
 @lower.register
 def _(op: NormPart, at: Lowering) -> None:
-    """The part of a row between what stays as it is."""
+    """Replace the part of a row between its unchanged ends."""
     width, n = op.pieces * op.weight.shape[0], op.weight.shape[0]
     sizes = [op.start, width, op.x.width - op.start - width]
     names = [f"part.{len(at.nodes)}.{i}" for i in range(3)]
@@ -215,7 +215,7 @@ def _(op: Sample, at: Lowering) -> None:
 def _largest(top: int, width: int, at: Lowering) -> str:
     """The largest logits and their ids, exactly: those of each block of a row, then those of all blocks.
 
-    CUDA's TopK of more than 32 gives a row to one block of threads. Blocks of a row are as long as what remains for the
+    CUDA's TopK of more than 32 gives a row to one block of threads. Blocks of a row are as long as the rest for the
     second step, so that both take the square root of the time.
     """
     block = 1 << math.ceil(math.log2(top * width) / 2)

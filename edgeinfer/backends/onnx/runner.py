@@ -50,7 +50,7 @@ class OnnxRunner(Runner):
     progress : callable, optional
         Called with (bytes done, bytes in all, name) while the model is lowered.
     draft_plan : MemoryPlan, optional
-        Of what is opened next, within the same budget.
+        Plan of the draft that is opened next, within the same budget.
     plan : MemoryPlan, optional
         Its own, where that is made already.
 
@@ -59,7 +59,7 @@ class OnnxRunner(Runner):
     BudgetError
         The plan exceeds the memory of this process or of the device.
     UsageError
-        The provider does not work, or cannot do what is requested.
+        The provider does not work, or does not support the request.
     BundleError, DestinationError, UnsupportedModelError
         The bundle is damaged, cannot be lowered, or the cache cannot be written.
     """
@@ -206,7 +206,7 @@ class OnnxRunner(Runner):
             return None
         try:
             return self._free - gpu_free_bytes()
-        except UsageError:  # what is requested statistics ends nothing
+        except UsageError:  # a missing statistic ends nothing
             return None
 
     # -- parts -------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Sessions:
         return self._process != os.getpid()
 
     def check_open(self) -> None:
-        """Raise `ClosedError`, or what stands for it in a process that was forked."""
+        """Raise `ClosedError`, or its equivalent in a process that was forked."""
         if self._closed:
             raise ClosedError("The model was closed; open it again.")
         check_process(self._process)
@@ -62,7 +62,7 @@ class Sessions:
 
     @contextmanager
     def translated_errors(self, cancel: Cancellation | None = None) -> Iterator[None]:
-        """Say in one sentence what onnxruntime raises, where it runs a model and where it copies to and from a device.
+        """Turn onnxruntime's errors, when it runs a model or copies to and from a device, into one sentence.
         """
         try:
             yield

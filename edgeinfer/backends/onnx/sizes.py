@@ -10,7 +10,7 @@ from .data import data_bytes
 from .lowering import Lowering
 
 FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
-"""Matrices for CUDA's fast matmuls: elements of a group, and what their rows are a multiple of, by bits."""
+"""Matrices for CUDA's fast matmuls: elements of a group, and the multiple of their rows, by bits."""
 READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
 """Tokens for which its other matmuls read a matrix of this many bits as it is, if its sides are such multiples."""
 
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, graph: Lowering) -> Sizes:
-        """Add up what a graph stores."""
+        """Add up the stored bytes of a graph."""
         stored = list(graph.stored.values())
         return cls(
             data_bytes(stored), max(one.nbytes for one in stored),

@@ -79,8 +79,8 @@ class Slabs:
             if not raised_by_onnxruntime(error):
                 raise
             raise EdgeInferError(f"onnxruntime cannot take {zeros.nbytes} bytes of {self.memory}'s memory for a part "
-                                 f"of the KV cache: {one_line(error)} Lower --ctx or --samples, or see what else holds "
-                                 "memory there.") from None
+                                 f"of the KV cache: {one_line(error)} Lower --ctx or --samples, or see which program "
+                                 "holds memory there.") from None
 
     def _address(self, number: int, block: int) -> int:
         """Return the address of a block in the slab of this number."""
@@ -89,12 +89,12 @@ class Slabs:
         return int(start) + block * int(np.prod(self.shapes[number])) * np.dtype(self.dtype).itemsize
 
     def bind(self, binding: Any, first: int = 0, count: int | None = None) -> None:
-        """Bind a range of blocks, all of them unless it is said, as what a model reads and writes."""
+        """Bind a range of blocks, all of them by default, as a model's inputs and outputs."""
         for number, (past, present) in enumerate(self.names):
             self._bind(binding, number, past, first, present, first, self.blocks if count is None else count)
 
     def bind_copy(self, binding: Any, source: int, target: int) -> None:
-        """Bind a block as what is copied, and another as where to."""
+        """Bind a block as the source of a copy, and another as its destination."""
         for number, (name, _) in enumerate(self.names):
             self._bind(binding, number, FROM + name, source, TO + name, target, 1)
 

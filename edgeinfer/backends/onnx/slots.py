@@ -106,7 +106,8 @@ class SlotCalls(Calls):
         self._pool = pool
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
-        """Yield single tokens first: what their call writes into idle slots, others of this forward pass overwrite."""
+        """Yield single tokens first: other calls of this forward pass overwrite the idle slots that their call
+        writes."""
         row, single, several = 0, list[_Single](), list[tuple[Segment, list[int]]]()
         for segment in segments:
             targets = list(range(row, row := row + len(segment.outputs)))

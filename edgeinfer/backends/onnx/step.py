@@ -38,9 +38,9 @@ class Step:
     """One token of each of several sequences.
 
     A graph replays the same addresses and counts, so inputs are written into buffers that stay, and logits come for all
-    sequences: the best of each row, and all of them where these are not enough; what is not requested stays on the
-    device. The first run of a graph runs the model several times, which does no harm: what is written to the cache is
-    the same each time.
+    sequences: the best of each row, and all of them where these are not enough; outputs that are not requested stay on
+    the device. The first run of a graph runs the model several times, which does no harm: the rows written to the cache
+    are the same each time.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ class Step:
     inputs : mapping of str to array
         All inputs but those of the KV cache, with the sizes of every step.
     outputs : mapping of str to onnxruntime.OrtValue
-        Where what `step_outputs` names goes, with a row for each of `output_rows`: what was read of one step, another
-        may overwrite.
+        Destination of the outputs that `step_outputs` names, with a row for each of `output_rows`: what was read of one
+        step, another may overwrite.
     graph : int
         A number of its own, from 1 on.
     """
@@ -72,7 +72,7 @@ class Step:
             self.binding.bind_ortvalue_input(name, value)
 
     def write(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Write what differs from step to step."""
+        """Write the inputs that differ from step to step."""
         for name, values in inputs.items():
             self._inputs[name].update_inplace(values)
 

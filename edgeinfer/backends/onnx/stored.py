@@ -22,9 +22,9 @@ from .export import export
 from .flavour import Flavour
 
 KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
-"""Folder of the cache; files of a model, of which the last says what the others are like."""
+"""Folder of the cache; files of a model, of which the last describes the others."""
 MADE_BY = ("backends/onnx", "graph", "quant")
-"""Folders of the package from which it follows what a bundle becomes."""
+"""Folders of the package that determine the result for a bundle."""
 
 
 def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: OnStageProgress | None = None) -> Path:
@@ -102,7 +102,7 @@ def _key(bundle: Bundle, flavour: Flavour) -> str:
 
 @cache
 def lowering_sources() -> str:
-    """Return the checksum of what makes models here: another version makes others."""
+    """Return the checksum of the code that makes models here: another version makes others."""
     own: Any = hashlib.sha256()
     for folder in MADE_BY:
         for path in sorted((Path(edgeinfer.__file__).parent / folder).rglob("*.py")):

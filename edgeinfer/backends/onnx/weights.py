@@ -229,7 +229,7 @@ def half_vector(weight: Weight, which: int, n: int, name: str, dtype: str) -> St
 
 def rope(config: ModelConfig, table: int, width: int, ctx: int, which: int, name: str, dtype: str,
          padded: int = 0) -> Stored:
-    """A table of cosines (0) or sines (1), the runtime's own: (ctx, half of what turns).
+    """A table of cosines (0) or sines (1), the runtime's own: (ctx, half of the rotated dimensions).
 
     `width` elements of a head turn, or would if the pairs of a proportional rotation that stand still did; `padded` is
     the half of a head that is wider.
