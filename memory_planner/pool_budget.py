@@ -41,8 +41,8 @@ def fill_budget(plan_of: Callable[[Request], Planned], config: RuntimeConfig, fi
 
     Returns
     -------
-    errors of `plan_of`
-        Of which `fits` is false if the pool of one context does not fit.
+    MemoryPlan
+        Result of `plan_of`; its `fits` is false if the pool of one context does not fit.
     """
     request = to_request(config)
     plan = plan_of(request)

@@ -230,7 +230,7 @@ class Steps:
         passed = self._mixed(checking, cancel)
         return passed._replace(learn=lambda: speculation.verified(checked, [one.accepted for one in samples]))
 
-    # -- outcome --------------------------------------------------------------------------------------------
+    # -- outcome ------------------------------------------------------------------------------------------------------
 
     def _note_time(self, works: list[Work], seconds: float) -> None:
         read = sum(sum(work.counts) for work in works if work.is_prefill)

@@ -198,7 +198,7 @@ def _strategy(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile,
     return Strategy(name, config, plan, at_depth(0), read_bytes, at_depth, planned.sparse)
 
 
-# -- settings slower than the dense program ----------------------------------------------------------------------------
+# -- settings slower than the dense program ---------------------------------------------------------------------------
 
 
 def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str | None:

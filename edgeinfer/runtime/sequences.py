@@ -151,7 +151,7 @@ class SequenceOwner(ModelRunner):
     def _origin(self, salt: bytes) -> bytes:
         return f"{self._identity(False)} {self.plan.request.kv} ".encode() + salt
 
-    # -- identity of K and V --------------------------------------------------------------------------------------
+    # -- identity of K and V ------------------------------------------------------------------------------------------
 
     def _stretched(self) -> tuple[int, ...]:
         """The context of the run as far as rotations depend on it."""

@@ -99,8 +99,8 @@ def convert(
     interrupted leaves nothing at DST. A tensor's error is the squared error of its stored weights divided by their
     squared norm.
 
-    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that its outputs for its
-    inputs changes least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
+    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that its outputs change
+    least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
     text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
     that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix;
     --bits and --size count them. --compare prints perplexity and the KL divergence from f16 of the bundle and of plain
