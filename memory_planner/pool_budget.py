@@ -41,7 +41,7 @@ def fill_budget(plan_of: Callable[[Request], Planned], config: RuntimeConfig, fi
 
     Returns
     -------
-    MemoryPlan
+    Planned
         Result of `plan_of`; its `fits` is false if the pool of one context does not fit.
     """
     request = to_request(config)
