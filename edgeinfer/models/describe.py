@@ -17,7 +17,7 @@ from .description import ModelDescription
 from .file_types import types_of_file
 from .names import DEMO, KNOWN_NAMES, LISTING, demo_path, is_hub_id, missing_path, unknown_model
 from .resolve import gguf_path
-from .spoken import FILE_TYPES, Spoken, near_shapes, spoken
+from .spoken import COARSE_TYPES, FILE_TYPES, Spoken, near_shapes, spoken
 from .storage import GROUP_SIZE, WEIGHTS, Storage
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | No
                          f"{', '.join(FILE_TYPES)}, q4, int8, f16 and f32.")
     if weights is not None and weights != meant.weights:
         raise UsageError(f"{name!r} states {stated}, and --weights {weights}; leave one of them out.")
-    source, recipe = f"built-in shape, as {meant.shape.source}", recipe or Recipe()
+    source, recipe = meant.shape.origin, recipe or Recipe()
     if meant.file_type is None:
         return describe_config(dict(meant.shape.config), name, source, stated, group_size, recipe)
     model = read_config(dict(meant.shape.config))
@@ -122,8 +122,16 @@ def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | No
     kind = max(set(kinds), key=kinds.count)
     ends = [type_of(weight).dtype for weight in graph.weights if weight.kind in ("embedding", "head")]
     quantisation = Quantisation(kind.dtype, kind.group_size, ends[0], ends[-1])
-    return ModelDescription(name, f"{source}, as a {meant.file_type} file", model, quantisation, graph,
+    return ModelDescription(name, f"{source}, as {_file_in_words(meant)}", model, quantisation, graph,
                             weights_file_bytes(graph), recipe=recipe)
+
+
+def _file_in_words(meant: Spoken) -> str:
+    """Return what a shape is described as: the file type, what it stands for, and what holds such weights."""
+    kind = f"a {meant.file_type} file"
+    if meant.stated and meant.stated.replace("-", "_") != meant.file_type:
+        kind += f" (for {meant.stated})"
+    return kind + (", held in q4" if meant.file_type in COARSE_TYPES else "")
 
 
 def _from_packed(
@@ -198,7 +206,7 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
                                      f"{CONFIG_FILE}).")
     if name.lower() in builtin_shapes() or not (name in KNOWN_NAMES or is_hub_id(name)):
         if shape := spoken(name).shape:
-            return dict(shape.config), f"built-in shape, as {shape.source}"
+            return dict(shape.config), shape.origin
     else:
         repo_id = KNOWN_NAMES.get(name, name)
         try:
@@ -206,7 +214,7 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
         except CheckpointError:  # no network, or a repository of GGUF files alone
             if not (shape := spoken(repo_id).shape):
                 raise
-            return dict(shape.config), f"built-in shape, as {shape.source}; no {CONFIG_FILE} of {repo_id} was had"
+            return dict(shape.config), f"{shape.origin}; no {CONFIG_FILE} of {repo_id} was had"
     raise ModelNotFoundError(_unknown(name))
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _PLAIN = {"Q4_0": ("q4", 32), "Q8_0": ("int8", 32)}
 _NESTED = {"Q4_K": ("q4k", 32), "Q5_K": ("q5k", 32), "Q6_K": ("q6", 16), "IQ4_XS": ("iq4k", 32)}
+_NAMED = ("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_XS")
 BLOCK = 256
 _NARROW = {"q4k": ("q5", 32), "q5k": ("q5m", 32), "q6": ("int8", 32), "iq4k": ("iq4", 32)}
 """Types of rows that are no whole blocks of 256 columns, by the type that they replace."""
@@ -32,7 +33,7 @@ def types_of_file(file_type: str, layers: int, tied: bool, values: bool = False)
     Parameters
     ----------
     file_type : str
-        One of `FILE_TYPES`.
+        One of `FILE_TYPES` or `COARSE_TYPES`; the matrices of the latter are held in q4, groups of 32.
     layers : int
     tied : bool
         Whether the embedding is the head.
@@ -63,8 +64,8 @@ def mixed_types(name: str, checkpoint: Checkpoint) -> ChosenTypes:
 
 
 def _of_whole_blocks(file_type: str, layers: int, tied: bool, values: bool) -> TypeOf:
-    if file_type in _PLAIN:
-        name, group = _PLAIN[file_type]
+    if file_type in _PLAIN or file_type not in _NAMED:
+        name, group = _PLAIN.get(file_type, _PLAIN["Q4_0"])
         plain = requested_types(name, group)
         kind = WeightType.of(name, group)
         return lambda weight: plain(weight) if name == "int8" or weight.kind not in ENDS else _end(weight, kind, tied)

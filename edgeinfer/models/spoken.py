@@ -3,7 +3,9 @@
 A name is cut into words and numbers; words that change no size (instruct, chat, GGUF) and owners are left out, and so
 is a file type. The rest must be a built-in shape's name or one of its other names. If it is none, names of fine-tunes,
 dates, versions and lengths of context are left out one kind after the other, which change no size either; but a name
-that then has no size of its own (``mistral large``) means nothing: nothing is guessed.
+that then has no size of its own (``mistral large``) means nothing. At last the name of a shape with its version and
+size may stand between other words, which are those of a fine-tune, unless one of them says that it is another kind of
+model (`_OTHER_KINDS`) or has another size: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -17,28 +19,53 @@ from ..graph import Shape, builtin_shapes, other_names
 
 FILE_TYPES = ("Q4_0", "Q4_K_S", "Q4_K_M", "IQ4_XS", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0")
 """GGUF file types that a shape can be described with."""
-_TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?(i?q\d(?:[_-](?:0|1|k|nl|xxs|xs|s|m|l|xl))*|[bf]p?(?:16|32)|mxfp4|int[48]|"
-                   r"[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?![a-z0-9])")
+COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S",
+                "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L", "TQ1_0", "TQ2_0")
+"""Such whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
+_TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|(?:bf|fp?)(?:16|32)|mxfp4|int[48]|"
+                   r"[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
+_MIXED = {"Q2_K_XL": "Q2_K", "Q2_K_L": "Q2_K", "Q3_K": "Q3_K_M", "Q3_K_XL": "Q3_K_M", "Q4_K": "Q4_K_M",
+          "Q4_K_L": "Q4_K_M", "Q4_K_XL": "Q4_K_M", "Q5_K": "Q5_K_M", "Q5_K_L": "Q5_K_M", "Q5_K_XL": "Q5_K_M",
+          "Q6_K_L": "Q6_K", "Q6_K_XL": "Q6_K", "Q8_K_XL": "Q8_0", "Q8": "Q8_0",
+          "IQ2_K": "IQ2_M", "IQ2_KS": "IQ2_S", "IQ2_KL": "IQ2_M", "IQ2_KT": "IQ2_S", "IQ3_K": "IQ3_M", "IQ3_KS": "IQ3_S",
+          "IQ3_KT": "IQ3_S", "IQ4_K": "IQ4_XS", "IQ4_KS": "IQ4_XS", "IQ4_KSS": "IQ4_XS", "IQ5_K": "Q5_K_S",
+          "IQ5_KS": "Q5_K_S", "IQ6_K": "Q6_K"}
+"""Names of files that mix types by matrix, and of ik_llama.cpp's types, with the file type nearest in bits."""
 _WORDS = re.compile(r"\d+(?:\.\d+)?(?:[bmkt](?![^\W\d_]))?|[^\W\d_]+")
-_FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\d\b")
+_ROWS = re.compile("_R[48]$")
+"""Rows that a type stores together."""
+_FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\d\b|[.-]i1(?=[.:-]|$)")
 _SIZE = re.compile(r"\d+(?:\.\d+)?[bm]")
 _SPACED = re.compile(r"(?<=\d) (?=b\b)")
+_POINT = re.compile(r"(?<=\d)_(?=\d)")
+"""How a point is written in names that may not have one: internlm2_5-7b."""
 _LLAMA = re.compile(r"(?<![a-z0-9])l(?=(?:2|3(?:\.[123])?)(?![.\w]))")
 _LEFT_OUT = (
     re.compile(r"(?<![a-z])(?:(?:nous|open|deep)[- ]?hermes|hermes|dolphin|tulu|chatqa|saiga|samantha|storm|stheno|"
-               r"lexi|lumimaid|sauerkrautlm|swallow|elyza|calme|kunoichi|airoboros|openorca|josiefied|nous)"
-               r"(?:[- ]?\d(?:\.\d+){0,2}(?![\d.]*[bm]\b))?(?:[- ](?:pro|theta))?(?![a-z])|"
+               r"lexi|lumimaid|sauerkrautlm|swallow|elyza|calme|kunoichi|airoboros|openorca|josiefied|nous|huihui|sppo|"
+               r"iter)"
+               r"(?:[- ]?\d(?:\.\d+){0,2}(?![\d.]*[bm]\b))?(?:[- ](?:pro|theta|r1))?(?![a-z])|"
                r"(?<![a-z])(?:uncensored|abliterated|heretic|dpo|sft|orpo|kto|rlhf|qat|beta|alpha|python|reasoning|"
-               r"distilled|finetune|finetuned|merged|japanese|german)(?![a-z])"),
-    re.compile(r"(?<![\d.])(?:2[3-6](?:0[1-9]|1[0-2])|(?:0[1-9]|1[0-2])(?:[0-2]\d|3[01]))(?![\d.]*[a-z]|\d)"),
-    re.compile(r"(?<![a-z])v\d(?:\.\d)?(?!\.?\d)|(?<![\d.])(?:\d+k|1m)(?![a-z])"),
+               r"distilled|finetune|finetuned|merged|japanese|german|dwq|obliterated|derestricted|exp)(?![a-z])|"
+               r"(?<=a\db[- _])moe(?![a-z])|(?<=a\d\db[- _])moe(?![a-z])|(?<![a-z0-9])\d\d+x\d+(?:\.\d)?b(?![a-z0-9])"),
+    re.compile(r"(?<![\d.])20[12]\d[01]\d[0-3]\d(?!\d)|(?<![\d.])(?:2[3-6](?:0[1-9]|1[0-2])|(?:0[1-9]|1[0-2])(?:[0-2]\d|3[01]))(?![\d.]*[a-z]|\d)"),
+    re.compile(r"(?<![a-z])v\d{1,2}(?:\.\d)?(?!\.?\d)|(?<![\d.])(?:\d+k|1m)(?![a-z])"),
 )
-"""Fine-tunes with their versions; dates such as 2507 and 0324; versions and lengths of context."""
+"""Fine-tunes with their versions, and the layout of experts that some files add to the size; dates such as 2507 and
+0324; versions and lengths of context.
+"""
 _NOISE = frozenset("instruct instruction chat it gguf ggml hf latest preview base pt text meta google microsoft qwenlm "
                    "alibaba mistralai openai ibm nvidia deepseekai tiiuae liquidai allenai huggingfacetb unsloth "
                    "bartowski mlx onnx model the a fp imatrix thinking think quantized dynamic".split())
+_OTHER_KINDS = frozenset(
+    "vision visual vl v llava bakllava vlm pixtral omni audio speech voice tts asr ocr video image embed embedding embeddings reranker rerank "
+    "reward rm prm classifier draft drafter mtp eagle eagle3 speculator dflash dspark medusa lora adapter mmproj "
+    "projector encoder vae reap pruned prune pruning slim moe merge franken upscaled expanded drop layers x "
+    "minitron nemotron deepseek distill mini nano micro tiny small large lite coder deep next air flash".split())
+"""Words of models that are no fine-tune of the model whose name stands beside them, or of another size."""
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
-         "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4"}
+         "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
+         "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8"}
 """Types of weights that edgeinfer makes, by what they are called."""
 MOST_CHARACTERS = 200
 
@@ -55,12 +82,19 @@ class Spoken:
     """The GGUF file type that it states."""
     unknown_type: str | None = None
     """A type that it states and that cannot be described."""
+    stated: str | None = None
+    """The type as the name states it."""
 
 
 def key_of(text: str) -> tuple[str, ...]:
     """Return the words and numbers of a name that matter, in no order."""
-    words = _WORDS.findall(_LLAMA.sub("llama ", _SPACED.sub("", text.lower().replace("_", " "))))
-    return tuple(sorted(word for word in words if word not in _NOISE))
+    return tuple(sorted(_words(text)))
+
+
+def _words(text: str) -> list[str]:
+    """Return the words and numbers of a name that matter, in their order."""
+    words = _WORDS.findall(_LLAMA.sub("llama ", _SPACED.sub("", _POINT.sub(".", text.lower()).replace("_", " "))))
+    return [word for word in words if word not in _NOISE]
 
 
 @cache
@@ -75,15 +109,15 @@ def spoken(text: str) -> Spoken:
     lowered = _FILE.sub(" ", text[:MOST_CHARACTERS].strip().lower())
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)
-    found = _TYPE.search(lowered)
-    rest = lowered if found is None else f"{lowered[:found.start()]} {lowered[found.end():]}"
+    *_, found = None, *_TYPE.finditer(lowered)  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
+    rest = _TYPE.sub(" ", lowered)
     name = _named(rest.rpartition("/")[2]) or _named(rest)
     shape = builtin_shapes()[name] if name else None
     if found is None:
         return Spoken(shape)
-    stated = found[1].replace("-", "_").replace(" ", "").upper()
-    if stated in FILE_TYPES:
-        return Spoken(shape, file_type=stated)
+    stated = _ROWS.sub("", found[1].replace("-", "_").replace(" ", "").upper())
+    if (kind := _MIXED.get(stated, stated)) in (*FILE_TYPES, *COARSE_TYPES):
+        return Spoken(shape, file_type=kind, stated=found[0].upper())
     made = _MADE.get(stated.lower().replace("_", ""))
     return Spoken(shape, made, unknown_type=None if made else found[1])
 
@@ -97,6 +131,20 @@ def _named(text: str) -> str | None:
         key = key_of(text)
         if (name := _keys().get(key)) and (any(map(_SIZE.fullmatch, key)) or left_out is _LEFT_OUT[0]):
             return name
+    return _amid(text)
+
+
+def _amid(text: str) -> str | None:
+    """Return the shape whose name, with version and size, stands among the words of a fine-tune."""
+    words = _words(text)
+    for n in range(len(words) - 1, 1, -1):
+        for i in range(len(words) - n + 1):
+            part, rest = words[i:i + n], [*words[:i], *words[i + n:]]
+            name = _keys().get(tuple(sorted(part)))
+            if (name and not part[0][0].isdigit() and any(map(_SIZE.fullmatch, part))
+                    and (n > 2 or part[0] in ("mistral", "mn")) and not _OTHER_KINDS & {*rest}
+                    and not any(map(_SIZE.fullmatch, rest))):
+                return name
     return None
 
 

@@ -10,8 +10,15 @@ _REPLACED = (
     "olmo-2-", "smallthinker-", "llama-3.1-405b", "falcon", "yi-", "solar-", "gpt2", "gpt-neox-", "pythia-",
     "starcoder2-", "stablelm-", "glm-4-", "granite-3.3-", "command-r", "aya-", "mpt-", "bloom-", "opt-", "danube3-",
     "nemotron-nano-4b", "granite-3b-code", "granite-8b-code", "starcoder-", "gpt-neo-", "redpajama-",
+    "granite-34b-code", "qwen2-57b", "minitron-", "codestral-mamba", "moonlight-", "goliath-", "miqu-",
 )
 """Beginnings of the names of generations that are not recommended for chats."""
+_NOT_RUN = (
+    "glm-5", "mistral-large-3", "minimax-", "seed-oss-", "hunyuan-", "ernie-4.5-21b", "ernie-4.5-300b", "dots.", "ling-",
+    "llama-4-", "phi-3.5-moe", "dbrx-", "internlm2-", "baichuan2-", "exaone-3.5-", "minicpm4-", "bitnet-", "mimo-",
+    "nemotron-mini-", "apertus-", "gemma-3n-",
+)
+"""Beginnings of the names of models of families that edgeinfer does not run."""
 _CODE = {
     "qwen2.5-0.5b": "Qwen2.5-Coder 0.5B", "qwen2.5-1.5b": "Qwen2.5-Coder 1.5B", "qwen2.5-3b": "Qwen2.5-Coder 3B",
     "qwen2.5-7b": "Qwen2.5-Coder 7B", "qwen2.5-14b": "Qwen2.5-Coder 14B", "qwen2.5-32b": "Qwen2.5-Coder 32B",
@@ -36,4 +43,4 @@ def called(name: str, use: str) -> str | None:
     """
     if use == "code":
         return _CODE.get(name)
-    return None if name.startswith(_REPLACED) else name
+    return None if name.startswith((*_REPLACED, *_NOT_RUN)) else name

@@ -48,8 +48,28 @@ def test_bytes_are_those_of_published_files(kind: str, gigabytes: float) -> None
     assert describe(f"llama-2-7b {kind}").weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.035)
 
 
+@pytest.mark.parametrize(("typed", "said", "kind"), [
+    ("llama-3.2-1b-instruct-UD-Q4_K_XL.gguf", "as a Q4_K_M file (for UD-Q4_K_XL)", "q4k"),
+    ("llama 3.2 1b IQ4_KSS", "as a IQ4_XS file (for IQ4_KSS)", "iq4k"),
+    ("llama3.2:1b-instruct-q3_K_M", "as a Q3_K_M file, held in q4", "q4"),
+    ("Llama-3.2-1B-UD-IQ1_S", "as a IQ1_S file (for UD-IQ1_S), held in q4", "q4"),
+    ("llama 3.2 1b Q2_K", "as a Q2_K file, held in q4", "q4"),
+])
+def test_files_that_mix_types_and_those_that_are_held_in_q4(typed: str, said: str, kind: str) -> None:
+    found = describe(typed)
+    assert found.source == f"built-in shape, as meta-llama/Llama-3.2-1B, {said}"
+    assert found.quantisation.weights == kind
+
+
+def test_a_fine_tune_is_the_model_whose_version_and_size_it_has() -> None:
+    assert spoken("Someones-Qwen3-8B-Roleplay-v4").shape is builtin_shapes()["qwen3-8b"]
+    for typed in ("Qwen3-8B-DFlash-Draft", "Qwen3-30B-A3B-REAP-25B", "Llama-3.1-8B-Embedding", "v3-Qwen-32B",
+                  "qwen3 8b or qwen3 14b"):  # another kind of model, size or family
+        assert spoken(typed).shape is None, typed
+
+
 def test_what_is_refused() -> None:
-    for typed, sentence in (("llama 3.1 8b q3_k_m", "states q3_k_m, which cannot be described without its file"),
+    for typed, sentence in (("llama 3.1 8b exl2", "states exl2, which cannot be described without its file"),
                             ("gemma 3 5b", "did you mean 'gemma-3-")):
         with pytest.raises((ModelNotFoundError, UsageError)) as caught:
             describe(typed)

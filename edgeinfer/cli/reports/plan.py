@@ -87,7 +87,8 @@ MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "
 def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
     print("\n".join(folded(verdict(report))))
-    print(printable(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}"))
+    told = f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}"
+    print("\n".join(folded(printable(told))))
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
     rows = list(_rows(report))
     lines = list(table((row[:-1] for row in rows), right=[2]))
@@ -124,7 +125,7 @@ def print_names(as_json: bool) -> None:
     from ...models import KNOWN_NAMES
 
     models = [{"name": shape.name, "source": shape.source, "parameters": shape.parameters,
-               "family": shape.config["model_type"]} for shape in builtin_shapes().values()]
+               "family": shape.family or shape.config["model_type"]} for shape in builtin_shapes().values()]
     if as_json:
         print_json({"models": models})
         return

@@ -10,6 +10,7 @@ import pytest
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import builtin_shapes, read_config
 from edgeinfer.models.describe import describe, describe_config
+from edgeinfer.models.uses import called
 
 BILLIONS = {  # of the model cards and reports, said independently of the table
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6,
@@ -51,6 +52,19 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "qwen1.5-72b": 72.288, "qwen1.5-110b": 111.2, "granite-3b-code": 3.483, "granite-8b-code": 8.055,
     "starcoder-15b": 15.518, "stablelm-2-12b": 12.143, "gpt-neo-125m": 0.1252, "gpt-neo-1.3b": 1.3156,
     "gpt-neo-2.7b": 2.6513, "mpt-30b": 29.958, "redpajama-3b": 2.776,
+    "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 396.5, "kimi-linear-48b-a3b": 49.1, "falcon-h1-1.5b": 1.555,
+    "falcon-h1-1.5b-deep": 1.555, "falcon-h1-3b": 3.149, "falcon-h1-7b": 7.59, "falcon-h1-34b": 33.6,
+    "granite-4-h-1b": 1.4615, "granite-4-h-350m": 0.34, "granite-4-1b": 1.6318, "granite-4-350m": 0.352,
+    "lfm2-24b-a2b": 23.84, "glm-5": 744, "moonlight-16b-a3b": 15.96, "mistral-large-3-675b": 673, "minimax-m2":
+    228.7, "seed-oss-36b": 36.15, "hunyuan-a13b": 80.4, "ernie-4.5-21b-a3b": 21.83, "ernie-4.5-300b-a47b":
+    299.5, "dots.llm1": 142.77, "ling-mini-2.0": 16.26, "ling-flash-2.0": 102.9, "llama-4-scout": 107.8,
+    "llama-4-maverick": 400.7, "phi-3.5-moe": 41.87, "dbrx-132b": 131.6, "qwen1.5-moe-a2.7b": 14.3,
+    "qwen2-57b-a14b": 57.41, "granite-34b-code": 33.7156, "minitron-8b": 8.41, "internlm2-1.8b": 1.89,
+    "internlm2-7b": 7.74, "internlm2-20b": 19.86, "baichuan2-7b": 7.506, "baichuan2-13b": 13.9,
+    "exaone-3.5-2.4b": 2.405, "exaone-3.5-7.8b": 7.818, "exaone-3.5-32b": 32.0, "minicpm4-8b": 8.19,
+    "bitnet-2b": 2.41, "hunyuan-7b": 7.5, "mimo-7b": 7.62, "codestral-mamba-7b": 7.285, "nemotron-nano-12b-v2":
+    12.31, "nemotron-mini-4b": 4.19, "apertus-8b": 8.05, "apertus-70b": 70.6, "goliath-120b": 117.75,
+    "miqu-103b": 103.2, "nemotron-3-super-120b-a12b": 120.6,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
@@ -58,7 +72,13 @@ ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "q
           "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72, "qwen3-next-80b-a3b": 3.87,
           "qwen3.5-35b-a3b": 3.45, "lfm2-8b-a1b": 1.56, "granite-4-h-tiny": 1.47, "nemotron-3-nano-30b-a3b": 3.58,
           "glm-4.5-air": 12.2 + 1.24, "deepseek-v3": 36.6 + 0.93, "qwen3-coder-480b-a35b": 35.4, "glm-4.5": 32.1 + 1.55,
-          "kimi-k2": 32.86, "deepseek-v2": 21.4, "granite-4-h-small": 8.8}
+          "kimi-k2": 32.86, "deepseek-v2": 21.4, "granite-4-h-small": 8.8,
+          "qwen3.5-122b-a10b": 9.77, "qwen3.5-397b-a17b": 17.35, "kimi-linear-48b-a3b": 3.48, "lfm2-24b-a2b": 2.33,
+          "glm-5": 41.05, "moonlight-16b-a3b": 2.91, "mistral-large-3-675b": 39.95, "minimax-m2": 11.03,
+          "hunyuan-a13b": 12.75, "ernie-4.5-21b-a3b": 3.35, "ernie-4.5-300b-a47b": 47.93, "dots.llm1": 14.02,
+          "ling-mini-2.0": 1.43, "ling-flash-2.0": 6.15, "llama-4-scout": 17.17, "llama-4-maverick": 17.18,
+          "phi-3.5-moe": 6.64, "dbrx-132b": 36.47, "qwen1.5-moe-a2.7b": 2.69, "qwen2-57b-a14b": 14.25,
+          "nemotron-3-super-120b-a12b": 12.77}
 """The cards of gpt-oss, SmallThinker, GLM-4.5-Air and DeepSeek-V3 leave the embedding out (that of GLM the head too);
 those of the five before these round to 3, 3, 1.5, 1 and 3.5.
 """
@@ -80,7 +100,8 @@ def test_each_shape_has_its_published_parameters(name: str) -> None:
         assert description.parameters == pytest.approx(BILLIONS[name] * 1e9, rel=0.005)
     assert description.active_parameters == pytest.approx(
         ACTIVE[name] * 1e9 if name in ACTIVE else description.parameters, rel=0.01)
-    assert description.source == f"built-in shape, as {shape.source}"
+    assert description.source == shape.origin and shape.origin.startswith(f"built-in shape, as {shape.source}")
+    assert not shape.family or called(name, "chat") is called(name, "code") is None  # what is not run: not recommended
 
 
 def test_there_are_enough_of_them_and_each_family_is_there() -> None:
