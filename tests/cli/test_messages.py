@@ -56,9 +56,11 @@ def test_what_is_shortened_and_what_is_not() -> None:
 @pytest.mark.parametrize("name", sorted(set(builtin_shapes()) - set(KNOWN_NAMES)))
 def test_a_known_shape_is_not_answered_with_another_model(name: str) -> None:
     """`run` needs weights: what works without them is said, and what to give."""
-    sentence = edgeinfer("run", name.upper(), "Once").sentence
-    assert sentence.startswith(f"'{name.upper()}' is a built-in shape without weights, for 'edgeinfer plan ")
-    assert sentence.endswith(f"or its id on the hub, {builtin_shapes()[name].source}.")
+    sentence, shape = edgeinfer("run", name.upper(), "Once").sentence, builtin_shapes()[name]
+    without = "" if shape.family else " without weights,"
+    assert sentence.startswith(f"'{name.upper()}' is a built-in shape{without} for 'edgeinfer plan ")
+    assert sentence.endswith(f"edgeinfer does not run models of its family, {shape.family}." if shape.family else
+                             f"or its id on the hub, {shape.source}.")
 
 
 def test_an_unknown_name_gets_a_few_names_and_the_command_that_lists_all(
