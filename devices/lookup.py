@@ -17,6 +17,8 @@ from .profile import DeviceProfile
 from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
+_SEVERAL = re.compile(r"(?i)^\s*(?:dual|two|triple|quad|\d ?x|2s)\b|(?<=[^\W_])\s*[*x×]\s*\d\s*$")
+"""How many of a device, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, EPYC 9135*2."""
 
 
 def of_any_name(text: str) -> DeviceProfile | None:
@@ -39,6 +41,15 @@ def of_any_name(text: str) -> DeviceProfile | None:
 def no_device(text: str) -> UsageError:
     """Return what to say of a name that is no device's: near names."""
     typed = taken_apart(text)
+    if (single := _SEVERAL.sub(" ", text)) != text:
+        try:
+            one = of_any_name(single)
+        except UsageError:
+            one = None
+        if one:
+            return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is of "
+                              f"one; take {one.name!r}, or describe all of them as one with '--bandwidth', '--cores' and "
+                              "'--class'.")
     return UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 
 

@@ -25,7 +25,7 @@ _SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
 _PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
-                    r"mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|mini|"
+                    r"mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|(?<!pad )mini|"
                     r"studio|developer kit|dev kit|founders edition|graphics card|"
                     r"model b)\b")
 """Names of products that devices are built into."""
@@ -38,6 +38,8 @@ _REWRITTEN = (
     (re.compile(r"@? ?\b\d(?:\.\d+)? ?ghz\b"), " "),
     (re.compile(r"\b(?:with|w/)[ -]?radeon\b.*?\bgraphics\b"), " "),
     (re.compile(r"[^\w.]+"), " "),
+    (re.compile(r"\b(?:arm )?(?:aarch64|arm64|x86 64|amd64)\b"), " "),
+    (re.compile(r"(?<=\d)(gre|xtx?|ti|super) ?(\d{1,2}) ?(gb?)\b"), r"\1 \2\3"),
     (re.compile(r"\bmax q\b"), "laptop"),
     (re.compile(r"\b(16[56]0|20[678]0|40[78]0) ?s\b"), r"\1 super"),
     (re.compile(r"\brev(?:ision)? ?\d+(?:\.\d+)?\b"), " "),

@@ -19,6 +19,7 @@ Allowed = Callable[[DeviceProfile], bool]
 CARDS = ("cuda-consumer", "cuda-datacentre", "radeon", "arc")
 _LAPTOPS = ("x86-laptop", "arm-laptop", "apple-gpu", "igpu")
 _PHONES = ("arm-phone", "apple-cpu")
+_X86 = ("x86-desktop", "x86-laptop", "x86-server")
 _KINDS = {
     **dict.fromkeys(("laptop", "notebook", "ultrabook", "handheld", "ultraportable"), _LAPTOPS), "card": CARDS,
     **dict.fromkeys(("phone", "smartphone", "tablet", "android"), _PHONES),
@@ -55,10 +56,12 @@ _COMPUTERS = frozenset(
     "medion fujitsu toshiba chromebook".split())
 """Makers and series of computers."""
 _OF_MEMORY = re.compile(
-    r"\b(?:lp)?ddr[345]x?(?: \d{4})?\b|\b(?:dual|quad) channel\b|"
+    r"\b(?:lp)?ddr[345]x?(?: \d{4})?\b|\b(?:dual|quad|hexa|octa|\d{1,2}) ?channels?\b|"
     r"\b(?:coffee|comet|kaby|ice|tiger|rocket|alder|raptor|meteor|arrow|lunar|cascade) lake\b|\b(?:sky|kaby)lake\b|"
     r"\b(?:sapphire|emerald|granite) rapids\b|\b(?:haswell|broadwell|renoir|cezanne|rembrandt|phoenix|vermeer|matisse|"
     r"raphael|naples|rome|milan|genoa|turin)\b|\b(?:hawk|strix|krackan|dragon) point\b|\bzen ?[1-5]\b")
+_OF_GRAPHICS = re.compile(r"\b(?:intel )?(?:arc|iris(?: xe| plus)?|u?hd)(?: graphics)?(?: \d{3})?\b")
+"""Graphics in Intel's processors, as tools that list hardware name them beside the processor."""
 _ENDINGS = re.compile(r"(?<=\d{4}k)[fs]\b|(?<=\d{4})f\b")
 """Memory and code names beside a processor; the endings of those without graphics or with a higher clock."""
 _OF_PHONES = re.compile(r"\b[45]g\b|\blte\b")
@@ -116,12 +119,15 @@ def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
     card = taken_apart(_OF_CARDS.sub(" ", clean))
     yield (replace(card, words=tuple(word for word in card.words if word not in _KINDS)),
            lambda profile: _is_card(profile) and of_kind(profile))
-    for left_out, classes in ((_OF_MEMORY, ("x86-desktop", "x86-laptop", "x86-server")),
-                              (_ENDINGS, ("x86-desktop",)), (_OF_PHONES, _PHONES)):
+    kept = clean
+    for left_out, classes in ((_OF_MEMORY, _X86), (_OF_GRAPHICS, _X86), (_ENDINGS, ("x86-desktop",)),
+                              (_OF_PHONES, _PHONES)):
         if left_out.search(clean):
-            rest = taken_apart(left_out.sub(" ", clean))
-            yield (replace(rest, words=tuple(word for word in rest.words if word not in _KINDS)),
-                   partial(_of_class, classes))
+            kept = left_out.sub(" ", kept)
+            for text in dict.fromkeys((left_out.sub(" ", clean), kept)):  # one alone, and with those before it
+                rest = taken_apart(text)
+                yield (replace(rest, words=tuple(word for word in rest.words if word not in _KINDS)),
+                       partial(_of_class, classes))
     for i, word in enumerate(words):
         if typed.memory_gib is None and word.isdigit() and 2 <= (gib := int(word)) <= 1024:  # "m4 max 128"
             yield Typed((*words[:i], *words[i + 1:]), gib), partial(_with_gib, gib, of_kind)

@@ -65,6 +65,8 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "bitnet-2b": 2.41, "hunyuan-7b": 7.5, "mimo-7b": 7.62, "codestral-mamba-7b": 7.285, "nemotron-nano-12b-v2":
     12.31, "nemotron-mini-4b": 4.19, "apertus-8b": 8.05, "apertus-70b": 70.6, "goliath-120b": 117.75,
     "miqu-103b": 103.2, "nemotron-3-super-120b-a12b": 120.6,
+    "falcon-180b": 178.6, "granite-3.1-1b-a400m": 1.33, "granite-3.1-3b-a800m": 3.3, "granite-20b-code": 20.07,
+    "internlm3-8b": 8.8, "ling-lite-1.5": 16.8,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
@@ -78,7 +80,8 @@ ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "q
           "hunyuan-a13b": 12.75, "ernie-4.5-21b-a3b": 3.35, "ernie-4.5-300b-a47b": 47.93, "dots.llm1": 14.02,
           "ling-mini-2.0": 1.43, "ling-flash-2.0": 6.15, "llama-4-scout": 17.17, "llama-4-maverick": 17.18,
           "phi-3.5-moe": 6.64, "dbrx-132b": 36.47, "qwen1.5-moe-a2.7b": 2.69, "qwen2-57b-a14b": 14.25,
-          "nemotron-3-super-120b-a12b": 12.77}
+          "nemotron-3-super-120b-a12b": 12.77,
+          "granite-3.1-1b-a400m": 0.429, "granite-3.1-3b-a800m": 0.883, "ling-lite-1.5": 2.75, "lfm2.5-8b-a1b": 1.686}
 """The cards of gpt-oss, SmallThinker, GLM-4.5-Air and DeepSeek-V3 leave the embedding out (that of GLM the head too);
 those of the five before these round to 3, 3, 1.5, 1 and 3.5.
 """
