@@ -18,7 +18,7 @@ from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
 _SEVERAL = re.compile(r"(?i)^\s*(?:dual|two|triple|quad|\d ?x|2s)\b|(?<=[^\W_])\s*[*x×]\s*\d\s*$")
-"""How many of a device, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, EPYC 9135*2."""
+"""Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, EPYC 9135*2."""
 
 
 def of_any_name(text: str) -> DeviceProfile | None:
@@ -47,9 +47,9 @@ def no_device(text: str) -> UsageError:
         except UsageError:
             one = None
         if one:
-            return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is of "
-                              f"one; take {one.name!r}, or describe all of them as one with '--bandwidth', '--cores' and "
-                              "'--class'.")
+            return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is "
+                              f"of one; take {one.name!r}, or describe all of them as one with '--bandwidth', "
+                              "'--cores' and '--class'.")
     return UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 
 

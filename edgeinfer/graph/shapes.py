@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def origin(self) -> str:
-        """What the figures are from, as reports say it."""
+        """Source of the figures, as reports say it."""
         return f"built-in shape, as {self.source}" + (
             f" (its sizes; edgeinfer does not run {self.family})" if self.family else "")
 
@@ -42,4 +42,5 @@ def other_names() -> dict[str, str]:
 def builtin_shapes() -> dict[str, Shape]:
     """Return the built-in shapes by name, such as ``llama-2-7b``; the table is edgeinfer/graph/shapes.json."""
     table = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
-    return {name: Shape(name, row["source"], row["parameters"], row["config"], row.get("family", "")) for name, row in table.items()}
+    return {name: Shape(name, row["source"], row["parameters"], row["config"], row.get("family", ""))
+            for name, row in table.items()}

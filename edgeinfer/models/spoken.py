@@ -22,14 +22,15 @@ FILE_TYPES = ("Q4_0", "Q4_K_S", "Q4_K_M", "IQ4_XS", "Q5_K_S", "Q5_K_M", "Q6_K", 
 COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S",
                 "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L", "TQ1_0", "TQ2_0")
 """Such whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
-_TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|(?:bf|fp?)(?:16|32)|mxfp4|int[48]|"
-                   r"[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
-_MIXED = {"Q2_K_XL": "Q2_K", "Q2_K_L": "Q2_K", "Q3_K": "Q3_K_M", "Q3_K_XL": "Q3_K_M", "Q4_K": "Q4_K_M",
-          "Q4_K_L": "Q4_K_M", "Q4_K_XL": "Q4_K_M", "Q5_K": "Q5_K_M", "Q5_K_L": "Q5_K_M", "Q5_K_XL": "Q5_K_M",
-          "Q6_K_L": "Q6_K", "Q6_K_XL": "Q6_K", "Q8_K_XL": "Q8_0", "Q8": "Q8_0",
-          "IQ2_K": "IQ2_M", "IQ2_KS": "IQ2_S", "IQ2_KL": "IQ2_M", "IQ2_KT": "IQ2_S", "IQ3_K": "IQ3_M", "IQ3_KS": "IQ3_S",
-          "IQ3_KT": "IQ3_S", "IQ4_K": "IQ4_XS", "IQ4_KS": "IQ4_XS", "IQ4_KSS": "IQ4_XS", "IQ5_K": "Q5_K_S",
-          "IQ5_KS": "Q5_K_S", "IQ6_K": "Q6_K"}
+_TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
+                   r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
+_MIXED = {
+    "Q2_K_XL": "Q2_K", "Q2_K_L": "Q2_K", "Q3_K": "Q3_K_M", "Q3_K_XL": "Q3_K_M", "Q4_K": "Q4_K_M", "Q4_K_L":
+    "Q4_K_M", "Q4_K_XL": "Q4_K_M", "Q5_K": "Q5_K_M", "Q5_K_L": "Q5_K_M", "Q5_K_XL": "Q5_K_M", "Q6_K_L": "Q6_K",
+    "Q6_K_XL": "Q6_K", "Q8_K_XL": "Q8_0", "Q8": "Q8_0", "IQ2_K": "IQ2_M", "IQ2_KS": "IQ2_S", "IQ2_KL": "IQ2_M",
+    "IQ2_KT": "IQ2_S", "IQ3_K": "IQ3_M", "IQ3_KS": "IQ3_S", "IQ3_KT": "IQ3_S", "IQ4_K": "IQ4_XS", "IQ4_KS":
+    "IQ4_XS", "IQ4_KSS": "IQ4_XS", "IQ5_K": "Q5_K_S", "IQ5_KS": "Q5_K_S", "IQ6_K": "Q6_K",
+}
 """Names of files that mix types by matrix, and of ik_llama.cpp's types, with the file type nearest in bits."""
 _WORDS = re.compile(r"\d+(?:\.\d+)?(?:[bmkt](?![^\W\d_]))?|[^\W\d_]+")
 _ROWS = re.compile("_R[48]$")
@@ -38,7 +39,7 @@ _FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\
 _SIZE = re.compile(r"\d+(?:\.\d+)?[bm]")
 _SPACED = re.compile(r"(?<=\d) (?=b\b)")
 _POINT = re.compile(r"(?<=\d)_(?=\d)")
-"""How a point is written in names that may not have one: internlm2_5-7b."""
+"""A point as names write it that may not have one: internlm2_5-7b."""
 _LLAMA = re.compile(r"(?<![a-z0-9])l(?=(?:2|3(?:\.[123])?)(?![.\w]))")
 _LEFT_OUT = (
     re.compile(r"(?<![a-z])(?:(?:nous|open|deep)[- ]?hermes|hermes|dolphin|tulu|chatqa|saiga|samantha|storm|stheno|"
@@ -58,10 +59,11 @@ _NOISE = frozenset("instruct instruction chat it gguf ggml hf latest preview bas
                    "alibaba mistralai openai ibm nvidia deepseekai tiiuae liquidai allenai huggingfacetb unsloth "
                    "bartowski mlx onnx model the a fp imatrix thinking think quantized dynamic".split())
 _OTHER_KINDS = frozenset(
-    "vision visual vl v llava bakllava vlm pixtral omni audio speech voice tts asr ocr video image embed embedding embeddings reranker rerank "
-    "reward rm prm classifier draft drafter mtp eagle eagle3 speculator dflash dspark medusa lora adapter mmproj "
-    "projector encoder vae reap pruned prune pruning slim moe merge franken upscaled expanded drop layers x "
-    "minitron nemotron deepseek distill mini nano micro tiny small large lite coder deep next air flash".split())
+    "vision visual vl v llava bakllava vlm pixtral omni audio speech voice tts asr ocr video image embed "
+    "embedding embeddings reranker rerank reward rm prm classifier draft drafter mtp eagle eagle3 speculator "
+    "dflash dspark medusa lora adapter mmproj projector encoder vae reap pruned prune pruning slim moe merge "
+    "franken upscaled expanded drop layers x minitron nemotron deepseek distill mini nano micro tiny small large "
+    "lite coder deep next air flash".split()))
 """Words of models that are no fine-tune of the model whose name stands beside them, or of another size."""
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
