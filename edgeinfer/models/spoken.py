@@ -23,7 +23,8 @@ COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K",
                 "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L", "TQ1_0", "TQ2_0")
 """Such whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
-                   r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
+                   r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|"
+                   r"exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
 _MIXED = {
     "Q2_K_XL": "Q2_K", "Q2_K_L": "Q2_K", "Q3_K": "Q3_K_M", "Q3_K_XL": "Q3_K_M", "Q4_K": "Q4_K_M", "Q4_K_L":
     "Q4_K_M", "Q4_K_XL": "Q4_K_M", "Q5_K": "Q5_K_M", "Q5_K_L": "Q5_K_M", "Q5_K_XL": "Q5_K_M", "Q6_K_L": "Q6_K",
@@ -63,7 +64,7 @@ _OTHER_KINDS = frozenset(
     "embedding embeddings reranker rerank reward rm prm classifier draft drafter mtp eagle eagle3 speculator "
     "dflash dspark medusa lora adapter mmproj projector encoder vae reap pruned prune pruning slim moe merge "
     "franken upscaled expanded drop layers x minitron nemotron deepseek distill mini nano micro tiny small large "
-    "lite coder deep next air flash".split()))
+    "lite coder deep next air flash".split())
 """Words of models that are no fine-tune of the model whose name stands beside them, or of another size."""
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
