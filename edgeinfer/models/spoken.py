@@ -112,7 +112,8 @@ def spoken(text: str) -> Spoken:
     lowered = _FILE.sub(" ", text[:MOST_CHARACTERS].strip().lower())
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)
-    *_, found = None, *_TYPE.finditer(lowered)  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
+    types = [*_TYPE.finditer(lowered)]
+    found = types[-1] if types else None  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
     rest = _TYPE.sub(" ", lowered)
     name = _named(rest.rpartition("/")[2]) or _named(rest)
     shape = builtin_shapes()[name] if name else None

@@ -124,8 +124,9 @@ def print_names(as_json: bool) -> None:
     from ...graph import builtin_shapes
     from ...models import KNOWN_NAMES
 
-    models = [{"name": shape.name, "source": shape.source, "parameters": shape.parameters,
-               "family": shape.family or shape.config["model_type"]} for shape in builtin_shapes().values()]
+    models: list[dict[str, Any]] = [
+        {"name": shape.name, "source": shape.source, "parameters": shape.parameters,
+         "family": shape.family or shape.config["model_type"]} for shape in builtin_shapes().values()]
     if as_json:
         print_json({"models": models})
         return
