@@ -69,13 +69,13 @@ def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = No
     type_of : callable
         Storage of each weight (see `requested_types`).
     recipe : Recipe, optional
-        The passes over what the architecture writes; by default those of a run that asks for nothing.
+        The passes over the architecture's graph; by default those of a run that asks for nothing.
 
     Raises
     ------
     UnsupportedModelError
-        The config, which may come from a bundle instead of `read_config`, asks for what no graph can have; or an
-        operation lacks a cost, a kernel or a reference.
+        The config, which may come from a bundle instead of `read_config`, asks for something that no graph can have; or
+        an operation lacks a cost, a kernel or a reference.
     """
     architecture = _architecture(config.model_type, "The model")
     _check(config)

@@ -23,7 +23,7 @@ def check(graph: Graph, after: str = "the architecture") -> Graph:
     Raises
     ------
     UnsupportedModelError
-        Naming the operation and what is wrong with it, and `after` which pass.
+        Naming the operation and its error, and `after` which pass.
     """
     written: dict[str, Tensor] = {}
     left_out: set[str] = set()
@@ -73,7 +73,7 @@ def check_runnable(graph: Graph) -> Graph:
     Raises
     ------
     UnsupportedModelError
-        Naming the operation and what it lacks.
+        Naming the operation and the missing part.
     """
     for kind in dict.fromkeys(type(op) for op in graph.ops):
         for cost in COSTS:

@@ -35,7 +35,7 @@ class RopeConfig:
     """yarn: the bounds of the ramp are rounded outwards to whole dimensions."""
 
     short_factors: tuple[float, ...] = ()
-    """longrope: what the wavelength of each pair of dimensions is multiplied by, in runs of a context no longer than
+    """longrope: factors of the wavelength of each pair of dimensions, in runs of a context no longer than
     that of the training (arXiv 2402.13753)."""
     long_factors: tuple[float, ...] = ()
     """longrope: the same in runs of a longer one."""
@@ -78,7 +78,7 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain FFN in place of experts."""
     shared_gate: bool = True
-    """True if a sigmoid of its own weighs what the shared FFN gives."""
+    """True if a sigmoid of its own weighs the shared FFN's output."""
     choice_bias: bool = False
     """True if experts are chosen by scores plus a bias, which their weights lack."""
     gated: bool = True
@@ -160,7 +160,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """Factor of embeddings.
 
-    A model that multiplies what it adds to the residual stream by r runs with a stream that is 1 / r times as large:
+    A model that multiplies addends to the residual stream by r runs with a stream that is 1 / r times as large:
     this and `rms_norm_eps` account for it (Granite).
     """
     logits_scale: float = 1.0
@@ -172,7 +172,7 @@ class ModelConfig:
     head_bias: bool = False
     """Bias on the output head."""
     hidden_act_limit: float = 0.0
-    """fatrelu: gates that are not above it count as 0. swiglu_oai: gates and what they multiply are clamped there."""
+    """fatrelu: gates that are not above it count as 0. swiglu_oai: gates and their factors are clamped there."""
     attention_sinks: bool = False
     """Each query head has a logit that takes part in its softmax and has no value (arXiv 2309.17453)."""
     alibi: AlibiConfig | None = None
@@ -193,7 +193,7 @@ class ModelConfig:
     value_norm: bool = False
     """v heads are normed, without a weight."""
     keys_as_values: tuple[int, ...] = ()
-    """Layers that have no matrix for v, which is what k is before norm and rotation."""
+    """Layers without a matrix for v, whose v is k before norm and rotation."""
     embedding_dim: int = 0
     """Elements of a row of the embedding and of the head, with projections between these and the stream; 0: as many as
     the stream has."""
@@ -206,7 +206,7 @@ class ModelConfig:
     head_norm: bool = False
     """The same with RMS norms, in families of which some models have them (GLM-4.5)."""
     layer_input: int = 0
-    """Elements of what each layer gets of a token's own row (per-layer embeddings, Gemma 3n); 0 = nothing."""
+    """Size of a token's own row for each layer (per-layer embeddings, Gemma 3n); 0 = none."""
     layer_input_vocab: int = 0
     """Rows of that table."""
     recurrent: RecurrentConfig | None = None
@@ -214,7 +214,7 @@ class ModelConfig:
     attention_gate: bool = False
     """The output of attention is multiplied by a sigmoid of further columns of the queries' matrix."""
     mixers: tuple[str, ...] = ()
-    """Per layer: what it is, in models whose layers are one thing each (Nemotron-H)."""
+    """Kind of each layer, in models whose layers are attention, FFN or recurrent alone (Nemotron-H)."""
     multipliers: tuple[float, ...] = ()
     """Factors of single matrices, in an order that the family knows (Falcon-H1); they are folded into the weights."""
 

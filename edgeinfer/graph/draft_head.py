@@ -31,7 +31,7 @@ Block = Callable[[GraphBuilder, ModelConfig, Tensor, int], Tensor]
 
 
 def prefix(config: ModelConfig) -> str:
-    """Return what the names of the head's own weights begin with."""
+    """Return the prefix of the names of the head's own weights."""
     return f"layers.{config.num_hidden_layers}."
 
 

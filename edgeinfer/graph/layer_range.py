@@ -1,8 +1,8 @@
 """A range of a model's layers as a graph of its own: one stage of a pipeline over several processes or machines.
 
-The first stage has what is before the layers (the embedding) and takes token ids; the others take the residual rows of
-the stage before. The last has the final norm and the output head; the others end with the residual rows after their
-last layer.
+The first stage has the operations before the layers (the embedding) and takes token ids; the others take the residual
+rows of the stage before. The last has the final norm and the output head; the others end with the residual rows after
+their last layer.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op],
 def fuse_input(graph: Graph) -> Graph:
     """Let matmuls of a single token quantise, and norm, their input themselves.
 
-    If a matmul is the only reader of quantised rows and is right after what makes them, each thread makes the one row
+    If a matmul is the only reader of quantised rows and is right after their producer, each thread makes the one row
     of such a forward pass alone, which costs less than an instruction of its own with its barrier.
     """
     readers: dict[str, int] = {}
@@ -153,7 +153,7 @@ def fuse_input(graph: Graph) -> Graph:
 @approximate()
 @graph_pass
 def early_exit(graph: Graph, layers: int) -> Graph:
-    """Leave out all layers but the first few: what they give goes into the final norm and the head (arXiv 2309.08168).
+    """Leave out all layers but the first few: their output goes into the final norm and the head (arXiv 2309.08168).
     """
     n = graph.config.num_hidden_layers
     if type(layers) is not int or not 1 <= layers < n:

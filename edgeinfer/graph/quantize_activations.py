@@ -1,4 +1,4 @@
-"""The pass between what an architecture writes and all other passes: matmuls with codes get quantised rows.
+"""The pass between an architecture and all other passes: matmuls with codes get quantised rows.
 
 An architecture writes its forward pass in floats. The type of a norm's output follows from the matrices that read it,
 and theirs from the bundle.
@@ -24,7 +24,7 @@ _STEMS = ("h", "q", "e")
 def quantize_activations(graph: Graph) -> Graph:
     """Give each matmul its input in the type that its weights multiply.
 
-    An operation that can quantise what it writes (`Op.quantises`) does so if all of its readers want the same type;
+    An operation that can quantise its output (`Op.quantises`) does so if all of its readers want the same type;
     else it writes floats, and an operation before each matmul with codes quantises them. For every further part of a
     matrix (`LinearPart`) the norm is made again, so that each part can be fused with its own.
     """
@@ -32,7 +32,7 @@ def quantize_activations(graph: Graph) -> Graph:
 
 
 class _Rewrite:
-    """The operations of a graph so far, and what has become of its tensors."""
+    """The operations of a graph so far, and the replacements of its tensors."""
 
     def __init__(self, graph: Graph):
         self._given = graph

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers: which layers they are, and what they keep of a sequence."""
+"""Sizes of recurrent layers: which layers they are, and their state of a sequence."""
 
 from __future__ import annotations
 

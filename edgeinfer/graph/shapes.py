@@ -1,4 +1,4 @@
-"""Well-known models by name: what their published config.json says, so that they can be planned without a download."""
+"""Well-known models by name, from their published config.json, so that they can be planned without a download."""
 
 from __future__ import annotations
 

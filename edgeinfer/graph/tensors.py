@@ -1,4 +1,4 @@
-"""Weights and activations: what operations work on."""
+"""Weights and activations, the operands of operations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MEAN_ROWS = abi.MEAN_BLOCKS * abi.BLOCK_TOKENS
 """Rows whose mean stands for those that are left out."""
 _STEP = 0.25
 _NORMAL = tuple((_STEP * i, _STEP * math.exp(-((_STEP * i) ** 2) / 2) / math.sqrt(2 * math.pi)) for i in range(-20, 21))
-"""Values of a normal variable with what they weigh."""
+"""Values of a normal variable with their weights."""
 
 
 class TopNCost(NamedTuple):

@@ -11,7 +11,7 @@ from ..rules import CONVERSION, plain
 from .weights import Weight
 
 ROUTER = WeightType("f32")
-"""Of what chooses experts: it is small, and a score that is a little off takes a token through another expert."""
+"""Type of routers: they are small, and a score that is a little off takes a token through another expert."""
 TypeOf = Callable[[Weight], WeightType]
 FLOATS = WeightType("f32", 0, "plain")
 """Of norms and biases."""
@@ -55,7 +55,7 @@ def requested_types(
 
 
 def fitting(stored: WeightType, shape: tuple[int, ...]) -> WeightType:
-    """Return the type, or what stands in for it where a nested one does not fit the rows of a matrix.
+    """Return the type, or its replacement where a nested one does not fit the rows of a matrix.
 
     That is the type with the fewest bits, but no fewer, whose scales are not nested; of several one with the same
     levels.

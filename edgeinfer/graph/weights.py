@@ -1,4 +1,4 @@
-"""Stored weights, and what of a checkpoint's tensors they are made of."""
+"""Stored weights, and the parts of a checkpoint's tensors that they are made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Source:
     Raises
     ------
     UnsupportedModelError
-        A step asks for what the tensor does not have.
+        A step does not fit the tensor.
     """
 
     name: str

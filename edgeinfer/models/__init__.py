@@ -1,4 +1,4 @@
-"""From what a user calls a model to a bundle on disk: a directory, a GGUF file, a known name, a model of the hub."""
+"""From the user's name of a model to a bundle on disk: a directory, a GGUF file, a known name, a model of the hub."""
 
 from .cached import cached_bundle
 from .names import DEMO, KNOWN_NAMES, LISTING, SHOWN_NAMES, demo_path, is_hub_id, unknown_model

@@ -26,10 +26,10 @@ def cached_bundle(
 
     Parameters
     ----------
-    model : what it is a bundle of, for people
+    model : source of the bundle, for messages
     name : the directory's name, to which the version of the format is added
     make : writes a bundle to a path, over one that is there
-    may_make : False finds what can be opened, of an older format too
+    may_make : False finds a bundle that can be opened, of an older format too
     format_1 : the directory's name in format 1, if that was another
     changed : patterns of the names of bundles that a new one replaces, because they were made of other files
     progress : called while another process makes it

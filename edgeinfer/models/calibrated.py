@@ -1,4 +1,4 @@
-"""Conversions that round weights by the statistics of a text: the run of the model, and what is kept of it."""
+"""Conversions that round weights by the statistics of a text: the run of the model, and its cached results."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
 
 def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False
             ) -> Callable[[Checkpoint], Calibration]:
-    """Return what `convert` calls for the statistics of a text's run: those that are kept, or new ones.
+    """Return the function by which `convert` gets the statistics of a text's run: cached ones, or new ones.
 
     With `effects` it also has those of the errors of each matrix, by which bits are shared out.
     """

@@ -28,7 +28,7 @@ READ_BYTES = 1 << 20
 
 
 class Compared(NamedTuple):
-    """A way of rounding and what it costs."""
+    """A way of rounding and its cost."""
 
     method: str
     bits: float
@@ -49,7 +49,7 @@ def compare(source: Path, text: Path, own: tuple[str, Path], others: Sequence[tu
     source : the checkpoint
     text : on which all are measured
     own : method and path of the bundle
-    others : method of each, and what writes its bundle to a path; it is removed when it is measured
+    others : method of each, and the function that writes its bundle to a path; it is removed when it is measured
     progress : called with (stage, done, total, item)
 
     Returns

@@ -1,4 +1,4 @@
-"""Descriptions of models from what says what they are: bundle, checkpoint, GGUF file, name; no weights are read."""
+"""Descriptions of models from a bundle, checkpoint, GGUF file or name; no weights are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(
     model: str | Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None,
     profile: DeviceProfile | None = None,
 ) -> ModelDescription:
-    """Describe a model from whatever says what it is; no weights are read or downloaded.
+    """Describe a model from any of its forms; no weights are read or downloaded.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def describe(
     ModelNotFoundError
         There is no such model; the message has the nearest names.
     BundleError, CheckpointError
-        What is there cannot be read, or contradicts itself.
+        The files cannot be read, or contradict themselves.
     UnsupportedModelError
         It is of a family that edgeinfer does not know.
     UsageError
@@ -137,7 +137,7 @@ def _file_in_words(meant: Spoken) -> str:
 def _from_packed(
     name: str, path: Path, config: dict[str, Any], weights: str | None, group_size: int | None, recipe: Recipe | None
 ) -> ModelDescription:
-    """A model whose weights are quantised; without a directory of them, what its config says."""
+    """Describe a model whose weights are quantised; without a directory of them, by its config."""
     from edgeinfer.converters import describe_packed
 
     found = describe_packed(config, path if path.is_dir() else None, weights, group_size)

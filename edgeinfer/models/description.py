@@ -57,14 +57,15 @@ class ModelDescription:
 
     @cached_property
     def planner(self) -> Planner:
-        """Plans runs of the model alone, for any number of devices: what they have in common is laid out once."""
+        """Plans runs of the model alone, for any number of devices: common parts are computed once."""
         from edgeinfer.memory_planner import Planner
 
         return Planner(self.graph, self.weight_bytes)
 
     @property
     def file_note(self) -> str:
-        """Explain the contents of a GGUF file or a quantised checkpoint and what the figures mean; empty for others."""
+        """Explain the contents of a GGUF file or a quantised checkpoint and the meaning of its figures; empty for
+        others."""
         if not self.file_types:
             return f"The weights are quantised; {self.file_says}." if self.file_says else ""
         types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
@@ -119,7 +120,7 @@ class ModelDescription:
 
     @property
     def kv_bytes_unshared(self) -> dict[str, int]:
-        """Return what `kv_bytes_per_position` would be if each layer had K and V of its own."""
+        """Return `kv_bytes_per_position` of the same model with K and V of its own in each layer."""
         return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=False)) for kv in KV_TYPES}
 
     @property
@@ -128,7 +129,7 @@ class ModelDescription:
         return sum(access.values for access in self._kv(stores=True))
 
     def pure_weight_bytes(self, bits: float = 4) -> float:
-        """Bytes of all weights at this many bits each, without scales: what people compute in their heads."""
+        """Bytes of all weights at this many bits each, without scales, as in rules of thumb."""
         return self.parameters * bits / 8
 
     def rebuild(self, type_of: TypeOf) -> Graph:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .description import ModelDescription
 
 OWN = "edgeinfer"
-"""The store of the embedded model and of what was converted into the cache."""
+"""The store of the embedded model and of converted models in the cache."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class LocalModel:
     """Owner of its folder: edgeinfer, ollama, lmstudio, llama.cpp, hub, or folder for one that was given."""
     path: Path
     format: str
-    """bundle, checkpoint or gguf; empty for what is none of them."""
+    """bundle, checkpoint or gguf; empty for others."""
     kind: str
-    """model, or what a file is that is none, in words."""
+    """model, or the kind of another file, in words."""
     nbytes: int
     """Bytes of its files."""
     holds: str
@@ -127,7 +127,7 @@ def own_models() -> Iterator[Found]:
 
 
 class _Judge:
-    """Says of one model after another whether it runs; what it learns of one helps with the next."""
+    """Decides for one model after another whether it runs; results are reused for the next."""
 
     def __init__(self) -> None:
         from edgeinfer.converters import PassedOver

@@ -48,7 +48,7 @@ def is_model(path: Path) -> bool:
 
 
 def unknown_name(name: str) -> str:
-    """Return what to say of a name that means no model that can be run."""
+    """Return the message for a name that means no model that can be run."""
     from ..graph import builtin_shapes
 
     shapes = builtin_shapes()
@@ -62,7 +62,7 @@ def unknown_name(name: str) -> str:
 
 
 def missing_path(name: str) -> str:
-    """Return what to say of a path at which there is nothing; empty for what may be a name."""
+    """Return the message for a path at which there is nothing; empty for a possible name."""
     path = Path(name).expanduser()
     if path.suffix not in (".json", ".gguf", ".safetensors") and "/" not in name and path.name == name:
         return ""
@@ -71,7 +71,7 @@ def missing_path(name: str) -> str:
 
 
 def unknown_model(name: str, near: Sequence[str], remedy: str) -> str:
-    """Return what to say of a name that means no model: the nearest names, or what MODEL can be."""
+    """Return the message for a name that means no model: the nearest names, or the forms of MODEL."""
     return f"Unknown model {name!r}{_did_you_mean(near) or f'. {remedy}'}"
 
 

@@ -150,7 +150,7 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
         )
     path = path.resolve()
-    if not convert:  # what cannot be converted is said here, because there is nothing to find
+    if not convert:  # reports here why it cannot be converted, because there is nothing to find
         from edgeinfer.converters import open_checkpoint
 
         open_checkpoint(path).close()
@@ -172,7 +172,7 @@ def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: boo
     asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
-    if not convert:  # what cannot be converted is said here, because there is nothing to find
+    if not convert:  # reports here why it cannot be converted, because there is nothing to find
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",
@@ -208,7 +208,7 @@ def _is_quantised(path: Path) -> bool:
 
 
 def _file_stamps(directory: Path) -> list[str]:
-    """Return what changes when a file of the checkpoint does: name, size and time."""
+    """Return the name, size and time of the checkpoint's files, which change when a file does."""
     from ..text import FOLDER
 
     stamps = []
@@ -220,7 +220,7 @@ def _file_stamps(directory: Path) -> list[str]:
 
 
 def stamped_name(checkpoint: Path) -> str:
-    """Return a name for what is made of a checkpoint or GGUF file, which changes when its files do."""
+    """Return a name for the conversion of a checkpoint or GGUF file, which changes when its files do."""
     path = checkpoint.resolve()
     if path.is_dir():
         stamps = _file_stamps(path)

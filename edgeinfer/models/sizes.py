@@ -56,7 +56,7 @@ class Sized:
 
 
 def row_of(model: ModelDescription, total_bytes: int) -> dict[str, Any]:
-    """Return what the table has of a model: `total_bytes` are those of its plan."""
+    """Return the table's entry of a model: `total_bytes` are those of its plan."""
     traffic = model.traffic(KV)
     common = {one.name: getattr(traffic, one.name) for one in fields(traffic)
               if one.name not in (*OF_TYPE, "ffn_bytes", "topn") and getattr(traffic, one.name) != one.default}
@@ -66,7 +66,7 @@ def row_of(model: ModelDescription, total_bytes: int) -> dict[str, Any]:
 
 
 def of_type(model: ModelDescription) -> list[float]:
-    """Return what the table has of a type: bytes of the file, and the fields of `OF_TYPE`."""
+    """Return the table's entry of a type: bytes of the file, and the fields of `OF_TYPE`."""
     traffic = model.traffic(KV)
     return [model.weight_bytes, *(getattr(traffic, name) for name in OF_TYPE)]
 

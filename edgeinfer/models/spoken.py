@@ -127,7 +127,7 @@ def spoken(text: str) -> Spoken:
 
 
 def _named(text: str) -> str | None:
-    """Return the shape of a name without its type; at last without what changes no size."""
+    """Return the shape of a name without its type; at last without words that change no size."""
     if name := _keys().get(key_of(text)):
         return name
     for left_out in _LEFT_OUT:

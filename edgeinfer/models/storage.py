@@ -23,7 +23,8 @@ class Storage:
     group_size: int | None = option(None, RULES["group_size"])
     """Weights per scale; by default 32."""
     budget_bytes: int | None = None
-    """Most memory of the run, by which one of several files of a model on the hub is chosen; None: what there is."""
+    """Most memory of the run, by which one of several files of a model on the hub is chosen; None: the available
+    memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)

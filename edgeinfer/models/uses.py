@@ -1,4 +1,4 @@
-"""Built-in shapes by what people want of a model, without those that a later generation of the same sizes replaces."""
+"""Built-in shapes by use, without those that a later generation of the same sizes replaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RAG_CTX = 16384
 
 
 def called(name: str, use: str) -> str | None:
-    """Return what a built-in shape is called for a use; None if it is not for that.
+    """Return the name of a built-in shape for a use; None if it is not for that.
 
     Parameters
     ----------

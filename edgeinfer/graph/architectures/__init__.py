@@ -1,1 +1,1 @@
-"""One file per architecture, named as Hugging Face's `model_type`: what its config means, and its forward pass."""
+"""One file per architecture, named as Hugging Face's `model_type`: its config, and its forward pass."""

@@ -23,7 +23,7 @@ def read(c: ConfigReader) -> ModelConfig:
              num_attention_heads="n_head" if c.has("n_head") else "num_attention_heads")
     for name in ("slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion",
                  "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id"):
-        c.get(name)  # how the training ran, not what it computed
+        c.get(name)  # about how the training ran, not about the model
     return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True,
                         alibi=AlibiConfig())
 

@@ -32,7 +32,7 @@ def read(c: ConfigReader) -> ModelConfig:
             raise c.unsupported(name, False, "only true is supported")
     if c.get("use_qk_norm"):
         raise c.unsupported("use_qk_norm", c.get("use_qk_norm"), "only false is supported")
-    c.get("cache_implementation")  # how a cache is kept, not what is in it
+    c.get("cache_implementation")  # about the storage of a cache, not its contents
     windows = read_sliding(c, window, lambda i: (i + 1) % period != 0)
     return cohere.read(c, 10000.0, windows=windows, ropes=tuple(int(bool(w)) for w in windows or (0,) * layers))
 

@@ -115,7 +115,7 @@ def _times(source: Source, by: float) -> Source:
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:
-    """The converter has folded the multipliers, and llama.cpp norms what is gated."""
+    """The converter has folded the multipliers, and llama.cpp norms after gating."""
     has = {name.split(".", 2)[-1] for name in m.tensors}
     return {**scan_fields(m), "mamba_d_ssm": m.get("ssm.inner_size"), "mamba_norm_before_gate": False,
             "mamba_rms_norm": "ssm_norm.weight" in has, "projectors_bias": "ssm_out.bias" in has}

@@ -37,7 +37,7 @@ def read_gemma(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelCo
         raise c.unsupported("use_bidirectional_attention", True, "tokens that see what comes after them are none that "
                             "a text is made of")
     bias, hidden = c.flag("attention_bias"), c.integer("hidden_size", high=2**17)
-    c.get("cache_implementation")  # how a cache is kept, not what is in it
+    c.get("cache_implementation")  # about the storage of a cache, not its contents
     return read_decoder(c, defaults, attention_bias=bias, attention_output_bias=bias, embedding_scale=sqrt(hidden),
                         **own)
 

@@ -177,7 +177,8 @@ def _layer_inputs(g: GraphBuilder, c: ModelConfig, x: Tensor) -> Tensor:
 
 
 def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | None) -> Tensor:
-    """One block: attention and FFN between norms, then what the token's own row adds; all of it times a number."""
+    """One block: attention and FFN between norms, then the addend from the token's own row; all of it times a
+    number."""
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
     scalar, x = hf + "layer_scalar", _attended(g, c, x, i, hf, name)
     h = _moe(g, c, x, hf, name) if c.experts else _ffn(g, x, hf, name)

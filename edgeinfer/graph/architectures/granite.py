@@ -1,6 +1,6 @@
 """Granite 3 (IBM): Llama with four multipliers, which are all folded.
 
-The stream runs 1 / residual_multiplier times as large, so that what is added to it needs no factor: norms do not see
+The stream runs 1 / residual_multiplier times as large, so that addends need no factor: norms do not see
 this but for their epsilon, and the embedding's multiplier grows by it.
 """
 

@@ -40,11 +40,11 @@ NAMES = {"max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_r
 """Published names of fields that DeepSeek's configs have under others."""
 SIZES = {"linear_num_heads": ("num_heads", 32), "linear_head_dim": ("head_dim", 128),
          "linear_conv_kernel_dim": ("short_conv_kernel_size", 4)}
-"""Names in `linear_attn_config` of what transformers has outside of it, and defaults."""
+"""Names in `linear_attn_config` of fields that transformers has outside of it, and defaults."""
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """`linear_attn_config` lists the layers from 1 on; without it `layer_types` says what they are."""
+    """`linear_attn_config` lists the layers from 1 on; without it `layer_types` has their kinds."""
     c.own_code()
     c.called(**NAMES)
     if not c.flag("mla_use_nope", True):

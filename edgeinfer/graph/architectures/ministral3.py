@@ -36,7 +36,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def _query_scale(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
-    """The config with YaRN's keys alone in its sections of RoPE, and what queries are multiplied by."""
+    """Return the config with YaRN's keys alone in its sections of RoPE, and the factor of queries."""
     found, plain = set(), {}
     for name in ("rope_scaling", "rope_parameters"):
         if section := c.section(name):

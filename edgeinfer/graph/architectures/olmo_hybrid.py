@@ -52,7 +52,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
-    """One block with a delta rule: unlike those with attention, it norms what delta rule and FFN get."""
+    """Add one block with a delta rule: unlike those with attention, it norms the inputs of delta rule and FFN."""
     g.layer, name, hf = i, f"layers.{i}.", f"model.layers.{i}."
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
     x = delta_layer(g, c, h, x, name, mixer(c, hf + "linear_attn."))

@@ -1,6 +1,6 @@
 """SmallThinker (PowerInfer, arXiv 2507.20984): experts that rectify, chosen before a layer's attention.
 
-The router sees what enters the layer, so a token's experts can be read from storage while its attention is computed.
+The router sees the layer's input, so a token's experts can be read from storage while its attention is computed.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class AttentionWords(BuilderBase):
                 "table": max(turn - 1, 0), "layer": i}
 
     def _beside(self, qkv: Tensor) -> int:
-        """Columns after queries, keys and values, such as a gate of what attention gives."""
+        """Columns after queries, keys and values, such as a gate of attention's output."""
         c, i = self.config, self.layer or 0
         return qkv.width - (c.num_attention_heads + 2 * c.kv_count(i)) * c.head_size(i)
 

@@ -161,5 +161,5 @@ class BuilderBase:
 
 
 def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    """Sources of a weight that is made of what another one has."""
+    """Return the sources of a weight that shares those of another one."""
     return tuple(replace(source, shared=True) for source in sources)

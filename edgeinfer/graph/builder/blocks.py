@@ -1,6 +1,6 @@
 """Code that families share: models with Llama's or GPT-2's names, layers with layer norms, fused tensors.
 
-An architecture says how its checkpoint calls the parts of a layer; what is done with them is here.
+An architecture says how its checkpoint calls the parts of a layer; their use is here.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
 
     def normed_sum(self, x: Tensor, h: Tensor, name: str, source: str | Source, *, scalar: str = "", parts: int = 1,
                    eps_times: float = 1.0) -> Tensor:
-        """x + norm(h), the RMS norm of what is added to the residual stream, times a `scalar` where one is named.
+        """x + norm(h), the RMS norm of the addend to the residual stream, times a `scalar` where one is named.
 
         `parts` of a row may be normed one by one; where h is not as large as the model has it, eps is not either.
         """

@@ -19,7 +19,7 @@ class ExpertWords(BuilderBase):
         """Route each token to experts by a router's scores of h; `hf` is the layer's module.
 
         The tensors of all families go by one set of names (converters/checkpoint/expert_names.py has the others).
-        `factors` names what the weights of each expert are multiplied by.
+        `factors` names the factors of each expert's weights.
         """
         e = self.config.experts
         assert e

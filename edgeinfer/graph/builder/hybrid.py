@@ -1,4 +1,4 @@
-"""Recurrent layers as the first half of a block, and what configs say of them."""
+"""Recurrent layers as the first half of a block, and their fields of configs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Mixer(NamedTuple):
     """The tensors of a recurrent layer."""
 
     rows: tuple[Source, ...]
-    """Its input matrices. Delta rule: what is convolved (q, k, v), then z, beta and decay; scan: z, then what is
+    """Its input matrices. Delta rule: the convolved q, k and v, then z, beta and decay; scan: z, then what is
     convolved (the values, B, C), then the time step."""
     conv: tuple[Source, ...]
     a_log: str

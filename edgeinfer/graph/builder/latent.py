@@ -1,4 +1,4 @@
-"""Multi-head latent attention as a half of a block, and what configs say of it (DeepSeek-V2, arXiv 2405.04434)."""
+"""Multi-head latent attention as a half of a block, and its fields of configs (DeepSeek-V2, arXiv 2405.04434)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 
 
 def _queries_and_latents(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> tuple[Tensor, Tensor, int]:
-    """Rows that have the queries of all heads, first what does not turn; rows with latent and key, and their column.
+    """Rows that have the queries of all heads, first the unrotated part; rows with latent and key, and their column.
 
     Where queries come from the stream, as latents do, both are columns of one matmul.
     """

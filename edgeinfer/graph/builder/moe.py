@@ -26,7 +26,7 @@ def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int,
     ----------
     c : ConfigReader
     name : str
-        What the family calls the number of its experts.
+        The family's field for the number of its experts.
     total, active : int
         The family's numbers of experts where its config is silent.
     size : int
@@ -75,7 +75,7 @@ def moe(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor | Non
         h = g.rms_norm(x, name + "ffn_norm", norm)
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
     h = g.rms_norm(x, name + "ffn_norm", norm)
-    routes = routes or g.route(h, name, mlp)  # first: what is after it runs while experts are read
+    routes = routes or g.route(h, name, mlp)  # first: later operations run while experts are read
     if e.shared_size:
         x = _shared(g, h, x, name, mlp, e.shared_size)
     return g.experts(h, routes, name, mlp, residual=x)

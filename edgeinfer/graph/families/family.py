@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NORMS_ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                         "post_feedforward_layernorm": "post_ffw_norm"}
-"""GGUF's names of the norms of layers that norm what attention and FFN give."""
+"""GGUF's names of the norms of layers that norm the outputs of attention and FFN."""
 SOFTMAX = 1
 """llama.cpp's number for experts that are scored by a softmax."""
 
@@ -75,7 +75,7 @@ class Ollama:
     keys: Mapping[str, str] = field(default_factory=dict)
     """llama.cpp's keys by ollama's."""
     tensors: tuple[tuple[str, str], ...] = ()
-    """Regular expressions of its tensors' names, and what they become."""
+    """Regular expressions of its tensors' names, and their replacements."""
     stretched: str = ""
     """Type of a rotation that has a factor and no type; empty: as llama.cpp has it."""
 
@@ -144,7 +144,7 @@ class Family:
     order: Callable[[ModelConfig, str], HeadOrder | None] | None = None
     """Order of heads in which the converter stores a tensor of a layer, by its name there; None: their own."""
     parts: Callable[[ModelConfig, str, Source], tuple[str, Source] | None] | None = None
-    """A tensor of a layer that the converter takes apart: the file's name, and the source there of what is wanted."""
+    """A tensor of a layer that the converter takes apart: the file's name, and the source there of the wanted part."""
     norms_plus_one: bool = False
     """The converter adds 1 to norms."""
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Family:
     byte-level is a kind of its own, named by tokenizer.ggml.model.
     """
     seeing: tuple[Seeing, ...] = ()
-    """Models that are read as the family, without what sees and hears."""
+    """Models that are read as the family, without their vision and audio parts."""
     prefix: str = ""
     """Prefix of most tensor names in a checkpoint; some checkpoints were saved without it."""
     otherwise: str = ""

@@ -27,7 +27,7 @@ def delta_fields(m: GgufMetadata) -> dict[str, Any]:
 
 
 def scan_fields(m: GgufMetadata) -> dict[str, Any]:
-    """Sizes of Mamba 2's scans; which tensors there are says what has a bias."""
+    """Sizes of Mamba 2's scans; the tensors present tell which have a bias."""
     heads = m.get("ssm.time_step_rank")
     has = {name.split(".", 2)[-1] for name in m.tensors}
     return {"mamba_n_heads": heads, "mamba_d_head": _each(m, heads), "mamba_d_state": m.get("ssm.state_size"),

@@ -16,7 +16,7 @@ class PreTokenizer:
     """A family's pre-tokenizer, and the defaults that llama.cpp assumes for it."""
 
     splits: tuple[str, ...] = ()
-    """Regular expressions (Oniguruma), each splitting what the one before has left; `DIGITS` means single digits."""
+    """Regular expressions (Oniguruma), each splitting the rest of the one before; `DIGITS` means single digits."""
     gpt2: bool = False
     """GPT-2's words come last."""
     ignore_merges: bool = False

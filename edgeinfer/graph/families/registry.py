@@ -27,7 +27,7 @@ def architecture_module(model_type: str) -> ModuleType:
 
 
 def family_of(model_type: object) -> Family:
-    """Return what files call the parts of a family; of one that is not known, or says nothing, the usual names."""
+    """Return the names of a family's parts in files; the usual names for a family that is unknown or has none."""
     from .family import Family
 
     known = isinstance(model_type, str) and model_type in _names(tuple(architectures.__path__))

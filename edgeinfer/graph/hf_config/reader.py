@@ -128,7 +128,7 @@ class ConfigReader:
         return UnsupportedModelError(f"{self.where}: {shown}, which edgeinfer does not support; {remedy}.")
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
-        """Refuse what may change the mathematics and was not read.
+        """Refuse fields that may change the mathematics and were not read.
 
         A field passes if it was read, is listed in fields.HARMLESS, or has a value that switches it off: one of
         `neutral` where it is listed there, else null, false, 0 or empty.

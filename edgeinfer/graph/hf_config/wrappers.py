@@ -24,8 +24,8 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the text model; of a model without pictures its own.
 
-    Older files have the text model's fields beside the pictures', newer ones a section of their own. What the outer
-    config says beside both is kept, so that what is not understood there is refused, too.
+    Older files have the text model's fields beside the pictures', newer ones a section of their own. Other fields of
+    the outer config are kept, so that unknown ones are refused, too.
     """
     wrapper = wrapper_of(config.get("model_type"))
     if wrapper is None:

@@ -52,7 +52,7 @@ class RopeStore(Rotation):
     value_norm: bool = False
     """v heads are normed, without a weight."""
     keys_as_values: bool = False
-    """v is what k is before norm and rotation; its columns are made here."""
+    """True if v is k before norm and rotation; its columns are made here."""
 
     @property
     def kv(self) -> KvAccess | None:
@@ -67,13 +67,13 @@ class RopeStore(Rotation):
 
 @dataclass(frozen=True, kw_only=True)
 class RotateQueries(Rotation):
-    """Do to queries what `RopeStore` does: in layers that read the K and V of another one, or to scale them as well."""
+    """Process queries as `RopeStore` does, in layers that read the K and V of another one, or to scale them as well."""
 
     OVER = "q"
     q: Tensor
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Queries, and what is beside them."""
+        """Queries, and the columns after them."""
         yield from other_width("the query heads have", self.heads * self.head_dim + self.beside, self.q)
 
 
@@ -104,7 +104,7 @@ class Attention(HeadOp):
 
     @property
     def kv(self) -> KvAccess | None:
-        """K and V of what its tokens see, and what a position costs."""
+        """Access to K and V of the rows that its tokens see, and the cost of a position."""
         width = self.heads * self.head_dim
         layer = layer_of(self) if self.kv_layer is None else self.kv_layer
         return KvAccess(layer, self.kv_heads, self.head_dim, self.window, operations=4 * width)

@@ -23,13 +23,13 @@ from .costs import KvAccess, OnDemand, Read, Scratch, Sizes
 class Op:
     """One operation. Fields that are tensors or weights are its operands, in the order of the class.
 
-    A subclass says what it costs by overriding `reads`, `operations`, `scratch` and `KERNELS`; what it does not say is
+    A subclass states its costs by overriding `reads`, `operations`, `scratch` and `KERNELS`; one that is missing is
     refused by name when a graph is built (check.py). Fields hold numbers and names only, so that a graph can be
     printed, compared and stored.
     """
 
     KERNELS: ClassVar[tuple[str, ...] | None] = None
-    """Names of the kernels that it becomes, none if it cannot run yet; in braces what a name depends on: ``kv``
+    """Names of the kernels that it becomes, none if it cannot run yet; in braces the parameters of a name: ``kv``
     (type of KV), ``out`` (the output), ``stored`` (WeightType of its first weight)."""
     OVER: ClassVar[str] = ""
     """The input whose memory the output takes (residual sums, rotary embedding); empty for an output of its own."""
@@ -43,9 +43,9 @@ class Op:
     layer: int | None = None
     """The transformer layer it belongs to; None outside of layers."""
     decoded: bool = False
-    """Left out where no token of a forward pass is decoded: it serves what only approximates for these."""
+    """Left out where no token of a forward pass is decoded: it serves approximations of these alone."""
     sampled: bool = False
-    """Left out where no token is sampled: it serves what only approximates for these."""
+    """Left out where no token is sampled: it serves approximations of these alone."""
     several: bool = False
     """Left out where a forward pass has one token: its reader then does this work itself (passes.fuse_input)."""
 
@@ -171,7 +171,7 @@ class Op:
         return 0.0
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Yield what does not fit together: widths of inputs, weights and output."""
+        """Yield faults: mismatched widths of inputs, weights and output."""
         return iter(())
 
     def _unsaid(self, what: str) -> UnsupportedModelError:

@@ -104,7 +104,7 @@ class ExpertsInput(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidGate(RowOp):
-    """x sigmoid(g): what a shared expert's inner values are weighted by (Qwen2-MoE)."""
+    """x sigmoid(g): the weighting of a shared expert's inner values (Qwen2-MoE)."""
 
     KERNELS = ("sigmoid_gate",)
     OVER = "x"

@@ -1,8 +1,8 @@
 """Operations of multi-head latent attention (MLA, arXiv 2405.04434) in its absorbed form.
 
 A token's KV is one latent, normed, and one rotated part that all heads share: one KV head, whose V is the latent and
-not stored. What a head would have made of the latent is done to its query before attention and to its result after it:
-two matmuls with a matrix for each head.
+not stored. A head's part of the latent's projection is applied to its query before attention and to its result after
+it: two matmuls with a matrix for each head.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LatentAttention(Attention):
 
     @property
     def kv(self) -> KvAccess | None:
-        """K of what its tokens see, and what a position costs."""
+        """Access to K of the rows that its tokens see, and the cost of a position."""
         return KvAccess(layer_of(self), 1, self.head_dim, operations=2 * self.heads * (self.head_dim + self.values),
                         latent=True)
 

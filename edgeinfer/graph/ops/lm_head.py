@@ -1,6 +1,6 @@
 """The output head in a graph whose decoded tokens need its largest logits only: a low-rank matmul estimates all.
 
-What estimates is a part of a bundle (bundle/screens.py). The input of the head goes through a square matrix; the first
+The estimator is a part of a bundle (bundle/screens.py). The input of the head goes through a square matrix; the first
 values of the result, rounded, times a thin matrix are the estimates, all of them bound their errors (kernels/ops/
 screen.py). Rows of the head that cannot hold the largest logit keep their estimates.
 """

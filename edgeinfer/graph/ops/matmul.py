@@ -17,7 +17,7 @@ from .costs import OnDemand, Read, Scratch, Sizes
 from .rows import Quantize
 
 RELUS = ("relu", "relu2", "drelu", "fatrelu")
-"""Activations that are exactly 0 for negative values: what such neurons would add need not be read."""
+"""Activations that are exactly 0 for negative values: the weights after such neurons need not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ class CausalConv(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class StateRule(Op):
-    """A matrix for each head that tokens change one after the other: what DeltaRule and SelectiveScan have in common.
+    """A matrix for each head that tokens change one after the other: the common part of DeltaRule and SelectiveScan.
 
     x has the convolved columns, `gates` further columns of the layer's input from `gate_start` on.
     """

@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a config says about it, and the tables of cosines and sines."""
+"""Rotary position embedding: its fields of configs, and the tables of cosines and sines."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class GatherOutputs(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(RowOp):
-    """The next token of each row of logits for which a sample is listed; the output is what the kernels work with."""
+    """The next token of each row of logits for which a sample is listed; the output is scratch of the kernels."""
 
     KERNELS = ("sample_edit", "sample_blocks", "sample_choose")
     logits: Tensor

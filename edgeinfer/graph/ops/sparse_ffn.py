@@ -117,7 +117,7 @@ def with_predictor(graph: Graph, kind: str, rank: int = 0, without: Collection[i
 
 
 def _with_choice(op: NeuronGated, maker: Op, kind: str, rank: int, weight: Callable[..., Weight]) -> list[Op]:
-    """The operations that choose a layer's neurons, then the FFN's with what they chose."""
+    """Return the operations that choose a layer's neurons, then the FFN's with the choice."""
     layer, neurons = op.layer or 0, op.weight.shape[0]
     thresholds = weight(layer, "thresholds", (1 if kind == "threshold" else neurons,))
     if kind == "threshold":

@@ -27,7 +27,7 @@ INSTEAD = {"nothing": abi.INSTEAD_NOTHING, "scale": abi.INSTEAD_SCALE, "mean": a
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedAttention(Attention):
-    """Attention; decoded tokens read what their scores choose of V."""
+    """Attention whose decoded tokens read the rows of V that their scores choose."""
 
     KERNELS: ClassVar[tuple[str, ...] | None] = (
         "attention_{kv}", "attention_merge", "attention_scores_{kv}", "attention_select", "attention_values_{kv}",
