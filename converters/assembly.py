@@ -102,7 +102,7 @@ def _interleave(out: Rows, sources: Sequence[Source], start: int, read: Read) ->
 def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[int, int]],
              on_block: Callable[[T], None]
              ) -> Iterator[Rows]:
-    """Blocks in order, made by all cores; `on_block` gets what else a block gives, in order too, in the caller's
+    """Blocks in order, made by all cores; `on_block` gets the other results of a block, in order too, in the caller's
     thread.
 
     Parameters

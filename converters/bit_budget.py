@@ -1,4 +1,4 @@
-"""Storage types of a model's matrices for a number of bytes, chosen by what each would change in the outputs.
+"""Storage types of a model's matrices for a number of bytes, chosen by their effects on the outputs.
 
 A matrix's cost in a type is the squared error of its output over the calibration text, or without one that of its
 weights, as a share of the output's own square, times the effect of such noise there on the predictions. The divergence
@@ -111,7 +111,7 @@ class BitBudget:
         return self.size - sum(graph.types[weight.name].nbytes(weight.shape) for weight in others)
 
     def _check(self, graph: Graph, weights: Sequence[Weight], possible: Sequence[Sequence[WeightType]]) -> None:
-        """Refuse what no types can meet."""
+        """Refuse a size that no types can meet."""
         ends = []
         for end in (min, max):
             types = {weight.name: end(each, key=lambda one, weight=weight: one.nbytes(weight.shape))  # type: ignore[misc]
@@ -178,7 +178,7 @@ def _measured(reading: WeightReader, weight: Weight, types: Sequence[WeightType]
 
 
 def _effects(weight: Weight, calibration: Calibration | None) -> tuple[float, float]:
-    """Return the effects of errors of what a matrix gives, and of its rows."""
+    """Return the effects of errors of a matrix's outputs, and of its rows."""
     if calibration and calibration.effects and weight.name in calibration.effects:
         output, rows = calibration.effects[weight.name]
         return output, rows

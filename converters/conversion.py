@@ -73,9 +73,9 @@ def convert(
     destination : str or Path
         The bundle to make; nothing is left there if the conversion fails or is interrupted.
     weights : str, optional
-        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file and of
-        a quantised checkpoint each weight as it is, with its codes and scales; a type asks to quantise what is not
-        stored so.
+        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file and of a
+        quantised checkpoint each weight as it is, with its codes and scales; a type requests quantising weights that
+        are not stored so.
     group_size : int, optional
         Columns that share one scale (quantised types); by default 32.
     embedding, head : str, optional
@@ -85,13 +85,13 @@ def convert(
     overwrite : bool
         Replace an existing bundle.
     origin : str
-        What the bundle says that it was made of, beside the model's own name; by default that name alone.
+        Source that the bundle records, beside the model's own name; by default that name alone.
     calibration : callable, optional
         Called with the checkpoint, once it is known that a bundle can be made of it; returns the statistics by which
         matrices are rounded.
     chooser : callable, optional
-        Called with what reads weights, the graph and the calibration or None; returns the type of each matrix, such as
-        `BitBudget`. The options of types above then are left out.
+        Called with the reader of weights, the graph and the calibration or None; returns the type of each matrix, such
+        as `BitBudget`. The options of types above then are left out.
     announce : callable, optional
         Called with a sentence on the size of the bundle and the time it takes, once the disk is known to have space.
     progress : callable, optional
@@ -115,7 +115,7 @@ def convert(
     given, began = plain(locals(), CONVERSION), time.perf_counter()
     types = given["weights"], given["group_size"], given["embedding"], given["head"], given["ffn_layout"] or "tile16"
     requested_types(types[0] or "q4", types[1] or 32, *types[2:])  # or it is refused
-    types = ("q4", *types[1:]) if chooser else types  # of what has no choice
+    types = ("q4", *types[1:]) if chooser else types  # of weights without a choice
     with open_checkpoint(source) as checkpoint:
         type_of, asked = checkpoint.storage(*types)
         graph, drafts = checkpoint.graph(type_of), checkpoint.draft_head(type_of)
@@ -277,7 +277,7 @@ def bundle_bytes(graph: Graph, files: Sequence[Path]) -> int:
 
 
 def open_texts(folder: Path, files: Mapping[str, Path], checkpoint: Checkpoint) -> bool:
-    """Open copied tokenizer and chat template as running does, so that what converts also runs; False without one.
+    """Open copied tokenizer and chat template as a run does, so that a converted model also runs; False without one.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """One option of each item, with the least cost in all within a number of bytes: a multiple-choice knapsack.
 
 The linear relaxation is solved exactly on the lower convex hulls of the items' options (Sinha and Zoltners, Operations
-Research 27, 1979): steps along the hulls are taken in the order of what a byte saves, and the first that does not fit
-is taken in part. What it costs bounds every choice from below. The choice itself takes the steps that fit, then
+Research 27, 1979): steps along the hulls are taken in the order of savings per byte, and the first that does not fit
+is taken in part. Its cost bounds every choice from below. The choice itself takes the steps that fit, then
 exchanges options of one item, or of two at a time, while that saves anything.
 """
 
@@ -63,7 +63,7 @@ def choose(items: Sequence[Options], limit: int) -> Choice:
         if item not in waiting and more <= left:
             chosen[item], left = option, left - more
         else:
-            waiting.add(item)  # what is further along its hull stays out, too
+            waiting.add(item)  # later steps along its hull stay out, too
     chosen = _exchanged(items, chosen, left)
     taken = [items[i][option] for i, option in enumerate(chosen)]
     return Choice(tuple(chosen), sum(nbytes for nbytes, _ in taken), sum(each for _, each in taken), bound)

@@ -69,7 +69,7 @@ class Outliers:
 
     def rounded(self, weight: Weight, rows: NDArray[np.float32], inputs: InputStatistics | None
                 ) -> tuple[NDArray[np.float32], InputStatistics | None]:
-        """Return what is rounded of some rows of a whole matrix, and the statistics of its inputs."""
+        """Return the part of some rows of a whole matrix that is rounded, and the statistics of its inputs."""
         own = self.columns.get(weight.name)
         return self.apply(weight, rows), inputs if inputs is None or own is None else _without(inputs, own)
 

@@ -33,7 +33,7 @@ class TensorReport:
     moved: bool = False
     """True if codes are those of the file; the inexact rest are scales, or codes that no product can take."""
     output_error: float = 0.0
-    """Squared error of what the matrix gives over the calibration text, mean of a token."""
+    """Squared error of the matrix's outputs over the calibration text, mean of a token."""
     output_error_plain: float = 0.0
     """The same had each weight been rounded to its nearest level."""
     calibrated: bool = False
@@ -41,13 +41,13 @@ class TensorReport:
     remarks: tuple[str, ...] = ()
     """Sentences on how it was rounded."""
     weights: int = 0
-    """Its weights, without padding; 0 of what is no matrix, and of columns that it has in another one."""
+    """Its weights, without padding; 0 if it is no matrix, and of columns that it has in another one."""
     matrix: bool = False
     """Whether it counts in the mean bits of a weight."""
 
     @property
     def bits(self) -> float:
-        """Bits of a weight, scales and padding included; 0 of what is no matrix."""
+        """Bits of a weight, scales and padding included; 0 if it is no matrix."""
         return 8 * self.nbytes / self.weights if self.weights else 0.0
 
     @property

@@ -1,8 +1,9 @@
 """Factors of channels that move from the inputs of matrices into their columns (arXiv 2306.00978, 2211.10438).
 
-An input channel divided by s and the columns after it multiplied by s give the same outputs. What makes the input is
-divided: the weight of a norm, or the rows of up in front of down. Where one channel is far larger than its group, the
-int8 values of activations lose the others of the group; where its weights matter most, they take the levels of theirs.
+An input channel divided by s and the columns after it multiplied by s give the same outputs. The producer of the input
+is divided: the weight of a norm, or the rows of up in front of down. Where one channel is far larger than its group,
+the int8 values of activations lose the others of the group; where its weights matter most, they take the levels of
+theirs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WORTH = 0.7
 CREST = 5.0
 """Expected square of the largest of a group of values of equal mean square, over that."""
 PROPORTIONAL = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
-"""Activations of gates, which up multiplies: what they give is proportional to up."""
+"""Activations of gates that multiply up: their output is proportional to up."""
 Read = Callable[[Weight], Iterator[Floats]]
 Of = Callable[[Weight], Sequence[InputStatistics] | None]
 
@@ -105,7 +106,7 @@ def foldable(graph: Graph, free: Callable[[Weight], bool]) -> Iterator[Channels]
 
 
 def _makers(op: object) -> tuple[tuple[Weight, NDArray[np.intp]], ...]:
-    """Return the weights to which what an operation writes is proportional, channel by channel."""
+    """Return the weights to which an operation's output is proportional, channel by channel."""
     if isinstance(op, RmsNorm | LayerNorm):
         vectors = (op.weight, *([op.bias] if isinstance(op, LayerNorm) and op.bias else []))
         return tuple((vector, np.arange(vector.shape[0])) for vector in vectors)

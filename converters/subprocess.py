@@ -1,6 +1,6 @@
 """A download and conversion in a process of its own, whose memory goes back to the system before the model runs.
 
-What a run plans is then what it takes, also where it converts first. The parent talks to the child through its pipes:
+So a run takes the planned memory, also if it converts first. The parent talks to the child through its pipes:
 a request as the first line of standard input, where a second line asks it to stop and the end means that the parent
 has died; progress and the outcome, each a line of JSON, on standard output.
 """
@@ -98,10 +98,10 @@ def _end(child: subprocess.Popen[bytes], ask: bool) -> None:
 
 
 def main() -> int:
-    """Do what the request says; the outcome is the last line."""
+    """Perform the request; the outcome is the last line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     commands = sys.stdin.buffer
     request = json.loads(commands.readline())
 

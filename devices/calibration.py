@@ -86,7 +86,8 @@ Run = TypeVar("Run", DecodeRun, PromptRun)
 
 
 def contradictions(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> list[str]:
-    """Return in what runs contradict the readings beside them, or these each other; empty if they can be believed.
+    """Return the contradictions between runs and the readings beside them, or among these; empty if they can be
+    believed.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
     if kv < 1:  # models of one kind cannot tell the two apart: no cache is read faster than memory
         t0_ms, token_ms, weights, kv, attention_ms = *_fit([row[:4] for row in rows], times), 0.0
     out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)} if weights > 0 else {}
-    if out:  # what the runs show none of is left out
+    if out:  # constants without evidence in the runs are left out
         out |= {name: value for name, value in (("attention_ms", attention_ms), ("token_ms", token_ms)) if value}
     if prompts:
         rows = [[amount / run.int8_peak_gops / 1e9 for amount in (run.operations, run.attention_operations, run.values)]

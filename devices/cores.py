@@ -1,4 +1,4 @@
-"""Processor cores by kind: what each multiplies in a cycle, and what it draws from memory while it decodes."""
+"""Processor cores by kind: operations per cycle, and bandwidth while decoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def core_kinds() -> dict[str, Core]:
 
 
 def cores_gbs(processor: Mapping[str, tuple[int, float]], groups: Mapping[str, float] | None = None) -> float:
-    """Return what all cores of a processor draw together of 4-bit weights, whatever the memory delivers, in GB/s.
+    """Return the bandwidth of all cores of a processor together with 4-bit weights, whatever the memory delivers, in
+    GB/s.
 
     `groups` has other bytes per cycle than cores.toml (for fits), by group.
     """

@@ -1,11 +1,11 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
 A token takes ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]`` where
-token and attention_ms are known for machines that were probed, and layers that are streamed add what their reading
-takes longer than all that; a prompt takes the longer of its operations at ``mfu`` of the peak and of one reading of the
-weights, plus attention, which grows with the square of its length. The constants are this machine's where runs have
-calibrated it, else the device's own, else those of its class (classes.toml says what each was fitted to). A roofline in
-the sense of Williams, Waterman and Patterson, CACM 52(4), 2009.
+token and attention_ms are known for machines that were probed, and layers that are streamed add the time that their
+reading takes longer than all that; a prompt takes the longer of its operations at ``mfu`` of the peak and of one
+reading of the weights, plus attention, which grows with the square of its length. The constants are this machine's
+where runs have calibrated it, else the device's own, else those of its class (classes.toml has the data of each fit). A
+roofline in the sense of Williams, Waterman and Patterson, CACM 52(4), 2009.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ for a number of rows, which takes repeated searches.
 TOPN_MS = 0.01
 """Time of a layer that selects rows of V, beside its reading and writing."""
 PROMPT_CHUNK = 256
-"""Tokens of a forward pass over a prompt, each of which reads what is in storage again."""
+"""Tokens of a forward pass over a prompt; each pass reads the weights in storage again."""
 DRAFT_SHARE = 0.1
 """Assumed time of drafting a token, as a share of a token of the model, unless given."""
 
@@ -88,7 +88,7 @@ class Estimate:
     """Unit that the program runs on: cpu, gpu or npu; `unit_words` for people."""
     unit_words: str
     others: Mapping[str, float]
-    """Tokens per second with other programs, and on other versions of the device, by what is different; the band
+    """Tokens per second with other programs, and on other versions of the device, by their difference; the band
     reaches to them."""
 
 
@@ -281,7 +281,7 @@ def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int, sequences: int
             gbs: float | None = None) -> float | None:
     """Tokens per second of pure bandwidth: the bits of their types for weights, keys and values, no scales.
 
-    The bandwidth is `gbs`; by default what decoding was seen to draw from the device, else its peak. Neurons that are
+    The bandwidth is `gbs`; by default the measured bandwidth of decoding on the device, else its peak. Neurons that are
     left out count for nothing.
     """
     if not traffic.parameters:

@@ -60,7 +60,7 @@ def profile_of(path: Path, name: str) -> DeviceProfile:
 
 
 def _completed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with what follows from others of its fields: the smallest capacity, and sums over the cores."""
+    """Return a table with fields that follow from others: the smallest capacity, and sums over the cores."""
     if table.get("memory_gib"):
         table.setdefault("memory_bytes", table["memory_gib"][0] << 30)
     if (processor := table.get("processor")) and table["device_class"] in PROCESSORS:

@@ -65,7 +65,7 @@ def may_learn() -> bool:
 def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceProfile | None:
     """Keep runs of this machine and solve the constants of its profile again.
 
-    Runs that are far from what the profile predicts are left out: others used the machine, or the model stayed in the
+    Runs that are far from the profile's prediction are left out: others used the machine, or the model stayed in the
     caches. Nothing raises: a run is not to fail because its speed cannot be written down.
 
     Parameters

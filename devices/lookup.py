@@ -39,7 +39,7 @@ def of_any_name(text: str) -> DeviceProfile | None:
 
 
 def no_device(text: str) -> UsageError:
-    """Return what to say of a name that is no device's: near names."""
+    """Return the message for a name that is no device's: near names."""
     typed = taken_apart(text)
     if (single := _SEVERAL.sub(" ", text)) != text:
         try:

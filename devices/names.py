@@ -49,7 +49,7 @@ _REWRITTEN = (
     (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
     (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),
 )
-"""Spellings and what takes their place, in order: marks, clocks, the graphics in a processor, revisions, years, and the
+"""Spellings and their replacements, in order: marks, clocks, the graphics in a processor, revisions, years, and the
 ways to write a product."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
@@ -84,7 +84,7 @@ class Typed:
 
 
 def unit_of(profile: DeviceProfile) -> str:
-    """Return on what a device's programs run: gpu, npu or cpu."""
+    """Return the unit on which a device's programs run: gpu, npu or cpu."""
     return _UNITS.get(profile.isa, "cpu")
 
 

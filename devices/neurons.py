@@ -14,7 +14,7 @@ from edgeinfer.errors import UsageError
 from .profile import Curve, DeviceProfile
 
 MASKED_SHARE, GATES_SHARE, DENSE_SHARE = "neuron_masked_share", "neuron_gates_share", "neuron_dense_share"
-"""Names of the curves and the figure in a profile: speed of what is read as a share of that of tiles, by neurons in
+"""Names of the curves and the figure in a profile: speed of reads as a share of that of tiles, by neurons in
 a thousand: of whole neurons that a mask chooses; of all gates with the pairs of those that live; of all neurons."""
 PER_MILLE = (20, 50, 100, 200, 500, 1000)
 """Densities at which the curves are measured."""

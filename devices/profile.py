@@ -29,7 +29,7 @@ ISAS = (
 OWN_MEMORY = ("cuda-consumer", "cuda-datacentre", "cuda-onnxruntime", "arc")
 """Classes of cards, on whose memory no system runs."""
 SYSTEM_BYTES = 1 << 30
-"""Of other devices' memory, at most a quarter: what the system and its services keep, an assumption."""
+"""Memory of the system and its services on other devices, at most a quarter, an assumption."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class DeviceProfile:
     them.
     """
     versions: Mapping[str, float] = field(default_factory=dict)
-    """Vendor's peak of the memory, in GB/s, of versions that share its name, by what is different."""
+    """Vendor's peak of the memory, in GB/s, of versions that share its name, by their difference."""
     processor: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Kinds of processor cores (rows of cores.toml), with their number and their usual clock in GHz."""
     family: str = ""
@@ -100,7 +100,7 @@ class DeviceProfile:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a run can have: of a card of its own all, else what the system leaves."""
+        """Memory available to a run: all of a discrete GPU's, else the part that the system leaves."""
         if self.own_memory:
             return self.memory_bytes
         return self.memory_bytes - min(SYSTEM_BYTES, self.memory_bytes // 4)

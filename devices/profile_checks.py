@@ -1,4 +1,4 @@
-"""Checks of a profile's file: every complaint names the file, the field, the value and what is allowed."""
+"""Checks of a profile's file: every complaint names the file, the field, the value and the permitted values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .cores import core_kinds
 
 MOST_GBS = 1e6
 LEAST = 1e-6
-"""Of what cannot be zero: rates in their units, and shares."""
+"""Fields that cannot be zero: rates in their units, and shares."""
 MOST_OPERATIONS = 1e9
 """In 1e9 per second."""
 MOST_BYTES = 1 << 50
@@ -55,7 +55,7 @@ class Curve:
 
 
 class Checker:
-    """Checks values; every complaint names the file, the field, the value and what is allowed."""
+    """Checks values; every complaint names the file, the field, the value and the permitted values."""
 
     def __init__(self, where: str):
         self.where = where

@@ -92,7 +92,7 @@ def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -
 
 def drafted(profile: DeviceProfile, traffic: Traffic, draft: Traffic, depth: int, acceptance: float,
             most: int) -> Drafted:
-    """Return the fastest number of draft tokens, up to `most`, and what it gives.
+    """Return the fastest number of draft tokens, up to `most`, and its gain.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ _OF_CARDS = re.compile(
     r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
     r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|le|x[23]|low profile|"
     r"pascal|volta|turing|ampere|lovelace|hopper|blackwell|kepler|maxwell|rdna ?\d?|battlemage|alchemist)\b")
-"""Makers and series of graphics cards, and what their boxes say besides."""
+"""Makers and series of graphics cards, and further words on their boxes."""
 _COMPUTERS = frozenset(
     "lenovo thinkpad thinkcentre thinkstation thinkbook ideapad ideacentre yoga legion loq dell xps inspiron "
     "latitude precision optiplex alienware vostro hp elitebook elitedesk probook prodesk pavilion envy omen "
@@ -107,7 +107,7 @@ def of_their_makers(text: str, found: Iterable[DeviceProfile]) -> list[DevicePro
 
 
 def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
-    """Yield names without what may be left out, each with the devices for which it may be."""
+    """Yield names without optional words, each with the devices that allow it."""
     typed = taken_apart(clean)
     kinds = [_KINDS[word] for word in typed.words if word in _KINDS]
     words = tuple(word for word in typed.words if word not in _KINDS)

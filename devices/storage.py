@@ -69,7 +69,7 @@ def equipped(profile: DeviceProfile, kind: str | None = None) -> DeviceProfile:
     profile : DeviceProfile
     kind : str, optional
         Name of the storage, instead of the device's own; by default the one that is usual in its class. A probed
-        machine keeps what was measured.
+        machine keeps its measurements.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 def storage_report(profile: DeviceProfile, kind: str | None = None) -> Mapping[str, Any]:
-    """Return what is known of a device's storage, for reports."""
+    """Return the known figures of a device's storage, for reports."""
     random, gbs = profile.storage_random, profile.storage_sequential_gbs
     found = storage_of(kind) if kind else _usual(profile)
     slot = " as fast as its slot" if kind and gbs and gbs < found.sequential_gbs else ""

@@ -81,7 +81,8 @@ class Traffic:
     """Contiguous bytes of one such read; 0 is one long read."""
 
     streamed_bytes: float = 0.0
-    """Weights that a token reads from storage in order, ahead of use: they cost what computing does not hide."""
+    """Weights that a token reads from storage in order, ahead of use: they cost the time that computing does not
+    hide."""
     prompt_stored_bytes: float = 0.0
     """Weights that a forward pass over many prompt tokens reads from storage, ahead of use."""
 

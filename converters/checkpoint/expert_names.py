@@ -27,7 +27,7 @@ def with_experts(graph: Graph, names: Container[str], packed: Container[str] = (
                  shapes: Callable[[str], tuple[int, ...]] | None = None) -> Graph:
     """Return the graph with the sources of its experts as a checkpoint with these tensors has them.
 
-    What it has in no known form keeps its name, and will be said to be missing. Those of `packed` are quantised.
+    A weight in no known form keeps its name, and will be reported missing. Those of `packed` are quantised.
     `shapes` tells the shape of a stored tensor.
     """
     modules = family_of(graph.config.model_type).experts

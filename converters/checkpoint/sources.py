@@ -51,7 +51,7 @@ class SourceReader:
         for step in reversed(source.steps):
             indices.append(step.origin(*indices[-1]))
         values = self._stored(source, *indices.pop())
-        with np.errstate(over="ignore"):  # what becomes too large is refused below
+        with np.errstate(over="ignore"):  # values that become too large are refused below
             for step in source.steps:
                 values = step.apply(values, *indices.pop(), self._elements)
         if source.steps:

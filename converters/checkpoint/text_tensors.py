@@ -63,7 +63,7 @@ def names_of_text(stored: Collection[str], config: ModelConfig, sees: bool) -> N
 
 
 def said_by(name: str, config: ModelConfig, stored: Collection[str]) -> str:
-    """Return what a checkpoint would call a tensor that it lacks: Qwen's word, where it has others of such a head."""
+    """Return the checkpoint's name for a tensor that it lacks: Qwen's word, where it has others of such a head."""
     block = f"model.layers.{config.num_hidden_layers}."
     if not name.startswith(block) or not any(other.startswith("mtp.") for other in stored):
         return name

@@ -1,6 +1,6 @@
 """Parts of the blocks of GGUF tensors, by type: codes as lines of layout tile16, scales and minima.
 
-What a block holds is in ggml's ggml-common.h; `values.py` reads it as numbers. All of it moves as words of four
+The contents of a block are in ggml's ggml-common.h; `values.py` reads it as numbers. All of it moves as words of four
 columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and 16 to 31, so its words have columns 0 .. 3
 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one of columns 16 .. 23.
 """

@@ -1,7 +1,7 @@
 """Blocks of GGUF tensors as lines of layout tile16: codes and scales are moved as they are, no number is calculated.
 
 A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by the
-reader of the file, and packed here, from what `block_parts.py` finds in each block.
+reader of the file, and packed here, from the parts that `block_parts.py` finds in each block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .types import BY_NAME
 _ROWS = np.dtype(f"V{TILE_ROWS}")
 """A byte of each row of a tile."""
 CHUNK_BYTES = 1 << 19
-"""Of rows that are packed at a time: what is made of them stays near a core, and between two steps of a fourth of that
+"""Bytes of rows that are packed at a time: the results stay near a core, and between two steps of a fourth of that
 two threads would wait for each other more than they work."""
 
 

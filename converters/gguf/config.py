@@ -76,7 +76,7 @@ def architecture(header: GgufHeader) -> str:
 
 
 def purpose(header: GgufHeader) -> str:
-    """Return what a file is that is not a model, one of `PURPOSES`; empty for a model."""
+    """Return the purpose of a file that is not a model, one of `PURPOSES`; empty for a model."""
     kind, name = header.fields.get("general.type"), header.fields.get("general.architecture")
     kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
     known = isinstance(kind, str) and kind in PURPOSES
@@ -92,7 +92,7 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     header : GgufHeader
         Of the first file.
     tensors : mapping
-        Those of all files, which say whether the head is tied and what has a bias.
+        Those of all files, which say whether the head is tied and where biases are.
     factors : mapping of str to sequences of float, optional
         Elements of the tensors `ROPE_FACTORS`, `LONG` and `SHORT`, as far as there are any.
 

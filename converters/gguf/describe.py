@@ -79,7 +79,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
 
 
 def gguf_purpose(header: GgufHeader) -> str:
-    """Return in words what a file is that is not a model, such as an importance matrix; empty for a model."""
+    """Return the kind of a file that is not a model in words, such as an importance matrix; empty for a model."""
     return PURPOSES[kind].split(",")[0] if (kind := purpose(header)) else ""
 
 
@@ -89,7 +89,7 @@ def check_tokenizer(header: GgufHeader) -> None:
 
 
 def gguf_structure(headers: list[GgufHeader]) -> Hashable:
-    """Return what a description follows from: files that are equal in it are described by the same words."""
+    """Return the facts that a description follows from: files that are equal in it are described by the same words."""
     fields = headers[0].fields
     named = {key: value.tobytes() if isinstance(value, array) else str(value) for key, value in fields.items()
              if not key.startswith(("general.", "tokenizer.")) or key in OF_STRUCTURE}

@@ -196,7 +196,7 @@ class HeaderReader:
     def _texts(self, count: int) -> list[str]:
         """The strings of an array; a vocabulary has some hundred thousand, so this is one tight loop.
 
-        Bytes that are not UTF-8 stay what they are, as halves of surrogate pairs: users of the texts refuse them.
+        Bytes that are not UTF-8 are kept as halves of surrogate pairs: users of the texts refuse them.
         """
         out: list[str] = []
         data, at, end = self._data, self._at, len(self._data)

@@ -61,7 +61,7 @@ def read_imatrix(path: Path) -> Imatrix:
     Raises
     ------
     CheckpointError
-        It cannot be read, is cut short, holds what is not a mean square, or is no importance matrix.
+        It cannot be read, is cut short, holds values that are not mean squares, or is no importance matrix.
     """
     try:
         with open_plain(path) as file:
@@ -138,7 +138,7 @@ def _of_bytes(data: bytes, path: Path) -> tuple[dict[str, Entry], str]:
 
 
 def by_imatrix(path: Path) -> Callable[[Checkpoint], Calibration]:
-    """Return what `convert` calls for statistics, of an importance matrix.
+    """Return the function by which `convert` gets statistics from an importance matrix.
 
     Raises
     ------

@@ -149,7 +149,7 @@ def ternary_codes(b: Bytes, kind: str) -> NDArray[np.int8]:
     if kind == "TQ2_0":
         pairs = b[:, :64].reshape(len(b), 2, 1, 32) >> _EIGHT[:8:2, None] & 3
         return pairs.reshape(len(b), 256).view(np.int8) - np.int8(1)
-    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]  # products wrap: what is left has the next digit on top
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]  # products wrap: the rest has the next digit on top
     digits = np.concatenate([(part[:, None] * powers[:n]).reshape(len(b), -1)
                              for part, n in ((b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4))], axis=1)
     return (digits.astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)

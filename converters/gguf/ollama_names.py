@@ -1,6 +1,6 @@
 """GGUF files that ollama's own converter wrote: their names as llama.cpp has them.
 
-Most files in ollama's store are llama.cpp's. Its own have a few other names, and hold what sees pictures beside the
+Most files in ollama's store are llama.cpp's. Its own have a few other names, and hold the vision part beside the
 text model, which llama.cpp keeps in a file of its own.
 """
 

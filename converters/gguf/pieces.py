@@ -1,7 +1,7 @@
 """A tokenizer.model from a GGUF file's vocabulary: pieces with scores, as SentencePiece itself would have stored them.
 
-This is what such vocabularies come from, so SentencePiece reads them at once and merges by score as it did when the
-model was trained; a tokenizer.json would need every split of every piece as a merge.
+Such vocabularies come from SentencePiece models, so SentencePiece reads them at once and merges by score as it did when
+the model was trained; a tokenizer.json would need every split of every piece as a merge.
 
 The file is a protocol buffer, written here by hand: sentencepiece_model.proto of google/sentencepiece has the numbers
 of the fields.
@@ -54,7 +54,7 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
     Control tokens are, without being named here; the unknown one is where special tokens of a text count as such.
 
     User-defined pieces are known to SentencePiece too; but where a text begins with a space of the tokenizer's own, so
-    does what is after such a token, and that only a cut does.
+    does the text after such a token, and that only a cut does.
     """
     unknown = vocabulary.named["unk"]
     added: dict[str, dict[str, Any]] = {str(unknown): {"content": vocabulary.tokens[unknown], "special": True}}

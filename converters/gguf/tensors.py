@@ -21,7 +21,7 @@ from .values import dequantise
 
 
 class GgufFile:
-    """One open file whose header was read: what `SafetensorsFile` is to safetensors.
+    """One open file whose header was read, like `SafetensorsFile` for safetensors.
 
     Raises
     ------

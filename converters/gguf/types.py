@@ -85,7 +85,7 @@ OWN_ERROR = {
     "IQ1_S": 2.4e-1,
 }
 """Squared error of a type's weights / their squared norm, as llama.cpp quantises: on matrices of trained small models,
-without an importance matrix. What a file itself has lost cannot be known from the file."""
+without an importance matrix. The loss of the file itself is not known."""
 
 
 def smallest(kinds: set[str]) -> WeightType | None:

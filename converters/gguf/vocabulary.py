@@ -64,7 +64,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str, source: str) -> Voc
     n = len(tokens)
     types = _types(metadata, tokens, source)
     for token_id, text in enumerate(tokens):
-        if not text or text == f"[PAD{token_id}]":  # what converters write for rows that no token has
+        if not text or text == f"[PAD{token_id}]":  # converters write it for rows that no token has
             types[token_id], tokens[token_id] = UNUSED, text or f"[EMPTY{token_id}]"
     ids = dict(zip(tokens, range(n), strict=True))
     if len(ids) < n:

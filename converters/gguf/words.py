@@ -49,7 +49,7 @@ _JAIS2 = _joined(_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _LINES,
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _NUMBERS = (r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*\z)|(?<=\d)\G\d{3}")
 r"""The cuts of ``\d{1,3}(?=(?:\d{3})*\b)``, which looks at the rest of a number from each of its groups: numbers at the
-end of a word, and then from the left of each what does not fill a group, and groups."""
+end of a word, and then from the left of each the digits that do not fill a group, and groups."""
 _DEEPSEEK_SIGNS = "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
 _ASIAN = "[一-龥\u0800-一가-\ud7ff]+"
 _CASED_LETTERS = (  # of the alphabets that DeepSeek's first models knew, in hexadecimal

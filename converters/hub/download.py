@@ -79,7 +79,7 @@ def fetch_config(repo_id: str, revision: str | None = None) -> Path:
 
 @contextmanager
 def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
-    """Report in one sentence what the hub refuses; return whether only its cache is available."""
+    """Report in one sentence why the hub refuses; return whether only its cache is available."""
     from huggingface_hub import constants, errors
 
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", repo_id):
@@ -143,7 +143,7 @@ def _silence(repo_id: str, revision: str) -> str:
 
 
 def _shape(repo_id: str) -> str:
-    """Suggest what works without the hub if the model's shape is built in; appended to a remedy."""
+    """Suggest commands that work without the hub if the model's shape is built in; appended to a remedy."""
     name = repo_id.rpartition("/")[2].lower()
     known = [shape.name for shape in builtin_shapes().values()
              if shape.source.lower() == repo_id.lower() or f"{name}-".startswith(f"{shape.name}-")]

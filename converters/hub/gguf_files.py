@@ -111,7 +111,7 @@ def chosen(sizes: Mapping[str, int], repo_id: str, kind: str, room: int | None =
         said = ", ".join(stem.rpartition("/")[2] for stem in (fitting or models))
         what = f"{len(fitting)} of the type {kind}" if kind else f"{len(fitting)} models"
         raise ModelNotFoundError(f"{repo_id} has {what if fitting else f'no model of the type {kind}'}: {said}; choose "
-                                 f"one with hf:{repo_id}:TYPE, TYPE being what tells its name from the others'.")
+                                 f"one with hf:{repo_id}:TYPE, TYPE being the part that only its name has.")
     return models[fitting[0]]
 
 

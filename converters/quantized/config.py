@@ -23,7 +23,7 @@ MLX_GROUPS, MLX_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 """Modes of MLX beside affine, with the bits and group that each has."""
 
-# What a config says of how its weights were found, or of other programs that run them.
+# Fields about the method that found the weights, or about other programs that run them.
 _HARMLESS = {
     "gptq": """model_name_or_path model_file_base_name damp_percent damp_auto_increment true_sequential static_groups
     meta use_exllama disable_exllama exllama_config max_input_length batch_size dataset tokenizer block_name_to_quantize
@@ -53,7 +53,7 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     Raises
     ------
     UnsupportedModelError
-        The weights are packed in a way that is not read; the sentence names it and what can be done.
+        The weights are packed in a way that is not read; the sentence names it and a remedy.
     CheckpointError
         A number is none.
     """

@@ -39,7 +39,7 @@ def describe_packed(fields: Mapping[str, Any], folder: Path | None, weights: str
     folder : Path, optional
         Where its weights may be; without them the config tells which modules are quantised.
     weights, group_size : optional
-        As for `convert`; by default what the checkpoint holds.
+        As for `convert`; by default the checkpoint's types.
 
     Raises
     ------

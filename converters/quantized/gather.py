@@ -37,7 +37,8 @@ _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ..
 
 def gathered(files: Mapping[str, TensorFile], scheme: Scheme
              ) -> tuple[dict[str, TensorFile], dict[str, PackedTensor], frozenset[str]]:
-    """The files of all tensors, those of quantised modules by the weight's name; these alone; and what is not a weight.
+    """The files of all tensors, those of quantised modules by the weight's name; these alone; and those that are not
+    weights.
 
     Raises
     ------

@@ -22,7 +22,7 @@ OWN_ERROR = {
     ("e4m3", 32): 7.0e-4, ("e4m3", 128): 7.0e-4, ("e4m3", 0): 7.0e-4, ("e2m1", 16): 8.9e-3, ("e2m1", 32): 1.3e-2,
 }
 """Squared error of weights / their squared norm by kind of codes and group, rounded to the nearest: on matrices of
-trained small models. What a checkpoint itself has lost cannot be known from it."""
+trained small models. The loss of the checkpoint itself is not known."""
 
 
 _HELD = {"int2": ("q2", "q4", "int8"), "int4": ("q4", "int8"), "int8": ("int8",), "uint2": ("q4m",),

@@ -45,7 +45,7 @@ def moved(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType
     count : callable
         Called with the name of a tensor and the number of its elements that were read.
     sums : list
-        Gets the errors of blocks in which scales, or codes of -128, are not what they were.
+        Gets the errors of blocks in which scales, or codes of -128, are changed.
 
     Raises
     ------

@@ -93,7 +93,7 @@ class Recent:
 
 
 class Parts:
-    """The stored tensors of which one is made, by what they are called in it.
+    """The stored tensors of which one is made, by their names in it.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ class Parts:
 
 
 class PackedTensor:
-    """One tensor of [out, in], made of parts; what `SafetensorsFile` is to tensors of floats.
+    """One tensor of [out, in], made of parts; like `SafetensorsFile` for tensors of floats.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class PackedTensor:
         (..., rows, columns); leading axes are stacked rows.
     parts : Parts
     load : callable
-        Reads what is kept while rows are read.
+        Reads the tensors that are kept while rows are read.
     recent : Recent
     order : int32 array of shape (columns,), optional
         Columns in the order of their groups, where that is not their own.

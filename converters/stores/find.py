@@ -62,7 +62,7 @@ def ollama_models() -> Iterator[Found]:
 
 
 def lm_studio_folders() -> list[Path]:
-    """Return LM Studio's folders of models: those of its homes, and what its settings name instead."""
+    """Return LM Studio's folders of models: those of its homes, and those that its settings name instead."""
     user = Path.home()
     pointed = _text(user / ".lmstudio-home-pointer").strip()
     residency = [*([Path(pointed)] if pointed else []), user / ".lmstudio", user / ".cache" / "lm-studio"]
@@ -74,7 +74,7 @@ def lm_studio_folders() -> list[Path]:
 
 
 def llama_cpp_folder() -> Path:
-    """Return where llama.cpp keeps what it downloaded before it came to use the hub's cache."""
+    """Return where llama.cpp keeps downloads of the time before it used the hub's cache."""
     if given := os.environ.get("LLAMA_CACHE"):
         return Path(given)
     if sys.platform == "darwin":
@@ -152,7 +152,7 @@ def _downloads(settings: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return what a small file says; empty if it cannot be read."""
+    """Return the contents of a small file; empty if it cannot be read."""
     try:
         with open_plain(path) as file:
             return file.read(MOST_SETTINGS).decode("utf-8", "replace").replace("\0", "")

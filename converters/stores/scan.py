@@ -47,7 +47,7 @@ class Found:
 def models_below(root: Path, store: str) -> Iterator[Found]:
     """Find files and folders that look like models in a folder and below it, each folder once, in the order of names.
 
-    Links to folders are followed within `root` alone; what cannot be read is given with its problem.
+    Links to folders are followed within `root` alone; unreadable ones are returned with their problem.
     """
     top = os.path.realpath(root)
     seen: set[tuple[int, int]] = set()

@@ -5,7 +5,7 @@ gives about the normal distribution over tokens; the bias shifts it until the ne
 Neurons are in order of heat, as `edgeinfer sparsify` stores them. A predictor has the cost of a real one, and its
 thresholds let it choose the share of neurons requested:
 
-* ``lowrank``: gates are the rounded product of its two matrices, so that its scores are what the gates give; chosen
+* ``lowrank``: gates are the rounded product of its two matrices, so that its scores are the gates' outputs; chosen
   neurons fire. That is the dearest case: of those that do not fire only the gate is read.
 * ``sign``: signs of the stored gates. They say less of a random gate, so that few of the chosen neurons fire.
 
@@ -78,7 +78,7 @@ class Sparsity:
         if (self.predictor == "lowrank") != (self.rank > 0):
             raise UsageError(f"rank is {self.rank}; a low-rank predictor has one of 1 or more, and no other has any.")
         if self.mask is not None and not self.predictor:
-            raise UsageError("mask is what a predictor chooses; name one, or leave mask out.")
+            raise UsageError("mask is the share that a predictor chooses; name one, or leave mask out.")
 
     @property
     def chosen(self) -> float:

@@ -81,7 +81,7 @@ def test_masks_choose_the_share_asked_for(tmp_path: Path, kind: str, rank: int, 
 
 def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
     for wrong, said in ((dict(density=0.0), "density is 0.0; it must be from 0.001 to 0.9"),
-                        (dict(density=0.1, skew=0.2), "skew is 0.2"), (dict(density=0.1, mask=0.2), "mask is what"),
+                        (dict(density=0.1, skew=0.2), "skew is 0.2"), (dict(density=0.1, mask=0.2), "mask is the"),
                         (dict(density=0.1, predictor="lowrank"), "rank is 0"),
                         (dict(density=0.1, predictor="threshold"), "no predictor 'threshold'"),
                         (dict(density=0.1, predictor="sign", mask=float("nan")), "mask is nan")):
