@@ -102,7 +102,7 @@ def _ollamas(name: str) -> list[str]:
 
 
 def _shape_only(name: str, shape: Shape) -> str:
-    """Return what to say of a model of which only the shape is known, where its weights are wanted."""
+    """Return the message for a model of which only the shape is known, where its weights are wanted."""
     if shape.family:
         return (f"{name!r} is a built-in shape for 'edgeinfer plan {name}' and 'edgeinfer estimate {name}'; edgeinfer "
                 f"does not run models of its family, {shape.family}.")

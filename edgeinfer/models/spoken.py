@@ -69,7 +69,7 @@ _OTHER_KINDS = frozenset(
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
          "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8"}
-"""Types of weights that edgeinfer makes, by what they are called."""
+"""Types of weights that edgeinfer makes, by their common names."""
 MOST_CHARACTERS = 200
 
 
