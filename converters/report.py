@@ -43,7 +43,7 @@ class TensorReport:
     weights: int = 0
     """Its weights, without padding; 0 if it is no matrix, and of columns that it has in another one."""
     matrix: bool = False
-    """Whether it counts in the mean bits of a weight."""
+    """True if it counts in the mean bits of a weight."""
 
     @property
     def bits(self) -> float:

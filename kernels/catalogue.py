@@ -110,7 +110,7 @@ FAMILIES = (
     Family("stream", ("stream_release",), (), RELEASE),
     Family("reader", ("reader",), why_no_reference="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
-           why_no_reference="probes measure the machine; their tests compute what they must leave"),
+           why_no_reference="probes measure the machine; their tests compute the expected memory"),
     Family("forward", ("worker", "submit", "wait", "spin"),
            why_no_reference="these run the program and are no step of it; their proof stands in ops/forward.py"),
 )

@@ -11,7 +11,8 @@ import sys
 
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
 _LINUX = {"dotprod": (_AT_HWCAP, 20), "i8mm": (_AT_HWCAP2, 13)}
-"""Auxiliary vector entry and bit (Linux, uapi/asm/hwcap.h of arm64); the kernel leaves out what not all cores have."""
+"""Auxiliary vector entry and bit (Linux, uapi/asm/hwcap.h of arm64); the kernel leaves out features that not all cores
+have."""
 _MACOS = {"dotprod": "hw.optional.arm.FEAT_DotProd", "i8mm": "hw.optional.arm.FEAT_I8MM"}
 _WINDOWS = {"dotprod": 43, "i8mm": 66}
 """PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE (winnt.h)."""

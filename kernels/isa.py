@@ -1,4 +1,4 @@
-"""The list of levels of instruction sets: what each is compiled for, which of them this machine runs, and the
+"""The list of levels of instruction sets: the target of each, which of them this machine runs, and the
 choice.
 """
 
@@ -35,8 +35,8 @@ class Isa:
     """Row tiles, a multiple of those, that up to 4 tokens go through together: this many streams of weights, and memory
     fetches each ahead by itself. The same number where that was not measured to pay."""
     token_tiles: tuple[int, ...]
-    """Tokens of the register blocks, descending, 2 the last: what the register file holds with its accumulators, and
-    with 8 tokens scales them in memory, once a group. Quantised activations are interleaved in blocks of this many
+    """Tokens of the register blocks, descending, 2 the last: as many as the register file holds with its accumulators,
+    and with 8 tokens scales them in memory, once a group. Quantised activations are interleaved in blocks of this many
     tokens (abi.token_blocks)."""
     f32_chains: int = 6
     """Vectors of 16 in the register loop f32_peak: enough for the units' latency, few enough for the registers."""
@@ -62,7 +62,7 @@ ISA_LEVELS = (
         frozenset({"avxvnni", "avx2", "fma", "f16c"}), 1, 1, (4, 2)),
     Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, 1, (4, 2)),
     Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, 1, (4, 2)),
-    # neoverse-n2 for its scheduling, which keeps accumulators in registers; what else it implies is taken away
+    # neoverse-n2 for its scheduling, which keeps accumulators in registers; its other features are removed
     Isa("neon_i8mm", "aarch64", "neoverse-n2", _I8MM + _NOT_IMPLIED, frozenset({"dotprod", "i8mm"}), 1, 1, (4, 2)),
     Isa("neon_dotprod", "aarch64", "generic", _DOTPROD, frozenset({"dotprod"}), 1, 1, (4, 2)),
     Isa("neon", "aarch64", "generic", "+neon," + _ARM, frozenset(), 1, 1, (4, 2)),

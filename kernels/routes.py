@@ -1,4 +1,4 @@
-"""The lists that say which tokens go through which experts, as `route` and `sort_routes` leave them behind."""
+"""The lists that say which tokens go through which experts, as `route` and `sort_routes` leave them."""
 
 from __future__ import annotations
 

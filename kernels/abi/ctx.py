@@ -40,12 +40,13 @@ CTX_STEPS = 464
 """Steps that this pass may still continue automatically, each sequence with the token that was sampled from its row;
 only where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
 CTX_CHOSEN = 472
-"""Address of the list (int64) of the tokens that it went on with: MOST_STEPS for each sequence, the first one last."""
+"""Address of the list (int64) of the tokens that it decoded by itself: MOST_STEPS for each sequence, the first one
+last."""
 CTX_VALUES = 480
 """Blocks of V, each of one KV head, that tokens have read whose rows are chosen; only grows."""
 HEAD_BYTES = 512
-"""Up to here ctx is what one program and its next pass need: programs that share threads have such a head each."""
-# What never changes while the threads live.
+"""Up to here ctx is the header of one program: programs that share threads have one each."""
+# Constant while the threads live.
 CTX_HOST_FUTEX = 512
 """Address of libc's `syscall` where futex exists (Linux), else 0."""
 CTX_FUTEX_NUMBER = 520
@@ -64,7 +65,7 @@ CTX_SPINS = 568
 CTX_NAP_TIME = 576
 """The timespec that CTX_NAP may point to."""
 CTX_EVENT_TIME = 592
-"""The timespec of the longest sleep at a completion event: what ends a forward pass meanwhile is seen after it."""
+"""The timespec of the longest sleep at a completion event: a cancellation is seen after it."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
 CTX_CANCEL = 640
 """Set by the thread that waits for the pass; read at barriers by the last thread to arrive, and by threads that want
@@ -118,7 +119,7 @@ COUNT_SEVERAL = 6
 """Tokens of the pass if they are more than one, else 0: one token is normalised and quantised by every thread alone,
 which costs less than a barrier."""
 COUNT_DECODED = 7
-"""Tokens of role ROLE_DECODE: what only approximates for them is skipped in a forward pass over a prompt."""
+"""Tokens of role ROLE_DECODE: instructions that only approximate for them are skipped in a pass over a prompt."""
 COUNT_PROMPTED = 9
 """Tokens of the other role; those of role ROLE_DECODE are after them."""
 COUNT_SEQUENCES = 3
@@ -130,7 +131,7 @@ TOKEN_BYTES = 64
 TOKEN_ID = 0
 TOKEN_SEQUENCE = 8
 TOKEN_POSITION = 16
-"""Position in the text: what RoPE turns by."""
+"""Position in the text, for RoPE."""
 TOKEN_SLOT = 24
 """2 int32, for each block table where K and V are stored: block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS."""
 TOKEN_MASK = 32
@@ -153,8 +154,8 @@ MASK_TOKENS = 64
 
 SEQUENCE_BYTES = 40
 SEQUENCE_BLOCKS = 0
-"""2 addresses of int32 block tables: of layers that keep all K and V, and of those that keep what their window sees
-(parameter `recent`), where what was given back is some block. The same where all keep all."""
+"""2 addresses of int32 block tables: of layers that keep all K and V, and of those that keep only their window
+(parameter `recent`), where freed blocks are some block. The same where all keep all."""
 SEQUENCE_SLOT = 16
 """Bytes from the beginning of region ``state`` to the sequence's slot."""
 SEQUENCE_FIRST = 24

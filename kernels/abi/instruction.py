@@ -1,4 +1,4 @@
-"""The layout of an instruction: what of a kernel call never changes; flags, and the regions that operands point
+"""The layout of an instruction, the constant part of a kernel call: flags, and the regions that operands point
 into.
 """
 
@@ -31,7 +31,7 @@ REGION_SHIFT = 48
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 FLAG_RESIDUAL = 1
-"""linear: add the matmul to what the output holds."""
+"""linear: add the matmul to the output."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
 FLAG_MASK = 16
@@ -45,7 +45,7 @@ FLAG_THRESHOLD = 64
 FLAG_DENSE = 32
 """neuron kernels: rows and columns of dead neurons are read and computed too."""
 FLAG_EARLY = 128
-"""neuron_resolve: it is before the layer's attention and only asks for what a prompt will want."""
+"""neuron_resolve: it is before the layer's attention and only requests the neurons that a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
 FLAG_PRUNED = 8
@@ -78,5 +78,5 @@ REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "re
            "experts")
 """Memory that operands point into; the index is the region's number. Weights are in `weights` (the mapped file),
 `resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when they
-are wanted, in slots of `cold`, experts likewise in `experts`; `state` is what recurrent layers keep of a sequence. A
+are wanted, in slots of `cold`, experts likewise in `experts`; `state` is the recurrent state of a sequence. A
 second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""

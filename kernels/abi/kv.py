@@ -1,4 +1,4 @@
-"""KV blocks, in which K and V of tokens are, and sizes of what attention over them keeps."""
+"""KV blocks, in which K and V of tokens are, and sizes of attention's scratch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BLOCK_TOKENS = 16
 """Tokens of a KV block.
 
 A layer's K, V and, with int8, their scales are in planes of their own, one after the other. A plane is ordered [KV
-head][block of the pool], because attention reads one head over many blocks: what it reads next is next where blocks
-follow each other. For what a block holds see ops/rope.py.
+head][block of the pool], because attention reads one head over many blocks: its next reads are next in memory where
+blocks follow each other. The contents of a block are in ops/rope.py.
 """
 KV_SCALES_BYTES = 2 * 2 * BLOCK_TOKENS
 """int8: bytes of the scales of one head in a block, 16 of K and 16 of V, in fp16."""
@@ -38,7 +38,7 @@ def kv_head_bytes(kv: str, head_dim: int, latent: bool = False) -> int:
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
 ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
-"""Bytes of what attention keeps of a tile beside its rows: their scales and largest scores, where the blocks are."""
+"""Bytes that attention keeps of a tile beside its rows: their scales and largest scores, where the blocks are."""
 STRETCH_SPLITS = 4
 """Splits whose chosen blocks of V are summed together: 64 blocks, bits of a word."""
 ATTENTION_TOKENS = 16
@@ -46,7 +46,7 @@ ATTENTION_TOKENS = 16
 ATTENTION_ROWS = 128
 """Most rows of a unit of work of such a pass: the queries that a thread keeps for the next split of their context."""
 MEAN_BLOCKS = SPLIT_BLOCKS
-"""Most blocks whose V stands for what is left out, evenly spread over those that are MASK_TOKENS before a token: these
+"""Most blocks whose V stands for omitted rows, evenly spread over those that are MASK_TOKENS before a token: these
 are the same blocks however the token came about."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 """Most blocks of one KV head that the rows of a mask touch, once they are one after the other."""

@@ -56,7 +56,7 @@ COLD_HAND, COLD_EPOCH = 0, 8
 COLD_HITS, COLD_MISSES = 16, 24
 """Clusters that decoded tokens wanted and that were there, or not there."""
 COLD_EARLY = 32
-"""1 + first event of the layer whose early instruction holds its events, until its other instruction lets go; 0 =
+"""1 + first event of the layer whose early instruction holds its events, until its other instruction releases them; 0 =
 none.
 """
 COLD_BYTES = 64

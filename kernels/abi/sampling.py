@@ -5,7 +5,7 @@ from __future__ import annotations
 SAMPLE_BYTES = 128
 """Kept by the caller while it samples; integers are int64, the others float64."""
 SAMPLE_TOKEN = 0
-"""Result: the token's id; -1 if there is none: a logit is NaN or infinite, or what bias and mask leave is -inf."""
+"""Result: the token's id; -1 if there is none: a logit is NaN or infinite, or all are -inf after bias and mask."""
 SAMPLE_KEY = 8
 """State of the random numbers (sampling.stream_key)."""
 SAMPLE_TEMPERATURE, SAMPLE_TOP_P, SAMPLE_MIN_P, SAMPLE_TOP_K = 16, 24, 32, 40
@@ -36,7 +36,7 @@ EDIT_COUNT = 4
 EDIT_BIAS = 8
 """float32."""
 EDIT_KEPT = 12
-"""float32: what the model computed, while the row is edited."""
+"""float32: the model's own value, while the row is edited."""
 
 
 def sample_row(vocab_size: int) -> tuple[int, int, int]:

@@ -1,10 +1,10 @@
-"""Recurrent state: what a slot of region ``state`` holds of one sequence, layer by layer.
+"""Recurrent state: the contents of a slot of region ``state`` for one sequence, layer by layer.
 
 A **convolution** keeps its inputs at the last positions: a ring of rows, position p in row p % conv_rows.
 
 A **rule** (delta rule, selective scan) keeps for each head a matrix of key_dim rows, cut into tiles of
 STATE_TILE_COLUMNS columns, tile after tile; then an int64 for each tile, the position that it stands at (the number of
-tokens that it has taken in); then a journal, a ring of JOURNAL_TOKENS rows from which tokens can be replayed.
+tokens that it has processed); then a journal, a ring of JOURNAL_TOKENS rows from which tokens can be replayed.
 
 A pass begins with the tokens that a sequence has (TOKEN_BASE). Each tile first replays the journal's rows from its
 position up to there and is stored. New tokens, if they are JOURNAL_TOKENS at most, are computed from the tile but not
@@ -18,7 +18,7 @@ from __future__ import annotations
 STATE_TILE_COLUMNS = 32
 """Columns of a tile: 16 KB with 128 rows, which stay in the first cache while tokens go through."""
 JOURNAL_TOKENS = 16
-"""Rows of a journal, a power of two; a KV block has as many, so a slot that is copied behind a prompt can be cut to
+"""Rows of a journal, a power of two; a KV block has as many, so a slot that is copied after a prompt can be cut to
 the last block boundary."""
 GATE_TOKENS = 64 + JOURNAL_TOKENS
 """Tokens whose gates a thread holds: those of a block and of a journal."""
@@ -27,7 +27,7 @@ LEAST_CONV, MOST_CONV = 2, 8
 
 
 def conv_rows(width: int) -> int:
-    """Return the rows of a convolution's ring: what the first new token sees, wherever a journal is cut."""
+    """Return the rows of a convolution's ring: those that the first new token sees, wherever a journal is cut."""
     return width - 1 + JOURNAL_TOKENS
 
 

@@ -1,4 +1,5 @@
-"""Matmuls of row tiles in layout tile16 with quantised activations: what `linear` and `screen` are made of."""
+"""Matmuls of row tiles in layout tile16 with quantised activations: the core of `linear` and `screen`. Dot products
+themselves are in kernels/vector."""
 
 from __future__ import annotations
 
@@ -135,7 +136,7 @@ def _group_sums(name, group, m, n, ask):
 
 @cache
 def _fine_sums(name, group, m, n, ask):
-    """As `_group_sums`, of both groups of a part, each a run, that are multiplied by scales of their own."""
+    """Return the `_group_sums` of both groups of a part, each a run, that are multiplied by scales of their own."""
     form, start, zero = FORMS[name], start_of_fine(name, group), zero_scaled()
     run_bytes, factors = 64 * form.run_lines, form.factors_at(group)
     add_run, ask_run = dot_run(name, has_pair_sums()), _asking_lines(ask, form.run_lines)
@@ -187,7 +188,7 @@ def _all_parts(add_part, parts, values, n):
 
 @cache
 def matmul_packed(name, group, m, n, alone=False):
-    """Matmul of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
+    """Matmul of m row tiles in a form with n tokens; `alone`: the next memory may not be wanted.
 
     Row tile i is (i & 1) * apart[0] + (i >> 1) * apart[1] bytes after w. Kernels that a process compiles one after the
     other share it.
@@ -223,7 +224,7 @@ def matmul_packed(name, group, m, n, alone=False):
 
 @cache
 def matmul_int8(group, m, n, alone=False):
-    """As `matmul_packed`, of bytes."""
+    """Do `matmul_packed` for weights of bytes."""
     lines, ask, distance = group // 4, _leave if alone else asking(m), distance_of(32 * group + 64)
 
     @inline

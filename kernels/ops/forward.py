@@ -3,7 +3,7 @@
 Thread 0 of a pass is its caller, within `submit`, or the helper, while the caller waits in `wait` with a time limit, so
 that Python can still handle Ctrl-C. The others are the crew, which takes part in all passes except those of one thread.
 `worker` is the life of helper and crew: wait at the gate for the next pass, run the instruction that CTX_FIRST names,
-meet at the barrier, where the last thread to arrive decides for all what comes next (skip, cancel, error, end).
+meet at the barrier, where the last thread to arrive decides for all the next step (skip, cancel, error, end).
 
 A thread that waits spins, longer than waking a thread takes, then sleeps in a futex (waiting.py).
 
@@ -71,13 +71,13 @@ from .waiting import LOW, await_barrier, await_change, change, sleep_on
 
 @inline
 def holds(ctx, predicate):
-    """Whether a predicate lets its instruction run."""
+    """Return whether a predicate lets its instruction run."""
     return predicate == 0 or load_i64(ctx + CTX_COUNTS + 8 * (predicate - 1)) != 0
 
 
 @inline
 def halted(ctx):
-    """Whether the forward pass is to end before its last instruction."""
+    """Return whether the forward pass is to end before its last instruction."""
     return atomic_load(ctx + CTX_CANCEL) or atomic_load(ctx + CTX_ERROR) or atomic_load(ctx + CTX_STOP)
 
 
@@ -158,7 +158,7 @@ def next_instruction(ctx, pc):
 
 @inline
 def advance(ctx, pc):
-    """Decide what comes after instruction `pc`, or -1; called by one thread while the others wait."""
+    """Return the instruction after `pc`, or -1; called by one thread while the others wait."""
     profile = load_i64(ctx + CTX_PROFILE)
     if profile:
         passed = clock(ctx)
@@ -170,7 +170,7 @@ def advance(ctx, pc):
 
 @inline
 def meet(ctx, pc, n_threads):
-    """Wait for all threads to end instruction `pc`; returns what comes next, which the last to arrive decides."""
+    """Wait for all threads to end instruction `pc`; returns the next one, which the last to arrive decides."""
     if n_threads == 1:
         following, epoch = advance(ctx, pc), load_i64(ctx + CTX_EPOCH)
     else:

@@ -169,7 +169,8 @@ def _rows(make_matmul, group, n):
 
 
 def chunk_of_rows(make_matmul, group):
-    """Make what computes row tiles tile .. end for all tokens; `following` is the tile that this thread takes next."""
+    """Make the function that computes row tiles tile .. end for all tokens; `following` is the tile that this thread
+    takes next."""
     return in_streams(in_blocks(of_heights(lambda n: _rows(make_matmul, group, n))), row_tiles(group, 1))
 
 
@@ -185,7 +186,7 @@ def in_streams(blocks, units):
         gap = max((end - unit) // units, 1) if tokens <= FEW else 1
         last = unit + gap - 1
         while unit < end:
-            if unit > last:  # neighbours: what the parts leave over, or many tokens
+            if unit > last:  # neighbours: the remainder of the parts, or many tokens
                 gap = 1
             after = unit + 1 if unit < last else unit + (units - 1) * gap + 1
             blocks(at, unit, min(unit + units, end), after if after < end else following, 0, tokens, gap)
@@ -195,7 +196,8 @@ def in_streams(blocks, units):
 
 
 def in_chunks(chunk_of):
-    """Run what computes a chunk of units, on chunks that are claimed one ahead, to ask for their weights in time."""
+    """Run the function that computes a chunk of units, on chunks that are claimed one ahead, to ask for their weights
+    in time."""
 
     @inline
     def run(at, ctx, units, chunk, tokens):
@@ -261,7 +263,7 @@ def _gated(make_matmul, group, n):
 
 
 def chunk_of_units(make_matmul, group):
-    """As `chunk_of_rows`, of units of two row tiles."""
+    """Do `chunk_of_rows` for units of two row tiles."""
     return in_streams(in_blocks(of_heights(lambda n: _gated(make_matmul, group, n))), row_tiles(group, 1))
 
 

@@ -64,7 +64,7 @@ def norm_head(head, weight, n, eps):
 
 @inline
 def make_value(v, source, n, eps, normed):
-    """Write a head of v: what it is made of, by RMS norm without a weight where it is `normed` (Gemma 4)."""
+    """Write a head of v, its source after RMS norm without a weight where it is `normed` (Gemma 4)."""
     scale = splat_f32(1.0)
     if normed:
         scale = splat_f32(norm_scale(source, n, eps))

@@ -65,7 +65,7 @@ _ALL = 0xFFFF
 
 @inline
 def screened(ctx, r):
-    """Whether estimates are enough for row r."""
+    """Return whether estimates are enough for row r."""
     spec = sample_spec_of(ctx, r)
     if spec == 0 or load_i64(spec + SAMPLE_MASK) != 0:
         return False
@@ -203,7 +203,7 @@ def _register_least(name, make_matmul, group):
 
 
 class Estimated(NamedTuple):
-    """A matmul, and addresses of what tells which of its tiles matter."""
+    """A matmul, and addresses of the bounds that tell which of its tiles matter."""
 
     matmul: Addresses
     estimates: int

@@ -72,7 +72,7 @@ _EVERYONE = 2**31 - 1
 
 @inline
 def reads(stream):
-    """Whether readers may continue: they were not paused or ended, and no read has failed."""
+    """Return whether readers may continue: they were not paused or ended, and no read has failed."""
     return atomic_load(stream + STREAM_STATE) == STREAM_RUNS and atomic_load(stream + STREAM_FAILED) == 0
 
 

@@ -47,7 +47,7 @@ def sleep_on(ctx, word, seen, timeout):
 
 @inline
 def await_change(ctx, gate, seen, turns):
-    """Wait until the gate no longer holds `seen`; returns what it holds then, and the turns that were left of these."""
+    """Wait until the gate no longer holds `seen`; returns its value then, and the rest of the turns."""
     value, left = atomic_load(gate), turns
     while value == seen:
         if left > 0:
@@ -64,7 +64,7 @@ def await_change(ctx, gate, seen, turns):
 
 @inline
 def await_barrier(ctx, seen):
-    """Wait at the barrier; threads share what they learn about spinning, and lose nothing if two write at once."""
+    """Wait at the barrier; threads share their estimate of spinning, and lose nothing if two write at once."""
     most, usual = load_i64(ctx + CTX_SPINS), load_i64(ctx + CTX_TURNS)
     again = usual < most and load_i64(ctx + CTX_VAIN) >= load_i64(ctx + CTX_RETRY)
     value, left = await_change(ctx, ctx + CTX_GENERATION, seen, most if again else usual)

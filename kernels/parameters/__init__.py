@@ -25,7 +25,7 @@ __all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE
 
 
 def fill(family: Any, **values: int | float) -> list[int]:
-    """Parameters of an instruction in the family's order; floats become their float32 bits, what is not named is 0.
+    """Parameters of an instruction in the family's order; floats become their float32 bits, missing ones are 0.
 
     Raises
     ------

@@ -66,7 +66,7 @@ class _Attention(NamedTuple):
     recent: int
     """Index of the layer's block table, as in ROPE."""
     edits: int
-    """Whether scores are changed before their softmax: by a cap, or with FLAG_ALIBI."""
+    """True if scores are changed before their softmax: by a cap, or with FLAG_ALIBI."""
 
 
 class _Latent(NamedTuple):
@@ -86,7 +86,7 @@ class _Latent(NamedTuple):
     rotary: int
     """Elements after it, which turn."""
     table_stride: int
-    """As in ROPE, like what follows."""
+    """See ROPE; so are the next fields."""
     block_bytes: int
     blocks: int
     eps: int
@@ -94,7 +94,7 @@ class _Latent(NamedTuple):
     rows: int
     recent: int
     still: int
-    """Whether nothing turns: the table has one row, which all positions share."""
+    """True if nothing turns: the table has one row, which all positions share."""
 
 
 ROPE = _Rope(*range(12))

@@ -41,7 +41,7 @@ class _ExpertsInput(NamedTuple):
     gather: int
     """1: the source has a row for each token; 0: one for each entry of the list, in its order."""
     scales: int
-    """q8 output: as in ROWS, like what follows."""
+    """q8 output: see ROWS; so are the next fields."""
     offsets: int
     group: int
     token_tiles: int
@@ -60,9 +60,9 @@ class _ExpertsResolve(NamedTuple):
     base: int
     """Number of the layer's first expert among those of all layers."""
     gate_up_bytes: int
-    """Of one expert."""
+    """Bytes of gate and up of one expert."""
     expert_bytes: int
-    """Of its gates, ups and columns, which follow each other."""
+    """Bytes of its gates, ups and columns, which follow each other."""
     unit: int
     """Offset of the layer's first expert in the file, in units of routes.LINE."""
     event: int
@@ -70,7 +70,7 @@ class _ExpertsResolve(NamedTuple):
     span: int
     """Experts of a part."""
     readers: int
-    """Threads that share what a forward pass needs, in reads of `least` to `most` bytes."""
+    """Threads that share the reads of a forward pass, of `least` to `most` bytes each."""
     least: int
     most: int
     """Whole pages, both."""

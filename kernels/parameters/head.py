@@ -1,4 +1,4 @@
-"""Parameters of what is around the head: tokens that are sampled from logits, logits that are screened."""
+"""Parameters of kernels around the head: tokens that are sampled from logits, logits that are screened."""
 
 from __future__ import annotations
 

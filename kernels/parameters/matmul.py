@@ -29,7 +29,8 @@ class _Linear(NamedTuple):
     token_tiles: int
     """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its reference."""
     fused: int
-    """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
+    """FUSED_*: the operation of each thread on row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read
+    then."""
     width: int
     """Fused input: elements of the source's row."""
     group: int
@@ -48,7 +49,7 @@ class _Linear(NamedTuple):
     head_x: int
     """Heads: bytes from one head's x to the next's."""
     head_gap: int
-    """Heads: bytes of an output row between what one head writes and what the next does."""
+    """Heads: bytes of an output row from one head's part to the next's."""
     since: int
     """Experts with FLAG_SLOTS: the first one that the instruction computes."""
     until: int
@@ -58,7 +59,7 @@ class _Linear(NamedTuple):
     left_out: int
     """FUSED_LEFT_OUT: elements of the source, named by operand 6, that become zeros."""
     bias_stride: int
-    """Gated: bytes from what is added to one token's matmuls to the next's; 0 = a bias."""
+    """Gated: bytes from the addend of one token's matmuls to the next's; 0 = a bias."""
 
 
 LINEAR = _Linear(*range(27))

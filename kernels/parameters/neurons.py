@@ -29,7 +29,8 @@ class _NeuronGated(NamedTuple):
     token_tiles: int
     """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its reference."""
     fused: int
-    """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
+    """FUSED_*: the operation of each thread on row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read
+    then."""
     width: int
     """Fused input: elements of the source's row."""
     eps: int
@@ -39,7 +40,7 @@ class _NeuronGated(NamedTuple):
     x_offsets: int
     """Offset of the offsets (-8 x sum of a group) in a row of x."""
     mask_stride: int
-    """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
+    """Bytes from one token's mask of neurons to the next, with FLAG_MASK."""
     cold: int
     """Neurons, the last ones, that are by themselves in slots and not among the weights."""
     shift: int
@@ -51,9 +52,9 @@ class _NeuronGated(NamedTuple):
     behind: int
     """Neurons at the end that it leaves out."""
     limit: int
-    """As in LINEAR."""
+    """See LINEAR."""
     ungated: int
-    """1 if a neuron has no up row: what its gate gives is its value, and after all gates are columns alone."""
+    """1 if a neuron has no up row: its gate's output is its value, and after all gates are columns alone."""
 
 
 class _NeuronDown(NamedTuple):
@@ -77,11 +78,11 @@ class _NeuronDown(NamedTuple):
     scratch: int
     """Scratch bytes of a thread."""
     cold: int
-    """As in neuron_gated."""
+    """See neuron_gated."""
     shift: int
     cluster_bytes: int
     ungated: int
-    """As in neuron_gated."""
+    """See neuron_gated."""
 
 
 class _NeuronMask(NamedTuple):

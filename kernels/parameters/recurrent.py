@@ -18,7 +18,7 @@ class _Conv(NamedTuple):
     gate_out: int
     """First column of the factors of the output; -1 = none."""
     silu: int
-    """Whether what is summed goes through SiLU."""
+    """True if what is summed goes through SiLU."""
     block: int
     """Channels of a head, where heads are normed; else any number."""
     span: int
@@ -79,7 +79,7 @@ class _GatedNorm(NamedTuple):
     """0 = only gated, 1 = a weight for the row, 2 = one for all groups."""
     gated_first: int
     sigmoid: int
-    """Whether the gate goes through a sigmoid instead of SiLU."""
+    """True if the gate goes through a sigmoid instead of SiLU."""
 
 
 CONV = _Conv(*range(11))

@@ -1,4 +1,4 @@
-"""Parameters of what works row by row: embedding, norms, quantising, functions of values, learned positions."""
+"""Parameters of kernels that work row by row: embedding, norms, quantising, functions of values, learned positions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Values(NamedTuple):
     function: int
     """Number of the function, see VALUE_FUNCTIONS."""
     factor: int
-    """scale: what values are multiplied by; soft_cap: the cap; fatrelu: the limit. float32 bits."""
+    """scale: the factor of values; soft_cap: the cap; fatrelu: the limit. float32 bits."""
     by_stride: int
     """FLAG_TIMES: bytes from one row of factors to the next."""
 

@@ -1,4 +1,4 @@
-"""NumPy references: what each kernel must leave in memory, computed from memory as it was before.
+"""NumPy references: the memory that each kernel must leave, computed from memory as it was before.
 
 `REFERENCES[name](InstructionView(instruction, ctx))` returns a list of `Expected`; the kernel runs; `compare` says
 whether memory holds it. The mathematics is in functions of plain arrays (`linear_values` and the like), which specify

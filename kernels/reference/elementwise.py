@@ -55,7 +55,7 @@ def quantised_rows(view: InstructionView, x: Floats, exact: bool, near: NDArray 
     padded = np.zeros((len(x), p.scales), np.float32)
     padded[:, : p.width] = x
     codes, scales = quantise_rows(padded, p.group)
-    spread = np.zeros(scales.shape)  # of what is largest in a group
+    spread = np.zeros(scales.shape)  # of the largest value in a group
     if near is not None:
         loose = np.zeros(padded.shape)
         loose[:, : p.width] = near
@@ -124,7 +124,7 @@ def rms_norm_q8_reference(view: InstructionView) -> list[Expected]:
 def quantised_input(
     view: InstructionView, p: Any, padded: int, source: int, norm: int, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return x of a matmul, dequantised, and how far what the kernel multiplies may be from it.
+    """Return x of a matmul, dequantised, and the largest deviation of the kernel's factors from it.
 
     A fused input is row 0 of the operand `source`, times, in the order of, or without the columns in the operand
     `norm`; otherwise x is read as it is stored.

@@ -41,7 +41,7 @@ class Expected:
 
 
 def compare(expected: list[Expected]) -> str | None:
-    """Compare memory with what was expected, after the kernel has run.
+    """Compare memory with the expectation, after the kernel has run.
 
     Returns
     -------

@@ -62,7 +62,7 @@ def linear_values(
     w : float64 array of shape (rows, cols)
     bias : float64 array of shape (rows,), optional
     near : float64 array like x, optional
-        How far x itself may be from what is multiplied.
+        Largest deviation of x from the kernel's factors.
 
     Returns
     -------
@@ -86,8 +86,8 @@ def gated_values(
 ) -> tuple[Doubles, Doubles]:
     """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_values`.
 
-    With drelu what is multiplied is rectified, too. If a gate is too near to fatrelu's limit to say, both are right.
-    swiglu_oai clamps both, and adds 1 to what is multiplied.
+    With drelu the factor is rectified, too. If a gate is too near to fatrelu's limit to say, both are right.
+    swiglu_oai clamps both, and adds 1 to the factor.
     """
     g, g_tolerance = linear_values(x, gate, gate_bias, near)
     u, u_tolerance = linear_values(x, up, up_bias, near)
@@ -132,7 +132,7 @@ def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
 
 
 def _bias(view: InstructionView, rows: int, stride: int = 0, tokens: int = 1) -> Doubles | float:
-    """The bias, or what is added to each token's row."""
+    """Return the bias, or the addend of each token's row."""
     if not view.flags & FLAG_BIAS:
         return 0.0
     shape, strides = ((tokens, rows), (stride, 4)) if stride else ((rows,), None)

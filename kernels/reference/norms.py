@@ -64,7 +64,7 @@ def norm_f32_reference(view: InstructionView) -> list[Expected]:
 
 
 def _norm_parts(view: InstructionView) -> list[Expected]:
-    """Rows whose parts are normed one by one, added to what is there with FLAG_RESIDUAL."""
+    """Rows whose parts are normed one by one, added to the output with FLAG_RESIDUAL."""
     p, n = view.parameters(ROWS), view.count(view.parameters(ROWS).rows)
     shape, step = (n, p.parts, p.width), 4 * p.width
     source = view.array(0, np.float32, shape, (p.in_stride, step, 4))

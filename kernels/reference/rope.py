@@ -156,7 +156,7 @@ def rope_store_reference(kv: str) -> Callable[[InstructionView], list[Expected]]
 
 
 def sizes_of_pairs(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
-    """|a cos| + |b sin| and |b cos| + |a sin|: what rounding errors are a share of."""
+    """|a cos| + |b sin| and |b cos| + |a sin|, the base of rounding errors."""
     a, b = np.split(np.abs(x), 2, axis=-1)
     cos, sin = np.abs(cos)[:, None], np.abs(sin)[:, None]
     return np.concatenate([a * cos + b * sin, b * cos + a * sin], axis=-1)

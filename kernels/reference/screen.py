@@ -1,4 +1,5 @@
-"""References of the screened output head: largest estimates, what a logit must be able to reach, and the logits."""
+"""References of the screened output head: largest estimates, the limit that a logit must be able to reach, and the
+logits."""
 
 from __future__ import annotations
 

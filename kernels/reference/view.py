@@ -1,4 +1,4 @@
-"""Instructions and ctx as NumPy arrays over live memory: what references read."""
+"""Instructions and ctx as NumPy arrays over live memory, for references."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a wheel)")
     parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
     parser.add_argument("--into", type=Path, metavar="DIRECTORY", help="into this directory, as for a wheel")
-    parser.add_argument("--cached", action="store_true", help="compile only what the user's cache has not")
+    parser.add_argument("--cached", action="store_true", help="compile only kernels that the user's cache lacks")
     chosen = parser.parse_args(arguments)
     root: Path | None = chosen.into or (package_directory() if chosen.all else None)
     for isa in ISA_LEVELS if chosen.all else [choose(chosen.isa)]:

@@ -84,7 +84,7 @@ def processes(n_kernels: int) -> int:
 
 
 class _Worker:
-    """A compiling process: names go in, code comes out; how it ended is in what it said last."""
+    """A compiling process: names go in, code comes out; its last message has the reason of its end."""
 
     def __init__(self, process: subprocess.Popen[bytes], events: queue.Queue[tuple[_Worker, str, bytes]]):
         self._process, self._events, self._said, self._last = process, events, "no message", ""
@@ -133,7 +133,7 @@ class _Worker:
                 self._events.put((self, name, code))
         except Exception as error:
             self._process.kill()
-            self._said = f"what it gave cannot be read ({error})"
+            self._said = f"its output cannot be read ({error})"
         finally:  # whatever happened, stop waiting for more
             self._events.put((self, "", b""))
 

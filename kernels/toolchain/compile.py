@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     kernels = load_kernels(isa, *extension)
     only_translate()
     lighten()
-    gc.freeze()  # what has been loaded stays; looking through it again and again costs a sixth of the time
+    gc.freeze()  # loaded objects stay; collecting them again and again costs a sixth of the time
     gc.set_threshold(50_000, 30, 30)
     assembly_directory = os.environ.get("EDGEINFER_ASSEMBLY")
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Just enough of ELF to see what an object file is for and which symbols it needs (System V ABI, chapter 4)."""
+"""Just enough of ELF to see the target of an object file and the symbols that it needs (System V ABI, chapter 4)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ have none of these. IRLegalization marks where each variable dies, for the refer
 
 
 def lighten() -> None:
-    """Make Numba quicker at what kernels are made of; after `aim`, before the first kernel."""
+    """Make Numba quicker at the code of kernels; after `aim`, before the first kernel."""
     _one_helper_for_all_constants()
     _fewer_passes()
     _remember_types_of_calls()
@@ -81,7 +81,7 @@ def _remember_types_of_calls() -> None:
 
 
 def _read_instructions_quickly() -> None:
-    """Variables of an instruction: most of what it holds are constants and positions, told by their exact type."""
+    """Return the variables of an instruction: most operands are constants and positions, told by their exact type."""
     from numba.core.ir import Inst, Var
 
     def variables(instruction: Any, value: Any) -> list[Any]:

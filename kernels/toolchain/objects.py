@@ -28,14 +28,14 @@ from .trust import read_own
 _KERNELS = Path(__file__).parents[1]
 _COMPILED = ("abi", "routes.py", "parameters", "registry.py", "isa.py", "vector", "ops", "toolchain/compile.py",
              "toolchain/front_end.py")
-"""Files and whole folders that determine what the objects do; the hash of these files names a set."""
+"""Files and whole folders that determine the objects; the hash of these files names a set."""
 _TABLE = Path(quant.__file__).with_name("table.py")
 """The table of storage types, whose rows kernels are compiled for."""
 _SEAL_BYTES = 32
 
 
 def compiled_sources() -> list[Path]:
-    """The files that decide what the objects do."""
+    """Return the files that determine the objects."""
     paths = (_KERNELS / name for name in _COMPILED)
     return [_TABLE, *(file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path]))]
 
@@ -105,7 +105,7 @@ class KernelSet:
 
     @property
     def is_current(self) -> bool:
-        """Whether the sources are still those that it was named by."""
+        """True if the sources are still those that it was named by."""
         return self.sources == sources_of(self.extension)
 
     def directory(self, root: Path, released: bool = False) -> Path:
@@ -118,7 +118,7 @@ class KernelSet:
         return root / f"{system}{self.isa.machine}-{self.isa.name}{owner}-{key[:16]}"
 
     def read(self, directory: Path, name: str, own: bool = True) -> bytes:
-        """Code of one kernel; a KernelError says in a clause what is wrong with its file.
+        """Code of one kernel; a KernelError has the error of its file as a clause.
 
         `own` requires that no other user can write the file; the package's are as trusted as its Python.
         """

@@ -52,7 +52,7 @@ def find_objects(
     KernelError
         A kernel does not compile, or the sources have changed since the set was named.
     DestinationError
-        With `must_keep`: what was compiled cannot be kept.
+        With `must_keep`: the compiled kernels cannot be kept.
     """
     names, lacking = list(names), ""
     released = wanted.directory(objects.package_directory(), released=True)
@@ -106,7 +106,7 @@ class _Compilation:
 
     def run(self, missing: list[str]) -> dict[str, bytes]:
         """Code of the missing kernels."""
-        from edgeinfer.base.lock import DestinationLock  # what most processes never need
+        from edgeinfer.base.lock import DestinationLock  # most processes never need it
 
         from . import build
 

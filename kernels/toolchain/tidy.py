@@ -21,7 +21,7 @@ DEAD_SECONDS = 86400
 def tidy(directory: Path) -> None:
     """Remove superseded sets of the instruction set of `directory` beside it, and remains, beside and in it.
 
-    What cannot be removed stays: other processes may be at the same.
+    Files that cannot be removed stay: other processes may be at the same.
     """
     now = time.time()
     kept = directory.name.rpartition("-")[0]  # without the hash

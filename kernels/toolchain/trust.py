@@ -88,7 +88,7 @@ def _fault(status: os.stat_result) -> str:
 
 
 def _is_private_group(number: int) -> bool:
-    """Whether a group has this user alone, as many systems make one for each: then writable by it is no more."""
+    """Return whether a group has this user alone, as many systems make one for each: then writable by it is no more."""
     import grp
     import pwd
 

@@ -1,6 +1,6 @@
 """NEON's int8 products as emitters on registers: a quarter of a line is 4 rows x 4 columns.
 
-Which of them an ISA level uses is decided in `dots.py`. All are exact for weights and activations in [-127, 127].
+Which of them an ISA level uses is decided in `int8_dot.py`. All are exact for weights and activations in [-127, 127].
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def test_an_unreadable_answer_ends_the_build(monkeypatch: pytest.MonkeyPatch, li
 
     ticks: list[int] = []
     monkeypatch.setattr(build, "_start", start)
-    with pytest.raises(KernelError, match=r"kernels with numba .* failed: what it gave cannot be read \("):
+    with pytest.raises(KernelError, match=r"kernels with numba .* failed: its output cannot be read \("):
         build.build(objects.KernelSet(ISA), NAMES, patient)
 
 

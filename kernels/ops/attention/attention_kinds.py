@@ -88,10 +88,11 @@ def _v_scales_float(scales):
 
 @inline
 def _round_weights(tile, i, row, first, last, largest):
-    """With int8 KV weights have 7 bits and one scale for a row and part, so that sums are exact, four products a lane.
+    """int8 KV, where weights have 7 bits and one scale for a row and part, so that sums are exact, four products a
+    lane.
 
-    The scale is that of the largest weight. What a row does not see has weight 0, so other rows of the tile do not
-    matter; nor do they below, because integers add up the same in any order.
+    The scale is that of the largest weight. Positions that a row does not see have weight 0, so other rows of the tile
+    do not matter; nor do they below, because integers add up the same in any order.
     """
     top = max_f32(max_lanes(largest), first_lane(splat_f32(1e-30)))
     scale = tile + T_WEIGHT + 4 * (ATTENTION_TILE * div_i64(first, WEIGHT_BLOCKS) + i)
@@ -103,7 +104,7 @@ def _round_weights(tile, i, row, first, last, largest):
 
 @inline
 def _keep_weights(tile, i, row, first, last, largest):
-    """With KV in floats weights stay as they are."""
+    """KV in floats, where weights stay as they are."""
 
 
 def _sums_int8(r, n):
@@ -157,7 +158,7 @@ class KvKind(NamedTuple):
     """Differences between the stored types of K and V."""
 
     prepare: Callable[[int], Any]
-    """Makes what puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
+    """Makes the function that puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
     scores: Callable[[int, int, Any], Any]
     """Makes the scores of a block for r rows, in this many chains, and says how V is requested meanwhile."""
     v_scales: Any

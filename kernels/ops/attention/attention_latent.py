@@ -1,7 +1,7 @@
 """Latent KV (MLA, arXiv 2405.04434): V is the beginning of K, so a block stores K and no V.
 
 The passes of attention want K by lines of 16 tokens, and V by rows. Of each split the thread makes these rows of the
-lines that it has just read, in its scratch: what comes from memory is read once. Tiles of rows that follow each other
+lines that it has just read, in its scratch: memory is read once. Tiles of rows that follow each other
 in one split share them.
 """
 

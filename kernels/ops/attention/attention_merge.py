@@ -35,7 +35,7 @@ from .attention_values import mean_at
 
 @outlined
 def _finish_part(inst, ctx, tile, t, head, padded, out):
-    """out = what was read / the sum of all exponentials, and for the rest a mean of V or nothing."""
+    """out = the sum of read rows / the sum of all exponentials, and for the rest a mean of V or nothing."""
     one = first_lane(splat_f32(1.0))
     inverse = div_f32(one, load_f32(choice_at(inst, score_row(inst, ctx, t, head)) + C_SUM))
     read = sum_lanes(load_f32x16(tile + T_MERGED_L)) * inverse
@@ -51,7 +51,8 @@ def _finish_part(inst, ctx, tile, t, head, padded, out):
 
 @outlined
 def _is_whole(inst, ctx, t, head, padded):
-    """Whether the weights of what was read add up to 1: as asked, or nothing was left out, or nothing stands for it."""
+    """Return whether the weights of what was read add up to 1: as asked, or nothing was left out, or nothing stands for
+    it."""
     instead = parameter(inst, ATTENTION.instead)
     if instead == INSTEAD_SCALE or all_wanted(choice_at(inst, score_row(inst, ctx, t, head))):
         return True

@@ -59,7 +59,7 @@ def block_parts(layer, kv_heads, n_blocks, size, h, block):
 
 @inline
 def latent_parts(layer, n_blocks, size, block):
-    """As `block_parts`, of the one head of a layer that stores no V: K stands for it, until it is made of K."""
+    """Return the `block_parts` of the one head of a layer that stores no V: K stands for it, until it is made of K."""
     keys = layer + block * size
     return keys, keys, layer + n_blocks * size + block * KV_SCALES_BYTES
 
@@ -118,13 +118,13 @@ def set_split_block(tile, origin, b, parts):
 
 @inline
 def layer_pruned(inst, ctx):
-    """Address of what says which rows of block 0 the layer lacks, 0 if it has those of all tokens."""
+    """Address of the flags of rows of block 0 that the layer lacks, 0 if it has those of all tokens."""
     return operand(inst, ctx, 6) if flags(inst) & FLAG_PRUNED else 0
 
 
 @inline
 def has_path(ctx, t):
-    """Whether token t does not see all rows up to its own."""
+    """Return whether token t does not see all rows up to its own."""
     return token(ctx, t, TOKEN_MASK) != -1
 
 
@@ -144,7 +144,7 @@ def position_of(ctx, t):
 
 @inline
 def _in_work(mask, b):
-    """Whether bit b of the mask is set; it may be outside of it."""
+    """Return whether bit b of the mask is set; it may be outside of it."""
     return 0 <= b < 8 * 8 and mask >> b & 1 != 0
 
 

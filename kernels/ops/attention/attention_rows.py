@@ -1,7 +1,7 @@
 """Rows of attention: (token, query head) pairs that share a KV head; their queries, sums and how splits are merged.
 
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
-this split and merged sums, and a path. Behind it are the queries of all tiles of a unit of work, which serve one split
+this split and merged sums, and a path. After it are the queries of all tiles of a unit of work, which serve one split
 after the other. Those of a tile of r rows are: scales, offsets, (first, last) position that each row sees, slopes of
 ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they are at constant distances from each
 other.
@@ -40,7 +40,7 @@ from ...vector.targets import fma
 from ...vector.vecmath import exp_below
 
 LOWEST = -1e30
-"""Score of what is masked: finite, so that a row whose split is all masked stays a number, later weighted by 0."""
+"""Score of masked positions: finite, so that a row whose split is all masked stays a number, later weighted by 0."""
 SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
 SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
 WEIGHT_BLOCKS = 4

@@ -26,18 +26,18 @@ from .attention_scores import first_scored, score_row, split_largest, split_sums
 NEVER = LOWEST / 2
 """No score is so low but that of a row which is not there: LOWEST."""
 C_LEAST, C_POSITION, C_LARGEST, C_SUM = 0, 4, 8, 12
-"""Of what is chosen: the score, the position; of all splits the largest score and the sum of exponentials."""
+"""Fields of a choice: the score, the position; of all splits the largest score and the sum of exponentials."""
 
 
 @inline
 def choice_at(inst, row):
-    """Address of what is chosen."""
+    """Address of a choice."""
     return split_sums(inst, row, parameter(inst, ATTENTION.splits))
 
 
 @inline
 def all_wanted(choice):
-    """Whether the head needs every row that is there."""
+    """Return whether the head needs every row that is there."""
     return load_f32(choice + C_LEAST) <= first_lane(splat_f32(NEVER))
 
 
@@ -89,7 +89,7 @@ def _count(inst, row, low, high, least):
 
 @inline
 def _has_at_most(inst, row, low, high, most, never):
-    """Whether no more than `most` of the positions low .. high are there."""
+    """Return whether no more than `most` of the positions low .. high are there."""
     return most > high - low or (flags(inst) & FLAG_PRUNED != 0 and _count(inst, row, low, high, never) <= most)
 
 

@@ -52,7 +52,7 @@ AHEAD = 4
 def value_step(kind, r, widths, ahead_of):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are this many, then widths[1], at last 1.
 
-    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where what is requested begins while block b is in work.
+    ``ahead_of(inst, tile, span, ahead, b)[0]`` is where the requested memory begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
@@ -96,7 +96,7 @@ def value_step(kind, r, widths, ahead_of):
 
 @outlined
 def _mask_row(bounds, at, first):
-    """Scores of one block of a row: what the row does not see becomes LOWEST."""
+    """Scores of one block of a row: positions that the row does not see become LOWEST."""
     low = max(load_i64(bounds) - first, 0)
     high = min(load_i64(bounds + 8) - first, BLOCK_TOKENS - 1)
     if low > 0 or high < BLOCK_TOKENS - 1:
@@ -136,13 +136,14 @@ _ALL_GONE = 0x0101010101010101
 
 @inline
 def _gone(pruned):
-    """Whether the layer has no row of a block."""
+    """Return whether the layer has no row of a block."""
     return load_i64(pruned) == _ALL_GONE and load_i64(pruned + 8) == _ALL_GONE
 
 
 @outlined
 def mask_pruned(at, r, pruned):
-    """Scores of one block of r rows: those of what the layer lacks become LOWEST, whether they were computed or not."""
+    """Scores of one block of r rows: those of rows that the layer lacks become LOWEST, whether they were computed or
+    not."""
     if load_i64(pruned) | load_i64(pruned + 8):
         for i in range(r):
             row = at + SCORES * i

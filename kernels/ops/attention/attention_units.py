@@ -4,7 +4,7 @@ They may be the last tokens of a forward pass over many: then their units, which
 the others, so that all threads end at once.
 
 All rows of a unit go through while its K and V are in this core's cache, so several draft tokens, or the branches of a
-tree, read a context once. Of a tree's tokens only what is before the tree is read together; the splits after it go
+tree, read a context once. For a tree's tokens only the rows before the tree are read together; the splits after it go
 token by token, each along its path.
 """
 
@@ -31,7 +31,8 @@ def first_split(ctx):
 
 @inline
 def together(ctx, t, other):
-    """Whether rows of two tokens may share a tile: they are of one sequence, and both are of a tree or neither is."""
+    """Return whether rows of two tokens may share a tile: they are of one sequence, and both are of a tree or neither
+    is."""
     same = token(ctx, t, TOKEN_SEQUENCE) == token(ctx, other, TOKEN_SEQUENCE)
     return same and has_path(ctx, t) == has_path(ctx, other)
 
@@ -72,7 +73,8 @@ def _most(inst, ctx, begin, tokens, group, large, n_threads, shift):
 
 @inline
 def _seek(inst, ctx, number, run, tokens, most, shift):
-    """Go on to the run in which unit `number` is. A run is (token, end, first split, splits, number of its first unit).
+    """Continue to the run in which unit `number` is. A run is (token, end, first split, splits, number of its first
+    unit).
     """
     t, end, first, splits, start = run
     kv_heads = parameter(inst, ATTENTION.kv_heads)
@@ -112,7 +114,7 @@ def _piece(number, pieces):
 
 @inline
 def _alone(ctx, t, split):
-    """Whether a split has rows of a tree, which its tokens see one by one."""
+    """Return whether a split has rows of a tree, which its tokens see one by one."""
     return has_path(ctx, t) and (split + 1) << SPLIT_SHIFT > token(ctx, t, TOKEN_BASE)
 
 

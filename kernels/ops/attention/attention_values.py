@@ -111,7 +111,7 @@ def _chosen(inst, ctx, tile, unit, group):
 
 @outlined
 def _first_blocks(chosen):
-    """As many as a split has of the blocks that are left of a stretch."""
+    """Return the number of a split's blocks among those left of a stretch."""
     rest = chosen
     for _ in range(SPLIT_BLOCKS):
         rest &= rest - 1
@@ -120,7 +120,7 @@ def _first_blocks(chosen):
 
 @outlined
 def _some_want_all(inst, ctx, t, h, group):
-    """Whether a head of KV head h needs all that is there: then splits stay apart, though they may lack rows."""
+    """Return whether a head of KV head h needs all that is there: then splits stay apart, though they may lack rows."""
     whole = False
     for head in range(h * group, (h + 1) * group):
         whole = whole or all_wanted(choice_at(inst, score_row(inst, ctx, t, head)))
@@ -129,7 +129,7 @@ def _some_want_all(inst, ctx, t, h, group):
 
 @outlined
 def _ask(inst, ctx, tile, unit, group, coming, n, origin):
-    """Say what V is requested while n blocks are summed: one of the blocks that come next each; the others at once, and
+    """Return the V to request while n blocks are summed: one of the blocks that come next each; the others at once, and
     all their scores.
     """
     t, h, stretch = unit
@@ -182,7 +182,7 @@ def _asked(inst, tile, span, ahead, b):
 
 
 def _mean_step(kind, values):
-    """Compute the mean of V that replaces what a token omits."""
+    """Compute the mean of V that replaces the rows that a token omits."""
     softmax = softmax_step(kind)
 
     @outlined
@@ -215,7 +215,7 @@ def _mean_step(kind, values):
 
 
 def _steps(kind):
-    """Make the steps of the tiles: what a tile of rows of one token goes through in one stretch."""
+    """Make the steps of a tile of rows of one token in one stretch."""
     softmax, gather = softmax_step(kind), path_gather(kind.element)
 
     def of_tile(r, widths, mean):

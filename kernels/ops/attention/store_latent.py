@@ -1,7 +1,7 @@
 """Latent keys (MLA, arXiv 2405.04434): the norm of a token's latent, rotary embedding, and K in the layer's KV blocks.
 
 A layer has one KV head. Its key is the latent, normed, and after it the rotated part that all heads share; V is the
-latent and not stored. A row of queries has of each head what is multiplied with the latent, which another instruction
+latent and not stored. A row of queries has for each head the factor of the latent, which another instruction
 writes, and after it the rotated part, which is copied here; after all heads comes the key. Blocks are as in rope.py,
 without V; both halves of the scales of int8 are those of K.
 

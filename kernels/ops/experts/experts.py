@@ -180,7 +180,7 @@ def clear(out, rows, stride, tiles):
 
 
 def _added(make_matmul, group, n):
-    """Row tiles for the n entries from t on: matmul, bias, and what is added to the tokens' rows."""
+    """Row tiles for the n entries from t on: matmul, bias, and addition to the tokens' rows."""
     m = row_tiles(group, n)
     matmul = make_matmul(group, m, n)
 
@@ -201,7 +201,7 @@ def _added(make_matmul, group, n):
 
 
 def chunk_added(make_matmul, group):
-    """As `linear.chunk_of_rows`, of what is added."""
+    """Do `linear.chunk_of_rows` for rows that are added."""
     return in_streams(in_blocks(of_heights(lambda n: _added(make_matmul, group, n))), row_tiles(group, 1))
 
 

@@ -2,7 +2,7 @@
 
 Each expert's rows go through register blocks by themselves, so quantised rows are interleaved within a segment of the
 list (abi.token_blocks), and a row has the codes that it would have alone. A pass of one token has no such instructions:
-the matmuls quantise its row themselves. `sigmoid_gate` is what a shared expert's output is weighted by.
+the matmuls quantise its row themselves. `sigmoid_gate` is the weight of a shared expert's output.
 
 Operands: 0 source, 1 out, 2 list. Parameters: parameters.EXPERTS_INPUT. Reference: reference/experts/experts.py.
 """

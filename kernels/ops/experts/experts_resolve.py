@@ -8,7 +8,7 @@ runs on one thread: a layer has a hundred or so experts.
 
 Replacement is by frequency: each expert, in memory or not, has a count of its selections, which is halved every COUNTED
 tokens, and the least selected expert is replaced; among equals the least recently used. A prompt counts as COUNTED
-tokens. This also protects what decoding has gathered from a prompt, which goes through nearly all experts, layer by
+tokens. This also protects the experts of decoded tokens from a prompt, which goes through nearly all experts, layer by
 layer: rarely selected experts replace each other, whereas the oldest would always be the next one to be used
 (docs/explanation/experts.md has hit rates).
 
@@ -47,9 +47,9 @@ NO_SLOT = 3
 """Status of an instruction that finds no slot: the plan has fewer than a layer has experts."""
 PAGE = 4096
 COUNTED, STEP = 64, 256
-"""Decoded forward passes after which counts halve; what a choice adds to a count."""
+"""Decoded forward passes after which counts halve; increment of a count per choice."""
 MOST = 1 << 26
-"""Largest count: 36 bits are left for the stamp behind it."""
+"""Largest count: 36 bits are left for the stamp after it."""
 MISSING = -1
 """In place of the number of tokens that want an expert, where it has to be read."""
 

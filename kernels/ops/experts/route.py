@@ -90,7 +90,8 @@ def score(logits, out, experts, kind):
 
 @outlined
 def values_of_choice(values, bias, out, experts):
-    """Write what experts are chosen by: values, plus the bias if there is one (address 0: none); never -0."""
+    """Write the scores by which experts are chosen: values, plus the bias if there is one (address 0: none); never
+    -0."""
     zero = splat_f32(0.0)
     for i in range(0, experts, 16):
         v = load_f32x16(values + 4 * i)

@@ -51,7 +51,7 @@ class Window(NamedTuple):
     stop: int
     n: int
     eager: bool
-    """Whether most of them will live: it is one batch, and pairs of the next batch are fetched before their gates are
+    """True if most of them will live: it is one batch, and pairs of the next batch are fetched before their gates are
     known."""
 
 
@@ -71,7 +71,7 @@ def gate_at(ffn, window, k):
 
 @inline
 def upcoming(ffn, areas, window, live, part):
-    """Return the address of a part of the live neurons, up, column, up, ... in one stream, then of what follows."""
+    """Return the address of a part of the live neurons, up, column, up, ... in one stream, then of the next memory."""
     before = ffn.up & ~part  # 1 of an up row: it is a part before the column
     if part < live << ffn.up:
         return load_i64(areas.scratch + FOUND + 8 * (part >> ffn.up)) - ffn.part * before

@@ -41,7 +41,8 @@ MANY_CHUNKS = 16
 
 @inline
 def input_row(inst, ctx, own):
-    """Return the address of one token's x: a quantised row, or what this thread makes of the source at `own`."""
+    """Return the address of one token's x: a quantised row, or the row that this thread makes of the source at
+    `own`."""
     fused = parameter(inst, NEURON_GATED.fused)
     if fused and count(ctx, COUNT_SEVERAL) == 0:
         return fused_input(
@@ -96,7 +97,7 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
     chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
     x, numbers, before = operand(ffn.inst, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.inst, NEURON_GATED.before)
     start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.inst, NEURON_GATED.behind)
-    if tokens < TOKENS:  # tokens that are not there are multiplied too, and what is there may be denormal: slow
+    if tokens < TOKENS:  # absent tokens are multiplied too, and their memory may be denormal: slow
         zero(areas.x, TOKENS * ffn.lines * form.x_bytes)
     while start < last:
         end = min(start + chunk, last)

@@ -7,7 +7,7 @@ part's event, so that the first parts are computed while the last are read. It r
 or so clusters.
 
 With FLAG_EARLY it precedes the layer's attention and posts a prompt's reads, which are all that are missing. The two
-instructions share an epoch and the hold on the completion events; the later one decides what is computed.
+instructions share an epoch and the hold on the completion events; the later one decides which neurons are computed.
 
 Replacement is a clock: its hand passes over slots, takes 1 from the count of uses of each, and takes the first slot
 that had none left. A new cluster begins with none, so that one used once gives way to one used often. Prompts take

@@ -37,17 +37,17 @@ def one_decay():
 
     @inline
     def of_row(decay, r):
-        """That of row r."""
+        """Return the decay of row r."""
         return decay
 
     @inline
     def decayed(decay, found):
-        """Give what a decayed state does where the state gave `found`."""
+        """Return the result of a decayed state, given that of the state, `found`."""
         return decay * found
 
     @inline
     def asked(inst, scratch, row, keys, queries, i, base):
-        """Address of what token i multiplies the state by, and how far behind it the key is; query or key first."""
+        """Address of token i's factors of the state, and the distance from there to the key; query or key first."""
         at = keys if i < 0 else queries
         return row + at, keys - at
 

@@ -1,8 +1,8 @@
-"""Gates of delta rule and selective scan: what each token of a block has for one head, whatever the column.
+"""Gates of delta rule and selective scan: values of each token of a block for one head, whatever the column.
 
 Scratch has three rows of GATE_TOKENS numbers: the decay of each token, beta or the time step, and the product of key
 and query. Tokens of the journal come first, position p at p % JOURNAL_TOKENS, then those of the block. With a decay for
-each row of the state the first of these rows is unused; behind the tile of a thread's scratch each token has three
+each row of the state the first of these rows is unused; after the tile of a thread's scratch each token has three
 vectors of key_dim numbers: its decays, and their products with its query and its key.
 """
 

@@ -4,7 +4,7 @@ A unit of work is a head of one sequence: its tiles of 32 columns one by one, ea
 stays in the first cache. A token costs one pass over the tile, which changes S and multiplies it by the next token's
 key and query: with S' = decay S + k d^T the token's own output S'^T q is decay S^T q + (k . q) d, which a delta rule's
 d = beta (v - decay S^T k) is known for before S changes. Where each row has a decay of its own, S is multiplied by the
-products of key and query with the decays instead. abi/state.py says what is replayed and what is stored.
+products of key and query with the decays instead. abi/state.py documents what is replayed and stored.
 
 Operands: 0 x, 1 gates, 2 out, 3 a, 4 dt_bias, 5 d, 6 state, 7 scratch. Parameters: parameters.RULE.
 Reference: reference/recurrent/state_rules.py.
@@ -92,7 +92,7 @@ def _rule(delta, by_row=False):
 
     @inline
     def addends(found, value, decay, gate, n):
-        """d: beta (v - decay S^T k), or time x value; 0 behind n columns."""
+        """d: beta (v - decay S^T k), or time x value; 0 after n columns."""
         v = keep_first(load_f32x16(value), n)
         if delta:
             v = v - decayed(decay, vector_of(found, VECTORS))
@@ -106,7 +106,7 @@ def _rule(delta, by_row=False):
 
     @inline
     def give(inst, ctx, head, out, found, addend, value, decay, both, n):
-        """Store decay S^T q + (k . q) d, which is what the changed state gives; a scan adds its skip."""
+        """Store decay S^T q + (k . q) d, the result of the changed state; a scan adds its skip."""
         o = fma(both, vector_of(addend, 0), decayed(decay, vector_of(found, 0)))
         if not delta:
             skip = splat_f32(load_f32(operand(inst, ctx, 5) + 4 * head))
@@ -216,7 +216,7 @@ kernel("selective_scan")(_rule(0))
 
 @kernel("state_journal")
 def state_journal(inst, ctx, tid, n_threads):
-    """Copy what the last tokens of each sequence can be replayed from into its journal."""
+    """Copy the values from which the last tokens of each sequence can be replayed into its journal."""
     columns, gates = parameter(inst, RULE.columns), parameter(inst, RULE.gate_columns)
     size = 4 * (round_up_16(columns) + round_up_16(gates))
     units = count(ctx, COUNT_SEQUENCES) * JOURNAL_TOKENS

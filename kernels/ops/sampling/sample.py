@@ -4,8 +4,8 @@ sample.
 Three instructions. `sample_edit` changes the logits of the tokens that a sample spec's list names. `sample_blocks`
 notes the largest of every 64 logits, so that few of them are looked at again, and where top-p is about the whole
 vocabulary the sum of the exponentials of each chunk. `sample_choose` sorts the best candidates of a row, cuts and
-samples, and puts the model's own logits back. What comes back is the token's id in the sample. A row belongs to one
-thread but for the maxima. What a mask forbids is -inf in every vector of logits that is read (`logits_at`), and no
+samples, and puts the model's own logits back. The result is the token's id in the sample. A row belongs to one thread
+but for the maxima. Tokens that a mask forbids are -inf in every vector of logits that is read (`logits_at`), and no
 sample takes a token of -inf; so single logits are only read where they are allowed.
 
 Operands: 0 logits, 1 work. Parameters: parameters.SAMPLE. Reference: reference/sampling/sample.py; all in NumPy:
@@ -85,7 +85,7 @@ def penalised(spec, logit, seen):
 
 @kernel("sample_edit")
 def sample_edit(inst, ctx, tid, n_threads):
-    """Change the logits of the tokens in each sample spec's list, and keep what stood there."""
+    """Change the logits of the tokens in each sample spec's list, and keep the old values."""
     r = claim(ctx)
     while r < count(ctx, COUNT_SAMPLES):
         spec, logits = sample_spec_of(ctx, r), operand(inst, ctx, 0) + r * parameter(inst, SAMPLE.logits_stride)
@@ -116,7 +116,7 @@ def put_back(spec, logits):
 
 @inline
 def sums_wanted(spec, vocab_size):
-    """Whether top-p is about the whole vocabulary: top-k is off, or as large."""
+    """Return whether top-p is about the whole vocabulary: top-k is off, or as large."""
     return (not 0 < load_i64(spec + SAMPLE_TOP_K) < vocab_size and load_f64(spec + SAMPLE_TOP_P) < 1.0
             and load_f64(spec + SAMPLE_TEMPERATURE) > 0.0)
 

@@ -31,7 +31,7 @@ def replace_root(heap, n, key):
 
 @inline
 def collect_block(logits, mask, first, vocab_size, heap, n, threshold):
-    """Put what is better than the worst of n candidates among them, from one block; returns the worst one's logit."""
+    """Put logits better than the worst of n candidates among them, from one block; returns the worst one's logit."""
     for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
         lanes = lanes_from(logits, mask, i, vocab_size, threshold)
         while lanes:

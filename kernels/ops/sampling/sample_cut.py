@@ -27,7 +27,7 @@ _MOST_GUMBEL = 37.0
 def tally(logits, mask, maxima, bins, vocab_size, top, least, limit, limit_ties, prefix, shift):
     """Count the tokens, and add up their weights, by the byte of their bits after a prefix.
 
-    Left out are logits below `least` and what is behind the limit, which is a cut.
+    Left out are logits below `least` and those after the limit, which is a cut.
     """
     for b in range(256):
         store_i64(bins + 16 * b, 0)
@@ -96,7 +96,7 @@ def least_likely(top, min_p):
 
 @inline
 def surely_left_out(top, top_p, total, vocab_size):
-    """A logit below which all tokens together weigh less than what top-p leaves out."""
+    """A logit below which all tokens together weigh less than the part that top-p leaves out."""
     weight = div_f64(0.9 * (1.0 - top_p) * total, f64_of(vocab_size))
     if weight < 1e-300:
         return logit_of_order(LOWEST_ORDER)

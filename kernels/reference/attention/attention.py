@@ -1,8 +1,9 @@
-"""References of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context.
+"""References of attention: softmax(q K^T / sqrt(n)) V over the rows that each token may see, whole or in splits of the
+context.
 
-What a token may see is a path: all rows of its sequence before TOKEN_BASE, those of TOKEN_MASK up to its own, and its
-own; of these the last `window`, but for rows that the layer lacks (FLAG_PRUNED). Splits and lanes count positions in
-the path, not rows.
+The rows that a token may see are a path: all rows of its sequence before TOKEN_BASE, those of TOKEN_MASK up to its own,
+and its own; of these the last `window`, but for rows that the layer lacks (FLAG_PRUNED). Splits and lanes count
+positions in the path, not rows.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def mean_of(view: InstructionView, row: int) -> NDArray[np.float32]:
 
 
 def mean_blocks(position: int) -> range:
-    """The blocks of the context whose mean stands for what a token at a position leaves out."""
+    """Return the blocks of the context whose mean stands for the rows that a token at a position leaves out."""
     below, step = max(position - MASK_TOKENS + 1, 0) // BLOCK_TOKENS, 1
     while below > MEAN_BLOCKS * step:
         step *= 2

@@ -36,7 +36,7 @@ class Stored(NamedTuple):
     v: Doubles
     """(kv_heads, positions, n)."""
     v_scales: Doubles | None
-    """Of KV in codes: (kv_heads, positions)."""
+    """Scales of KV in codes: (kv_heads, positions)."""
 
     def of(self, head: int, rows: NDArray[np.int64]) -> tuple[Doubles, Doubles, Doubles | None]:
         """K, V and scales of V of a head at some positions."""
@@ -112,7 +112,7 @@ def paths(view: InstructionView, n_tokens: int, window: int) -> list[Path]:
 
 
 class Seen(NamedTuple):
-    """A token of the forward pass with what it sees."""
+    """A token of the forward pass with the rows that it sees."""
 
     t: int
     path: Path
@@ -120,7 +120,7 @@ class Seen(NamedTuple):
 
 
 def seen_tokens(view: InstructionView, kv: str, first: int, end: int) -> list[Seen]:
-    """Tokens first to end - 1 with their paths and what their sequences hold, sequence by sequence."""
+    """Tokens first to end - 1 with their paths and their sequences' rows, sequence by sequence."""
     p, out = view.parameters(ATTENTION), []
     sequences, found = view.tokens(TOKEN_SEQUENCE)[first:end], paths(view, end, p.window)[first:]
     for sequence in np.unique(sequences):
@@ -132,7 +132,7 @@ def seen_tokens(view: InstructionView, kv: str, first: int, end: int) -> list[Se
 
 
 def _there(view: InstructionView, t: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of which of these rows of token t's sequence the layer has K and V."""
+    """Return which of these rows of token t's sequence have K and V in the layer."""
     if not view.flags & FLAG_PRUNED:
         return np.ones(len(rows), bool)
     sequence, recent = int(view.tokens(TOKEN_SEQUENCE)[t]), view.parameters(ATTENTION).recent

@@ -15,7 +15,7 @@ from ..view import InstructionView, memory
 
 PAGE = 4096
 COUNTED, STEP, MOST = 64, 256, 1 << 26
-"""As in ops/experts/experts_resolve.py: tokens after which counts halve, what a choice adds, the largest count."""
+"""As in ops/experts/experts_resolve.py: tokens after which counts halve, increment per choice, the largest count."""
 
 
 class Cache(NamedTuple):
@@ -69,7 +69,7 @@ def _locations(p: Any, slots: NDArray[np.int32], chosen: NDArray[np.int64], befo
 
 
 def experts_resolve_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``experts_resolve``: readers change nothing of what it compares."""
+    """The reference of ``experts_resolve``: readers change nothing that it compares."""
     p = view.parameters(EXPERTS_RESOLVE)
     tokens = view.count(p.rows)
     routes = view.array(0, np.int32, (tokens, p.active), (p.in_stride, ROUTE_BYTES)).astype(np.int64)

@@ -99,7 +99,8 @@ def neuron_gated_reference(dtype: str) -> Callable[[InstructionView], list[Expec
 
 
 def _cut(view: InstructionView, acted: Doubles, far: Doubles, y: Doubles, tolerance: Doubles) -> None:
-    """Take out what the threshold of decoded tokens leaves out; where the gate is too near to say, both are right."""
+    """Remove the neurons that the threshold of decoded tokens leaves out; where the gate is too near to say, both are
+    right."""
     decoded = (view.tokens(TOKEN_ROLE)[: len(y)] == ROLE_DECODE)[:, None]
     above = np.abs(acted) - float(view.array(3, np.float32, (1,))[0])
     near = decoded & (np.abs(above) <= far)

@@ -66,7 +66,7 @@ def wanted_clusters(view: InstructionView, p: Any) -> NDArray[np.int64]:
 
 
 def resolve_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``neuron_resolve``: readers change nothing of what it compares."""
+    """The reference of ``neuron_resolve``: readers change nothing that it compares."""
     p = view.parameters(NEURON_RESOLVE)
     early, decoded = bool(view.flags & abi.FLAG_EARLY), view.count(abi.COUNT_DECODED) == view.count(p.rows)
     if early and decoded:

@@ -59,7 +59,7 @@ def _sequence(view: InstructionView, run: Run) -> list[Expected]:
 
 
 def _finished(view: InstructionView, run: Run, total: Doubles, slack: Doubles) -> tuple[Doubles, Doubles]:
-    """Gate what was summed, and divide heads by their lengths."""
+    """Gate the sums, and divide heads by their lengths."""
     p = view.parameters(CONV)
     if p.gate_out >= 0:
         by = _columns(view, run, p.gate_out)

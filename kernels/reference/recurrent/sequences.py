@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """First of its tokens that its state is not stored behind (abi/state.py)."""
+        """First of its tokens after the stored state (abi/state.py)."""
         end = self.base + self.tokens
         return end // abi.JOURNAL_TOKENS * abi.JOURNAL_TOKENS - self.base if self.tokens > abi.JOURNAL_TOKENS else 0
 

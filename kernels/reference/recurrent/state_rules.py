@@ -20,7 +20,7 @@ Doubles = NDArray[np.float64]
 
 
 def delta_step(state: Doubles, q: Doubles, k: Doubles, v: Doubles, decay: Doubles, beta: Doubles) -> Doubles:
-    """Change `state`, of shape (heads, key_dim, value_dim), by one token and return what its query gives.
+    """Change `state`, of shape (heads, key_dim, value_dim), by one token and return its query's result.
 
     Gated delta rule (arXiv 2412.06464, equation 10); q and k are (heads, key_dim), v is (heads, value_dim), decay is
     (heads,) or, of Kimi's delta attention (arXiv 2510.26692), (heads, key_dim).

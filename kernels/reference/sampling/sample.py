@@ -22,17 +22,17 @@ class _Row(NamedTuple):
     """One sample with its row."""
 
     words: NDArray[np.int64]
-    """Of the sample."""
+    """Words of the sample."""
     floats: NDArray[np.float64]
     """The same memory."""
     edits: NDArray[Any]
     logits: NDArray[np.float32]
     mask: NDArray[np.int32] | None
-    """Of the tokens that it allows; None allows all."""
+    """Mask of the tokens that it allows; None allows all."""
     work: int
     """Address of its row of work."""
     position: int
-    """Of the token that is sampled."""
+    """Position of the token that is sampled."""
 
     def word(self, offset: int) -> int:
         return int(self.words[offset // 8])
@@ -58,7 +58,7 @@ class _Row(NamedTuple):
 
     @property
     def sums_wanted(self) -> bool:
-        """Whether top-p is about the whole vocabulary: top-k is off, or as large."""
+        """True if top-p is about the whole vocabulary: top-k is off, or as large."""
         top_k, top_p, _ = self.settings
         return not 0 < top_k < len(self.logits) and top_p < 1 and self.temperature > 0
 
