@@ -21,7 +21,7 @@ _STORAGE = re.compile(r"\b\d+ ?[gt]b (?:ssd|storage|nvme|emmc)\b")
 AMOUNT = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])([1-46-8]|1[0-268]|2[0-4]|32|36|4[08]|64|"
                      r"80|96|128|192|256|512) ?g\b")
 _GENERATION = re.compile(r"\b1\dth gen\b")
-_SCREEN = re.compile(r"(?<![\w.])1[1-9](?:\.\d)? ?(?:\"|''|-? ?inch\b)")
+_SCREEN = re.compile(r"(?<![\w.])(?:1[1-9]|2[47])(?:\.\d)? ?(?:\"|''|-? ?inch\b)")
 _PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
@@ -31,13 +31,18 @@ _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
-                   "google mediatek graphics used new".split())
+                   "google mediatek graphics used new kaggle colab runpod".split())
 """Words that tell no two devices apart."""
 _REWRITTEN = (
     (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),
     (re.compile(r"@? ?\b\d(?:\.\d+)? ?ghz\b"), " "),
-    (re.compile(r"\b(?:with|w/)[ -]?radeon\b.*?\bgraphics\b"), " "),
+    (re.compile(r"\((?:radv|dg\d|bmg|acm|llvm)[^)]*\)"), " "),
+    (re.compile(r"\b(?:with|w/)[ -]?radeon\b(?:.*?\bgraphics\b|(?: \d{3,4}[ms])?)"), " "),
     (re.compile(r"[^\w.]+"), " "),
+    (re.compile(r"\bi ?pad (\d{1,2})th gen(?:eration)?\b"), r"ipad \1"),
+    (re.compile(r"\bi ?pad air \d (?=m\d)"), "ipad air "),
+    (re.compile(r"\bmobile platform\b|\bfor galaxy\b"), " "),
+    (re.compile(r"\bryzen ([3579]) pro (?=\d{4})"), r"ryzen \1 "),
     (re.compile(r"\b(?:arm )?(?:aarch64|arm64|x86 64|amd64)\b"), " "),
     (re.compile(r"(?<=\d)(gre|xtx?|ti|super) ?(\d{1,2}) ?(gb?)\b"), r"\1 \2\3"),
     (re.compile(r"\bmax q\b"), "laptop"),
