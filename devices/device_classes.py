@@ -107,8 +107,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
     """
     known = profile.device_class in classes()
     table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
-    expert_share = experts and table.get("experts")
-    values = _values(profile, table, bits, expert_share or 1.0)
+    values = _values(profile, table, bits, experts)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
         basis = CALIBRATED
@@ -122,7 +121,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
-    if expert_share and basis != CALIBRATED:
+    if experts and table.get("experts") and basis != CALIBRATED:
         error, source = max(error, EXPERTS_ERROR), f"{source}; mixtures of experts differ more"
     program = profile.runtime or next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                                       table.get("program", Constants.program))
@@ -137,13 +136,16 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
                      basis=basis, error_source=source)
 
 
-def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, expert_share: float) -> dict[str, float]:
+def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, experts: bool) -> dict[str, float]:
     """Return a device's constants, which those of edgeinfer's own speed may replace."""
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
     rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
     values |= {name: float(table.get(name, 0.0)) for name in rest}
     if clock := profile.figures.get("clock_ghz"):
         values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
+    if experts and "f_w" not in profile.constants:
+        values["t0_ms"] += float(table.get("experts_ms", 0.0))
+    values["t0_ms"] += float(table.get("thread_ms", 0.0)) * sum(number for number, _ in profile.processor.values())
     share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
     if profile.device_class in PROCESSORS:
         values["f_kv"] *= values["f_w"] / share
@@ -151,7 +153,7 @@ def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, exper
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
         values["f_w"] = seen
-    values["f_w"] *= expert_share
+    values["f_w"] *= float(table.get("experts", 1.0)) if experts else 1.0
     return {**values, **profile.constants}
 
 

@@ -43,7 +43,8 @@ _OF_CARDS = re.compile(
     r"maxsun|yeston|sparkle|gunnir|leadtek|biostar|asus|rog|tuf|strix|aorus(?: master| elite| xtreme)?|oem|"
     r"(?:ftw ?3?|xc ?3?)(?: ultra| black| hybrid)?|gaming(?: x)?(?: trio)?|x trio|trio|oc|windforce|eagle|"
     r"ventus(?: [23]x)?|suprim(?: x)?|nitro(?: plus)?|pulse|red devil|hellhound|twin edge|amp|dual|phoenix|phantom|"
-    r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|gaming ?pro|python(?: iii)?|ichill|ghost|dual fan|workstation|"
+    r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
+    r"gaming ?pro|python(?: iii)?|ichill|ghost|dual fan|workstation|"
     r"jetstream|blower|reference|limited edition|edition|gddr\d?x?|pcie|sxm\d?|le|x[23]|low profile|"
     r"pascal|volta|turing|ampere|lovelace|hopper|blackwell|kepler|maxwell|rdna ?\d?|battlemage|alchemist)\b")
 """Makers and series of graphics cards, and further words on their boxes."""
@@ -63,7 +64,7 @@ _OF_MEMORY = re.compile(
 _OF_GRAPHICS = re.compile(r"\b(?:intel )?(?:arc|iris(?: xe| plus)?|u?hd)(?: graphics)?(?: \d{3})?\b")
 """Graphics in Intel's processors, as tools that list hardware name them beside the processor."""
 _ENDINGS = re.compile(r"(?<=\d{4}k)[fs]\b|(?<=\d{4})f\b|(?<=\b[79]\d{3})p\b")
-"""Memory and code names beside a processor; the endings of those without graphics, with a higher clock or for one socket."""
+"""Memory and code names beside a processor; endings of those without graphics, with a higher clock or one socket."""
 _OF_PHONES = re.compile(r"\b[45]g\b|\blte\b")
 _SHORT = 4
 """Characters that a device's name needs in that of a computer: a Surface with a Core m3 is not an Apple M3."""

@@ -67,19 +67,23 @@ GROUPS = (
           "Few rows of one thread."),
     Group("edge", "Boards, laptops, desktops and phones: processors, many programs", ("edge",),
           {**{f"{name}.f_w": (share, 8.0) for name, share in SHARES.items()}, "t0_ms": (2.0, 2.0),
+           **{f"{name}.thread_ms": (0.15, 1.0) for name in ("arm-server", "x86-server")},
            **{f"cores.{name}": (value, 4.0) for name, value in CORES.items()}, "T-MAC": (1.3, 1.0)}, 0.20,
           "20 %, median 15 %",
-          "Two limits: the memory, and the bytes that each core decodes in a cycle, by kind of core. Servers are "
-          "fitted with these and judged apart.",
+          "Two limits: the memory, and the bytes that each core decodes in a cycle, by kind of core. Servers, "
+          "whose many threads wait for each other (thread_ms for each, of 32 layers), are fitted with these and judged "
+          "apart.",
           {"cores decode any number of bytes": {f"cores.{name}": 1e3 for name in CORES}}, rest="servers"),
     Group("npu", "Neural units of Rockchip, rknn-llm", ("npu",), {"f_w": (0.8, 4.0), "t0_ms": (1.0, 0.5)}, 0.2, "",
           "Two devices."),
     Group("localscore", "GPUs with LocalScore (llamafile), means of users",
           ("localscore-nvidia", "localscore-apple", "localscore-amd"), {}, None, "",
           "Another program, and means over users; predicted with the shipped constants."),
-    Group("experts", "Mixtures of experts on GPUs", OTHERS, {"experts": (0.8, 2.0)}, 0.25, "",
-          "experts is a factor of the share of the bandwidth; the other constants are the shipped ones.",
-          {"experts are read like other weights": {"experts": 1.0}}, experts=True),
+    Group("experts", "Mixtures of experts on GPUs", (*OTHERS, "nvidia"),
+          {"experts": (0.9, 1.0), "experts_ms": (1.5, 1.0)}, 0.25, "",
+          "experts is a factor of the share of the bandwidth, experts_ms the routing of 32 layers; the other constants "
+          "are the shipped ones.",
+          {"experts are read like other weights": {"experts": 1.0, "experts_ms": 1e-9}}, experts=True),
     Group("others", "GPUs with ollama, llmfit, TinyChat and others", OTHERS, {}, None, "",
           "Predicted with the shipped constants."),
 )

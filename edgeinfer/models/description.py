@@ -155,7 +155,7 @@ class ModelDescription:
         full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
         found = Traffic(
             weight_bytes=self.bytes_per_token,
-            layers=self.layers,
+            layers=-(-self.layers // 2) if self.config.mixers else self.layers,  # blocks of a mixer or an FFN: halves
             operations=self.operations_per_token,
             head_operations=self.head_operations,
             kv_bytes=sum(access.position_bytes(kv) for access in full),
