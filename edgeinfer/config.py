@@ -186,7 +186,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """Return the recipe that a text such as ``fuse_input+name:key=value,key=value`` (or ``none``) stands for.
+        """Parse a recipe such as ``fuse_input+name:key=value,key=value``, or ``none``.
 
         A pass of a module that is not imported yet is ``module.name``, such as ``my_package.passes.prune:share=0.5``.
 

@@ -85,7 +85,7 @@ NEEDED = ("model", "source", "destination")
 
 
 def plain(options: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> dict[str, Any]:
-    """Return options in plain form, checked by their rules; None stands for the default, if there is one, and stays.
+    """Return options in plain form, checked by their rules; None means the default and stays None.
 
     Raises
     ------

@@ -70,7 +70,7 @@ class Drafting(Protocol):
 
     @property
     def model(self) -> Any:
-        """Name of the draft model that is opened beside the model, or None."""
+        """Name of the draft model that is opened together with the model, or None."""
 
     def check_device(self, device: str) -> None:
         """Raise `UsageError` where a device of onnxruntime cannot run the drafter."""

@@ -80,7 +80,7 @@ class Alternative:
 
 
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
-    """Return the same request without the second model; None if there is none, or the model alone is too large."""
+    """Return the same request without the draft model; None without one, or if the model alone is too large."""
     if planner.draft_memory is None:
         return None
     plan = within(planner.alone(), to_request(config), budget)

@@ -62,7 +62,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
 
 
 def fitting(planner: Planner, config: RuntimeConfig, budget: int, placer: Placer | None = None) -> MemoryPlan | None:
-    """Return the plan of a run within a budget, as `fit` does; None if there is none."""
+    """Return the plan of a run within a budget, as `fit` does, or None."""
     def filled(state_memory: int | None) -> MemoryPlan:
         return fill_budget(planner.plan, replace(config, state_memory=state_memory),
                            lambda plan: plan.total_bytes <= budget)

@@ -226,7 +226,7 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a device beside the process's, such as a GPU's."""
+        """Memory of a device, such as a GPU, in addition to the process's."""
         return sum(r.nbytes for r in self.regions if r.kind == DEVICE)
 
     @property

@@ -45,7 +45,7 @@ class StatePlan:
 
 
 def plan_state(ops: Iterable[Op], sequences: int, state_memory: int | None) -> StatePlan | None:
-    """Lay out the state of a graph's operations; None if none keeps any."""
+    """Lay out the recurrent state of a graph's operations, or return None."""
     offsets, end = {}, 0
     for op in ops:
         if nbytes := op.state_bytes:

@@ -240,7 +240,7 @@ class Checkpoint:
 
     @cached_property
     def _without_head(self) -> str:
-        """Say why there is no such head; empty if there is."""
+        """Return why there is no such head, or an empty text."""
         head = self._draft_head(requested_types("f32"))
         return misfit(self, head) if head else "the bundle has those of the next one"
 

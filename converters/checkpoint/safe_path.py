@@ -15,7 +15,7 @@ _KINDS = {
 
 
 def checkpoint_file(directory: Path, name: str, *, anywhere: bool = False) -> Path | None:
-    """Return the path of a file of a checkpoint, None if there is none.
+    """Return the path of a checkpoint's file, or None.
 
     A checkpoint may come from a stranger, and its tokenizer, licence and card are copied as they are: a link among them
     could put any file of this user into a bundle that is then passed on. So links must end within the checkpoint, or

@@ -109,7 +109,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def travelling_files(self) -> dict[str, Path]:
-        """None are beside the file that are its own."""
+        """A GGUF file has no files of its own next to it."""
         return {}
 
     @property

@@ -105,7 +105,7 @@ def _of_gguf(path: Path) -> tuple[dict[str, Entry], str]:
 
 
 def _of_bytes(data: bytes, path: Path) -> tuple[dict[str, Entry], str]:
-    """Read the older form, which says of no entry how many experts it is of."""
+    """Read the older form, which does not record the number of experts of an entry."""
     at = 0
 
     def number() -> int:

@@ -54,7 +54,7 @@ class Vocabulary:
         return ((i, self.tokens[i]) for i, kind in enumerate(self.types) if kind in types)
 
     def text(self, role: str) -> str | None:
-        """Return the text of a special token, None if there is none."""
+        """Return the text of a special token, or None."""
         return self.tokens[self.named[role]] if role in self.named else None
 
 
@@ -82,7 +82,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str, source: str) -> Voc
 
 
 def items(metadata: Mapping[str, Any], key: str, source: str) -> list[Any] | None:
-    """Return the array under a key as a list, None if there is none."""
+    """Return the array under a key as a list, or None."""
     value = metadata.get(PREFIX + key)
     if value is None:
         return None

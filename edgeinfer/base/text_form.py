@@ -52,8 +52,8 @@ def text_form(value: Any) -> TextForm:
     if callable(schema_of := getattr(value, "model_json_schema", None)):  # a pydantic model
         return schema_form(schema_of())
     if not isinstance(value, dict):
-        raise UsageError(f"{shown(value)} is no form of a text; give {{'type': 'json_object'}}, a JSON schema, or a "
-                         "pydantic model.")
+        raise UsageError(f"{shown(value)} is not a response format; give {{'type': 'json_object'}}, a JSON schema, or "
+                         "a pydantic model.")
     kind = value.get("type")
     if kind == JSON_OBJECT:
         return schema_form(value["schema"]) if "schema" in value else TextForm(JSON_OBJECT)

@@ -211,7 +211,7 @@ def gain(seconds: Mapping[int, float], draft: float, accept: float, n: int) -> f
 
 
 def pays_from(seconds: Mapping[int, float], draft: float) -> float | None:
-    """Return the least acceptance, in hundredths, with which draft tokens are faster than none; None if none is."""
+    """Return the lowest acceptance, in hundredths, at which draft tokens pay, or None."""
     return next((a / 100 for a in range(101) if max(gain(seconds, draft, a / 100, n) for n in PROPOSALS) > 1), None)
 
 

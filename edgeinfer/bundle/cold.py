@@ -125,7 +125,7 @@ class Cold:
 
 
 def read_cold(bundle: Bundle) -> Cold | None:
-    """Return where a bundle's clusters are, or None if it has none; raises as `read_predictor`."""
+    """Return the locations of a bundle's clusters, or None; raises as `read_predictor`."""
     if (opened := open_part(bundle, "cold", ("neurons",))) is None:
         return None
     about, arrays, where = opened

@@ -145,7 +145,7 @@ class Bundle:
         return (self.weights[at : at + entry.piece_bytes] for at in entry.piece_offsets)
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a listed file such as tokenizer.json, or None if the bundle has none of that name."""
+        """Return the path of a listed file such as tokenizer.json, or None."""
         return self.path / name if name in self.files else None
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:

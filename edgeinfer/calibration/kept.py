@@ -107,7 +107,7 @@ class KeptStatistics:
         os.replace(unfinished, self.path / EFFECTS_FILE)
 
     def of(self, weight: str) -> Pieces | None:
-        """Return the statistics of a weight's input, of each of its experts or heads; None if there are none."""
+        """Return the statistics of a weight's input, per expert or head, or None."""
         return Pieces(self.path / self._files[weight]) if weight in self._files else None
 
 

@@ -72,7 +72,7 @@ def speed(value: float) -> str:
 
 
 def whose_object(found: Estimate) -> dict[str, Any]:
-    """Return the fields of an estimate that say whose speed it is."""
+    """Return the fields of an estimate that name the program and unit it is for."""
     others = [{"name": name, "decode_tok_per_s": value} for name, value in found.others.items()]
     return {"program": found.program, "unit": found.unit, "unit_words": found.unit_words, "others": others}
 

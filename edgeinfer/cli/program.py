@@ -38,7 +38,7 @@ class StandardOutput(io.TextIOWrapper):
 
 
 class StandardError(io.TextIOWrapper):
-    """Standard error, whose loss ends nothing: there is no place left where it could be told."""
+    """Standard error; errors of writing to it are ignored, because they could not be reported anywhere."""
 
     def write(self, text: str) -> int:
         """Write a text, if that is possible."""

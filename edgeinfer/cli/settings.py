@@ -47,7 +47,7 @@ def origin(variable: str) -> str:
 
 
 def read() -> dict[str, Any]:
-    """Return the file's values by key; none if there is no file.
+    """Return the file's values by key; empty without a file.
 
     Raises `UsageError` for a file that is not valid TOML, an unknown key or a value of a wrong type.
     """

@@ -56,7 +56,7 @@ def check_private(address: str) -> None:
     except ValueError:
         raise UsageError(f"--address is {address!r}; give an IP address of this machine.") from None
     if not private or address in ("0.0.0.0", "::"):
-        raise UsageError(f"{address} is no private address; name one of this machine's with --address, such as "
+        raise UsageError(f"{address} is not a private address; name one of this machine's with --address, such as "
                          "192.168.1.10, so that the cluster is not open to everybody.")
 
 

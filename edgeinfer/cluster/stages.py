@@ -99,7 +99,7 @@ class StageHost:
 
         try:
             if self._calls is None or number != self._last + 1:
-                raise EdgeInferError("The calls to a stage came out of order; open the model again.")
+                raise EdgeInferError("The calls to a stage arrived out of order; open the model again.")
             self._last = number
             made = call(self._calls)
         except Exception as error:

@@ -62,7 +62,7 @@ class Engine:
         self._bell = threading.Lock()
         self._bell.acquire()
         self._starting = threading.RLock()
-        """Guards who runs the steps."""
+        """Protects the choice of the thread that runs the steps."""
         _open.add(self)
 
     # -- other threads -----------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Engine:
     # -- the thread that runs the steps ------------------------------------------------------------------------------
 
     def _call_own(self) -> None:
-        """Let the engine's own thread run the steps; it is started if there is none."""
+        """Let the engine's own thread run the steps, and start it if necessary."""
         if self._own is None:
             thread = threading.Thread(target=self._serve, name="edgeinfer engine", daemon=True)
             thread.start()
@@ -220,7 +220,7 @@ class Engine:
             self.runner.close()
 
     def _serve(self) -> None:
-        """Run steps whenever there are requests, until there was none for a while."""
+        """Run steps while there are requests, and end after some time without any."""
         while True:
             with self._starting:
                 if not self.inside:

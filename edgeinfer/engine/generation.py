@@ -156,7 +156,7 @@ class Generation(Task[Completion]):
         return max(self.room - 1, 0)
 
     def arrive(self) -> None:
-        """Let the time to the first token begin."""
+        """Start measuring the time to the first token."""
         self._times = TokenTimes()
 
     def begin(self, sequence: Sequence) -> None:
@@ -256,7 +256,7 @@ class Generation(Task[Completion]):
         return pieces[0] if pieces else ""
 
     def release(self) -> None:
-        """Give the sequences back."""
+        """Release the sequences."""
         if self.speculation:
             self.speculation.release(self._samples)
         if self._base is not None:  # released before it is forgotten: an interruption may come between these lines

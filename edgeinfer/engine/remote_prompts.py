@@ -126,7 +126,7 @@ class RemotePrompts:
         return True
 
     def close(self) -> None:
-        """Tell those who wait that nothing is written any more."""
+        """Notify all waiting callers that no part will be written."""
         while self._parts:
             part = self._parts.popleft()
             part.prompt.error = ClosedError("The model was closed; open it again.")

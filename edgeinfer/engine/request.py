@@ -216,7 +216,7 @@ class Request(Generic[Result]):
             self.on_event()
 
     def conclude(self, error: BaseException | None = None) -> None:
-        """End the request, with the error that its client is to see if there is one."""
+        """End the request, with an error for its client if there is one."""
         if not self.ended:
             self.ended = True
             self._pieces.put(_End(error))

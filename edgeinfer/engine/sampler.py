@@ -274,7 +274,7 @@ class Sampler:
         return sampling.candidates(logits, self._config.top_k, self._config.top_p, self._config.min_p)
 
     def allowed(self, edited: Floats) -> Floats | None:
-        """Return the logits with -inf for what the mask forbids, in a copy if there is one; None if it leaves none."""
+        """Return the logits with -inf for masked tokens, as a copy if there is a mask; None if no token is allowed."""
         if self._mask is None:
             return edited
         edited = sampling.forbid(edited, self._mask)

@@ -78,7 +78,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request[Any]) -> None:
-        """Forget a request, whose blocks others may want."""
+        """Remove a request; its blocks may be needed by others."""
         for requests in (self.waiting, self.running):
             if request in requests:
                 requests.remove(request)

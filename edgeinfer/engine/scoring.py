@@ -130,7 +130,7 @@ class Scoring(Task[list[Score]]):
         return True
 
     def _start(self, ids: list[int]) -> None:
-        """Begin a score with its first token, whose distribution is after the prompt."""
+        """Begin a score with its first token, whose distribution follows the prompt."""
         assert self._first is not None
         self._greedy = True
         self._note(self._first, ids)

@@ -261,7 +261,7 @@ class Steps:
             self._runner.save(task.sequence, request.prompt_cache)
 
     def _conclude(self, request: Request[Any], error: BaseException | None = None) -> None:
-        """End a request, give its sequences back and tell its client."""
+        """End a request, release its sequences and notify its client."""
         if request in self.scheduler.waiting and not request.claim():  # who cancelled it has ended it
             self.scheduler.remove(request)
             return

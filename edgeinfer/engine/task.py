@@ -143,14 +143,14 @@ class Task(abc.ABC, Generic[Result]):
         return 0
 
     def run_pass(self) -> None:
-        """Run a forward pass of its own."""
+        """Run a separate forward pass."""
 
     @abc.abstractmethod
     def take(self, ran: list[Ran]) -> str:
         """Process the outcome of runs, and return the new text."""
 
     def release(self) -> None:
-        """Give the sequences back; the task stays as it is, and can `begin` again."""
+        """Release the sequences; the task keeps its state and can `begin` again."""
         if self._sequence is not None:
             self._runner.release(self._sequence)
             self._sequence = None

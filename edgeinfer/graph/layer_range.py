@@ -65,7 +65,7 @@ def cut_before(graph: Graph, layer: int) -> tuple[int, Tensor | None]:
         raise _refusal(graph, layer, f"later layers read {' and '.join(sorted(crossing))} of earlier ones")
     (rows,) = crossing.values()
     if (rows.dtype, rows.rows, rows.times) != ("f32", "tokens", 1):
-        raise _refusal(graph, layer, f"later layers read {rows}, which is no residual")
+        raise _refusal(graph, layer, f"later layers read {rows}, which is not a residual")
     return start, rows
 
 

@@ -83,7 +83,7 @@ def apply(graph: Graph, recipe: Recipe) -> Graph:
             raise UsageError(f"The pass {step} cannot be applied: {error}.") from None
         made = function(graph, **settings)
         if not isinstance(made, Graph):
-            raise UnsupportedModelError(f"The pass {step.name} gives no graph, but {made!r:.60}.")
+            raise UnsupportedModelError(f"The pass {step.name} returns no graph, but {made!r:.60}.")
         try:
             graph = check(made, f"the pass {step.name}")
         except UnsupportedModelError:

@@ -51,7 +51,7 @@ class TechniqueOptions(TypedDict, total=False):
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Fields of `GenerationConfig`; None stands for the default."""
+    """Fields of `GenerationConfig`; None means the default."""
 
     max_tokens: int | None
     temperature: float | None

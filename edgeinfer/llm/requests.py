@@ -231,7 +231,7 @@ def _check_stream(options: Mapping[str, Any]) -> None:
         raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is known at "
                            "the end; use complete.")
     if asked.n != 1:
-        raise RequestError(f"A stream gives one sample, and n is {asked.n}; use complete.")
+        raise RequestError(f"A stream returns one sample, and n is {asked.n}; use complete.")
 
 
 def reusing(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class _Judge:
 
 
 def summary(models: list[LocalModel]) -> str:
-    """Say in a sentence how many there are, and how many of them run and fit."""
+    """Return a sentence with the number of models, and of those that run and fit."""
     whole = [model for model in models if model.kind == "model" and model.format]
     runs = [model for model in whole if model.runs]
     fits = sum(bool(model.fits) for model in runs)

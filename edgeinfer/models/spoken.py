@@ -75,7 +75,7 @@ MOST_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Spoken:
-    """A name taken apart."""
+    """The parts of a name."""
 
     shape: Shape | None
     """The built-in shape that it means; None if it means none."""
@@ -108,7 +108,7 @@ def _keys() -> dict[tuple[str, ...], str]:
 
 
 def spoken(text: str) -> Spoken:
-    """Take the name of a model apart."""
+    """Parse the name of a model."""
     lowered = _FILE.sub(" ", text[:MOST_CHARACTERS].strip().lower())
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)

@@ -86,7 +86,7 @@ def judge(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> Ju
 
 
 def of_run(bundle: Bundle, config: RuntimeConfig) -> dict[str, Any] | None:
-    """Return what reports say of a run's approximations, or None if it has none.
+    """Return the report of a run's approximations, or None without any.
 
     Raises `BundleError` as `read_quality`.
     """

@@ -144,7 +144,7 @@ class StorageType:
         return LINE_BYTES * self.record_groups(group) * self.group_lines(group)
 
     def minima_at(self, group: int) -> int:
-        """Byte at which its minima begin, if there are any."""
+        """Byte offset of the minima, if there are any."""
         return self.factors_at(group) + TILE_ROWS * SCALE_BYTES[self.scale] * self.record_groups(group)
 
     def outer_at(self, group: int) -> int:

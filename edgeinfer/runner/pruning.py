@@ -158,7 +158,7 @@ def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float],
 
 
 def layers_of(text: str | None) -> tuple[int, ...]:
-    """Return the boundaries that a text such as ``9,18,27`` stands for; none for None.
+    """Parse boundaries such as ``9,18,27``; None gives an empty tuple.
 
     Raises `UsageError` for a text that is no such list.
     """

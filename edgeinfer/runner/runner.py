@@ -282,7 +282,7 @@ class Runner(Caching, abc.ABC):
                 f"(prefill_chunk) and {self.config.outputs} rows (outputs)."
             )
         if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
-            raise RequestError("A sequence takes part twice in one forward pass; fork it.")
+            raise RequestError("A sequence occurs twice in one forward pass; fork it.")
 
     def check(self, sequence: Sequence, ids: Items[int]) -> None:
         """Raise `RequestError` for tokens that the model does not have or the context has no room for."""

@@ -33,7 +33,7 @@ class HiddenRows:
         gather = next((op for op in ops if isinstance(op, GatherOutputs)), None)
         norm = next((op for op in ops if isinstance(op, (RmsNorm, LayerNorm)) and gather and op.x == gather.out), None)
         if gather is None or norm is None:
-            raise UnsupportedModelError(f"The model {session.model.model_type} has no norm in front of its head, so it "
+            raise UnsupportedModelError(f"The model {session.model.model_type} has no norm before its head, so it "
                                         "gives no embeddings.")
         self._residual: Tensor = gather.x
         self.stop = next(i for i, one in enumerate(session.program.instructions) if one.op is gather)

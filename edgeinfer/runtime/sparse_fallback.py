@@ -53,7 +53,7 @@ class SparseFfn:
                      for mode, density in zip(self.runs, whole, strict=True))
 
     def reads(self, mode: str) -> str:
-        """Return the mode whose reads, and so whose curve, a mode has."""
+        """Return the mode whose curve of reads applies to a mode."""
         return "exact" if mode == "predict" and self.kind == "threshold" else mode
 
     def sentence(self) -> str:

@@ -18,7 +18,7 @@ from ..errors import (
 )
 
 RETRY_SECONDS = 1
-"""Wait that a client is told where the same request may be served later."""
+"""Seconds after which a client may retry a request that can be served later."""
 _RETRY = {"retry-after": str(RETRY_SECONDS)}
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 BUSY, UNAVAILABLE, FAILED = "rate_limit_error", "service_unavailable_error", "server_error"

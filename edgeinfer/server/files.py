@@ -93,7 +93,7 @@ class Store:
             raise _unwritten(error) from None
 
     def read(self, name: str, kind: Any, what: str) -> Any:
-        """Return a description; raises `ApiError` where there is none."""
+        """Return a description; raises `ApiError` if it does not exist."""
         try:
             if _ID.fullmatch(name):
                 with open_plain(self.folder / f"{name}.json") as file:
@@ -118,7 +118,7 @@ class Store:
             return None
 
     def add(self, owner: str, filename: str, purpose: str, data: bytes | None = None) -> Kept:
-        """Keep a file; without data it is written by who asks for it."""
+        """Create a file; without data the caller writes it."""
         kept = Kept(new_id("file-"), owner, filename, purpose, int(time.time()))
         if data is not None:
             try:
@@ -241,7 +241,7 @@ def _form(call: Call) -> dict[str, tuple[str, bytes]]:
     """Return file name and content of each field of a form; raises `ApiError` for another body."""
     boundary = _BOUNDARY.match(call.headers.get("content-type", ""))
     if boundary is None:
-        raise ApiError(400, "The body is no form; send multipart/form-data with purpose and file.",
+        raise ApiError(400, "The body is not a form; send multipart/form-data with purpose and file.",
                        code="invalid_form")
     found = dict[str, tuple[str, bytes]]()
     for head, data in _parts(call.body, b"--" + boundary[1].encode("latin-1")):

@@ -22,7 +22,7 @@ SALT_BYTES = 16
 
 
 class Guards:
-    """Stands in front of the application.
+    """Middleware that every request passes first.
 
     Parameters
     ----------

@@ -122,7 +122,7 @@ def converted(value: Any, kind: type[T]) -> T:
         what, where = found["what"], found["where"] or ""
         if unknown := _UNKNOWN.match(what):
             where = f"{where}.{unknown['name']}" if where else unknown["name"]
-            raise ApiError(400, f"{where[:200]!r} is no field that this server knows; leave it out.", param=where[:200],
+            raise ApiError(400, f"{where[:200]!r} is not a field of this server's API; omit it.", param=where[:200],
                            code="unknown_parameter") from None
         raise ApiError(400, f"{what[:300]} in {f'{where[:200]!r}' if where else 'the body'}.",
                        param=where[:200] or None, code="invalid_type") from None

@@ -83,7 +83,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for one in calls if isinstance(calls, list) else [{}]:
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(one, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"{where} is no list of calls with a function each.", param=where)
+            raise ApiError(400, f"{where} is not a list of calls with a function each.", param=where)
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -92,14 +92,15 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are not JSON: {error}.",
                                param=where) from None
         if not isinstance(arguments, dict):
-            raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are no JSON object.", param=where)
+            raise ApiError(400, f"{where}: the arguments of {function['name'][:60]!r} are not a JSON object.",
+                           param=where)
         made.append({"id": one.get("id", ""), "type": "function",
                      "function": {"name": function["name"], "arguments": arguments}})
     return made
 
 
 def with_text_arguments(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as text, for templates that want them so.
+    """Return messages whose calls have arguments as text, for templates that expect text.
 
     Such templates also want no content beside calls.
     """
@@ -152,7 +153,7 @@ def tools_of(tools: list[dict[str, Any]] | None, name_field: str = "function.nam
 
 
 def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
-    """Return tools as chat templates take them; None for none."""
+    """Return tools in the form that chat templates expect; None without tools."""
     return [{"type": "function", "function": {"name": one.name, "description": one.description,
                                               "parameters": one.parameters}} for one in tools] or None
 

@@ -39,7 +39,7 @@ def _options(call: Call, given: Mapping[str, Any] | None) -> tuple[dict[str, Any
     values = dict(given or {})
     for name in values:
         if name not in SAMPLING and name not in OPENING:
-            raise ApiError(400, f"options.{printable(name[:60])} is no option that this server knows; leave it out.")
+            raise ApiError(400, f"options.{printable(name[:60])} is not an option of this server; omit it.")
     most = values.get("num_predict")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
         raise ApiError(400, f"options.num_predict is {str(most)[:40]!r}; it must be a whole number.")

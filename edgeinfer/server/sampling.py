@@ -68,7 +68,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token): value for token, value in given.items()}
     except ValueError:
-        raise ApiError(400, "logit_bias has names that are no token ids; /tokenize gives the ids of a text.",
+        raise ApiError(400, "logit_bias has keys that are not token ids; /tokenize gives the ids of a text.",
                        param="logit_bias") from None
 
 
@@ -137,7 +137,7 @@ def at_least_one(name: str, value: int | None) -> None:
 def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
     """Return settings of the chat template; raises `ApiError` for one that is no setting of it."""
     if wrong := [name for name in given or () if name in RESERVED]:
-        raise ApiError(400, f"chat_template_kwargs.{wrong[0]} is no setting of a chat template; leave it out.",
+        raise ApiError(400, f"chat_template_kwargs.{wrong[0]} is not a setting of a chat template; omit it.",
                        param=f"chat_template_kwargs.{wrong[0]}")
     return {**({} if effort is None else {"reasoning_effort": effort}), **(given or {})}
 

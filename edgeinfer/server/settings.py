@@ -1,4 +1,4 @@
-"""Settings of a server: where it listens, who may ask, and how much."""
+"""Settings of a server: address, access and limits."""
 
 from __future__ import annotations
 

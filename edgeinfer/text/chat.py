@@ -59,7 +59,7 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, directory: Path | str) -> ChatTemplate | None:
-        """Open the chat templates of a bundle or checkpoint directory; None if it has none.
+        """Open the chat templates of a bundle or checkpoint directory; None without any.
 
         Files of their own (`template_files`) go before the ``chat_template`` of tokenizer_config.json, which is a
         string or a list of named ones.

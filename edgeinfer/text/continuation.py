@@ -25,7 +25,7 @@ class Continuing(NamedTuple):
 
 
 def without_leading_space(tokenizer: Any) -> Continuing | None:
-    """Make of a ``tokenizers.Tokenizer`` one that puts no space before a text; None if it puts none anyway.
+    """Return a ``tokenizers.Tokenizer`` that adds no space before a text; None if the given one adds none.
 
     The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
     space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of

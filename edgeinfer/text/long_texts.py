@@ -51,7 +51,7 @@ def check_wanted(stopped: Callable[[], bool] | None) -> None:
 
 
 def interruptible(work: Callable[[], _Result], stopped: Callable[[], bool] | None = None) -> _Result:
-    """Return what a long call into a library gives.
+    """Return the result of a long call into a library.
 
     Ctrl-C, or `stopped`, leaves the call behind in a thread that ends with it or with the process.
     """

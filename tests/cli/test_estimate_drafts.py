@@ -80,8 +80,8 @@ def test_lookup_by_kind_of_text() -> None:
 @pytest.mark.parametrize(("more", "sentence"), [
     (["--draft", "llama-3.2-1b", "--acceptance", "1.4"], "--acceptance is 1.4; it is the share of draft tokens that"),
     (["--draft", "llama-3.2-1b", "--acceptance", "-0.1"], "--acceptance is -0.1; it is the share"),
-    (["--acceptance", "0.7"], "--acceptance 0.7 is of a draft model; add --draft MODEL."),
-    (["--draft-tokens", "4"], "--draft-tokens 4 is of a draft model; add --draft MODEL."),
+    (["--acceptance", "0.7"], "--acceptance 0.7 requires --draft MODEL."),
+    (["--draft-tokens", "4"], "--draft-tokens 4 requires --draft MODEL."),
     (["--draft", "llama-3.2-1b", "--draft-tokens", "0"], "--draft-tokens is 0; it must be from 1 to 64."),
     (["--speculate", "self"], "--speculate is 'self'; give lookup or off, or --draft MODEL for a draft model."),
     (["--draft", "llama-3.2-1b", "--accepted", "2"], "--draft and --accepted both set the tokens of a pass"),

@@ -91,7 +91,7 @@ def test_skipping_on_every_device() -> None:
     (["--storage", "floppy"], "There is no storage 'floppy'; choose one of nvme, "),
     (["--sparsity", "1.2"], "--sparsity is 1.2; it is the share of zeros, from 0 to below 1"),
     (["--sparsity", "-1"], "--sparsity is -1; it is the share of zeros"),
-    (["--rows", "4KiB"], "--rows 4KiB is of neurons that are left out; add --sparsity SHARE"),
+    (["--rows", "4KiB"], "--rows 4KiB requires --sparsity SHARE"),
     (["--sparsity", "0.8", "--rows", "0"], "--rows is '0'; give a size from 1 byte to 1GiB, such as 4KiB"),
     (["--sparsity", "0.8", "--rows", "wide"], "--rows is 'wide'; give a size from 1 byte"),
     (["--budget", "much"], "--budget: Size 'much' cannot be read; write a number and a unit"),

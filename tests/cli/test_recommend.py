@@ -117,7 +117,7 @@ def test_code_and_documents_have_other_models() -> None:
     (["--machine", "rpi5", "--ctx", "0"], "--ctx"),
     (["--machine", "rpi5", "--all-devices"], "--machine names one device; omit --all-devices."),
     (["llama-3.1-8b", "--machine", "rpi5"], "'edgeinfer plan llama-3.1-8b' plans one"),
-    (["nosuch-9z", "--all-devices"], "'nosuch-9z' is no built-in shape; near ones are"),
+    (["nosuch-9z", "--all-devices"], "'nosuch-9z' is not a built-in shape; similar names are"),
     (["--bandwidth", "0", "--cores", "8", "--class", "laptop"], "--bandwidth is '0"),
     (["--bandwidth", "120", "--cores", "8"], "--bandwidth describes a device together with --class; add it."),
     (["--bandwidth", "120", "--cores", "8", "--class", "boat"], "--class is 'boat'; choose one of desktop, laptop"),

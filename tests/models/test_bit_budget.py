@@ -104,8 +104,8 @@ def test_what_no_types_can_meet_is_refused(source: Path, budget: dict[str, float
 def test_the_command_says_what_contradicts(source: Path) -> None:
     convert_it = partial(edgeinfer, "convert", source, source.parent / "made")
     for options, said in (
-        (("--bits", 4, "--size", "2GB"), "--bits 4 and --size 2GB both say how large the bundle becomes"),
-        (("--bits", 4, "--weights", "q4"), "--bits 4 chooses the type of each matrix, and --weights q4 says one"),
+        (("--bits", 4, "--size", "2GB"), "--bits 4 and --size 2GB both set the size of the bundle"),
+        (("--bits", 4, "--weights", "q4"), "--bits 4 chooses the type of each matrix, and --weights q4 sets one"),
         (("--size", "2GB", "--head", "q6"), "--size 2GB chooses the type of each matrix, and --head q6 says one"),
         (("--weights", "Q4_K_M", "--head", "q6"), "--weights q4_k_m chooses the type of each matrix, and --head q6"),
         (("--size", "much"), "Size 'much' cannot be read"),

@@ -164,7 +164,7 @@ def test_what_is_refused(opened: Session) -> None:
                "sequences), 100 tokens (prefill_chunk) and 8 rows (outputs)."),
         ([Segment(sequence, tokens(101))], "1 sequences with 101 tokens"),
         ([Segment(sequence, tokens(9), range(9))], "1 sequences with 9 tokens and 9 rows"),
-        ([Segment(sequence, [1]), Segment(sequence, [2])], "A sequence takes part twice in one forward pass; fork it."),
+        ([Segment(sequence, [1]), Segment(sequence, [2])], "A sequence occurs twice in one forward pass; fork it."),
         ([Segment(sequence, [])], "The prompt is empty"),
         ([Segment(other, [1]), Segment(sequence, [99])], "Token id 99 is outside the vocabulary"),
         ([Segment(sequence, [1], (), 7)], "The role of a segment is 7; it is PROMPT or DECODE."),

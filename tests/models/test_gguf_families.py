@@ -296,7 +296,7 @@ def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
     ("name", "key", "value", "message"),
     [
         ("gemma4", "gemma4.rope.dimension_count", 10, "rope.dimension_count 10, .* width of a head, 22"),
-        ("gemma4", "gemma4.feed_forward_length", [100, 200, 100, 100, 200, 200, 200], "is none of Gemma 4's"),
+        ("gemma4", "gemma4.feed_forward_length", [100, 200, 100, 100, 200, 200, 200], "is not that of a known Gemma 4"),
         ("gemma4", "gemma4.attention.sliding_window_pattern", [True, False], "for each of 7 layers"),
         ("gemma4", "gemma4.expert_count", 8, "lacks 'top_k_experts'"),
         ("gemma4-mixture", "gemma4.expert_used_count", 10, "top_k_experts is 10; it must be .* from 1 to 9"),

@@ -108,7 +108,7 @@ def test_passes_that_cannot_be_decoded(models: Path) -> None:
             )
         with pytest.raises(RequestError, match=r"^1 sequences cannot continue with 2 tokens; give one for each\.$"):
             opened.decode([first], [1, 2])
-        with pytest.raises(RequestError, match=r"^A sequence takes part twice in one forward pass; fork it\.$"):
+        with pytest.raises(RequestError, match=r"^A sequence occurs twice in one forward pass; fork it\.$"):
             opened.decode([first, first], [1, 2])
         with pytest.raises(RequestError, match=r"^Token id 99"):
             opened.decode([first, second], [1, 99])

@@ -58,7 +58,7 @@ def test_answers_are_those_of_the_model_and_refusals_are_lines(tmp_path: Path) -
         "chat": 400, "long": 400, "odd": 400}
     assert "no chat template" in found["chat"][1]["error"]["message"]
     assert found["long"][1]["error"]["code"] == "context_length_exceeded"
-    assert "'colour' is no field" in found["odd"][1]["error"]["message"]
+    assert "'colour' is not a field" in found["odd"][1]["error"]["message"]
     assert (done.json["requests"], done.json["before"], done.json["failed"]) == (17, 0, 3)
     assert done.json["completion_tokens"] == 12 * 24 + 20 * 4 and done.json["tok_per_s"] > 0
     assert "out.jsonl has 17 answers, of which 3 have another status than 200; 17 in " in done.err

@@ -63,7 +63,7 @@ def test_a_cluster_from_its_start_to_its_end(machines: list[Machine], tmp_path: 
              f"Ray at {address} does not take this token; copy"),
             (second("cluster", "join", f"{own_address()}:1", "--port", port + 200), "Connection refused; start it there"
              " with 'edgeinfer cluster up'"),
-            (second("cluster", "status"), "This machine is no node of a cluster; name its head with --ray")):
+            (second("cluster", "status"), "This machine is not a node of a cluster; name its head with --ray")):
         assert done.returncode and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
     done = second("cluster", "join", address, "--port", port + 200, "--cpus", 1)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_a_cluster_from_its_start_to_its_end(machines: list[Machine], tmp_path: 
     for one, what in ((second, "a node"), (first, "the head")):
         assert f"This machine is no longer {what} of {address}." in one("cluster", "down").stderr
     assert not psutil.wait_procs(processes, 10)[1]
-    assert first("cluster", "down").stderr == "edgeinfer: This machine is no node of a cluster.\n"
+    assert first("cluster", "down").stderr == "edgeinfer: This machine is not a node of a cluster.\n"
 
 
 def free_ports() -> int:
@@ -93,7 +93,7 @@ def free_ports() -> int:
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "0.0.0.0", "here"])
 def test_addresses_that_are_open_or_none(address: str) -> None:
-    with pytest.raises(UsageError, match=r"is no private address; name one|give an IP address of this machine"):
+    with pytest.raises(UsageError, match=r"is not a private address; name one|give an IP address of this machine"):
         check_private(address)
 
 

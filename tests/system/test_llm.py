@@ -171,7 +171,7 @@ def test_continuations_are_tokenised_as_text_that_goes_on(llm: LLM) -> None:
 @pytest.mark.parametrize(("continuations", "message"), [
     ([], "There is no continuation to score; give at least one"), ([" a", ""], "The prompt is empty|Continuation 1 is"),
     ([[]], "Continuation 0 is empty; give text or token ids"), ([[99999]], "Continuation 0: Token id 99999"),
-    ([[5] * 300], r"Continuation 0 has more than \d+ tokens, for which the context of 256 has room behind"),
+    ([[5] * 300], r"Continuation 0 has more than \d+ tokens, for which the context of 256 has room after"),
     (" good", "continuations is ' good'; it must be a list of texts or of lists of token ids"),
     (3, "continuations is 3; it must be a list of texts"), ([3], "The prompt is a int; it must be text or token ids"),
 ])
@@ -307,7 +307,7 @@ def test_options_that_cannot_be_served(llm: LLM) -> None:
         llm.generate(PROMPT, top_p=2)
     with pytest.raises(RequestError, match="5 samples were asked for, but the model is open for 4; open it"):
         llm.complete(PROMPT, n=5)
-    with pytest.raises(RequestError, match="A stream gives one sample, and n is 2; use complete"):
+    with pytest.raises(RequestError, match="A stream returns one sample, and n is 2; use complete"):
         llm.stream(PROMPT, n=2)
     with pytest.raises(RequestError, match="logit_bias names token 4096; ids are from 0 to 4095"):
         llm.generate(PROMPT, logit_bias={4096: 1.0})

@@ -47,14 +47,14 @@ def test_damaged_requests_are_served_or_refused(target: Requests) -> None:
                       "stop_sequences": [""]}, "stop_sequences has a string of 0 characters"),
     ("/api/generate", {"model": "demo", "prompt": "Hi", "options": {"stop": 0}}, "options.stop"),
     ("/api/generate", {"model": "demo", "prompt": "Hi", "options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
-    ("/api/generate", {"model": "demo", "prompt": "Hi", "options": {"\0": 1}}, "options.\\x00 is no option"),
+    ("/api/generate", {"model": "demo", "prompt": "Hi", "options": {"\0": 1}}, "options.\\x00 is not an option"),
     ("/api/generate", {"model": "demo", "prompt": "Hi", "format": {"type": "a"}}, "format: The json schema cannot be"),
     ("/v1/completions", {"prompt": "Hi", "response_format": {"type": "json_object", "schema": {"type": 1}}},
      "response_format: The json schema cannot be used: type must be"),
     ("/v1/completions", {"prompt": "Hi", "regex": "a("}, "regex: The regex cannot be used"),
     ("/v1/completions", {"prompt": [5, -1], "echo": True}, "prompt has the id -1; ids are from 0 to 4095"),
     ("/detokenize", {"tokens": [4096]}, "tokens has the id 4096"),
-    ("/v1/completions", {"prompt": "Hi", "../x": 1}, "'../x' is no field"),
+    ("/v1/completions", {"prompt": "Hi", "../x": 1}, "'../x' is not a field"),
     ("/v1/completions", [], "Expected `object`, got `array` in the body"),
 ])
 def test_refusals_name_the_field(target: Requests, path: str, body: object, told: str) -> None:

@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "type": (COMPLETIONS, {**GREEDY, "max_tokens": "5"}, 400, "'max_tokens'"),
     "negative": (COMPLETIONS, {**GREEDY, "max_tokens": -1}, 400, "max_tokens is -1"),
     "temperature": (COMPLETIONS, {**GREEDY, "temperature": -1}, 400, "temperature is -1"),
-    "unknown": (COMPLETIONS, {**GREEDY, "temprature": 1}, 400, "'temprature' is no field"),
+    "unknown": (COMPLETIONS, {**GREEDY, "temprature": 1}, 400, "'temprature' is not a field"),
     "model": (COMPLETIONS, {**GREEDY, "model": "gpt-4o"}, 404, "'gpt-4o' is not served here; choose one of chat"),
     "empty": (COMPLETIONS, {**GREEDY, "prompt": ""}, 400, "prompt is empty"),
     "mixture": (COMPLETIONS, {**GREEDY, "prompt": ["a", 1]}, 400, "mixes texts and token ids"),
@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "arguments": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {
         "name": "f", "arguments": "{"}}]}]}, 400, "are not JSON"),
     "list of arguments": (CHAT, said({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}), 400,
-                          "the arguments of 'f' are no JSON object"),
-    "calls": (CHAT, said({"tool_calls": {}}), 400, "messages[0].tool_calls is no list"),
+                          "the arguments of 'f' are not a JSON object"),
+    "calls": (CHAT, said({"tool_calls": {}}), 400, "messages[0].tool_calls is not a list"),
     "old call": (CHAT, said({"function_call": {"name": "f"}}), 400, "messages[0].function_call is not supported"),
     "audio": (CHAT, said({"audio": {"id": "a"}}), 400, "messages[0].audio is not supported"),
     "name of a tool": (CHAT, called("a b"), 400, "tools[0].function.name must have 1 to 128 characters and no spaces"),
@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"-1": 1}}, 400, "logit_bias names token -1"),
     "format": (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, 400, "text.format: A JSON"),
     "verbosity": (RESPONSES, {"input": "a", "text": {"verbosity": "low"}}, 400, "text.verbosity is 'low'"),
-    "part of text": (RESPONSES, {"input": "a", "text": {"colour": 1}}, 400, "'text.colour' is no field"),
+    "part of text": (RESPONSES, {"input": "a", "text": {"colour": 1}}, 400, "'text.colour' is not a field"),
     "effort": (RESPONSES, {"input": "a", "reasoning": {"effort": 5}}, 400, "'reasoning.effort'"),
     "documents": ("/v1/rerank", {"query": "a", "documents": ["a"] * 3000}, 400, "documents has 3000 texts"),
     "kept": (RESPONSES, {"input": "a", "previous_response_id": "x"}, 400, "keeps no answers"),
@@ -111,14 +111,14 @@ def test_a_wrong_method(running: Running) -> None:
 @pytest.mark.parametrize(("path", "body", "status", "words"), [
     ("/api/chat", {"model": "other", "messages": HELLO}, 404, "'other' is not served here"),
     ("/api/chat", {"model": "chat", "messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "images"),
-    ("/api/chat", {"model": "chat", "messages": HELLO, "options": {"heat": 1}}, 400, "options.heat is no option"),
+    ("/api/chat", {"model": "chat", "messages": HELLO, "options": {"heat": 1}}, 400, "options.heat is not an option"),
     ("/api/generate", {"model": "chat", "prompt": "a", "format": "xml"}, 400, "format is 'xml'"),
     ("/api/generate", {"model": "chat", "prompt": "a", "options": {"stop": [1]}}, 400, "options.stop"),
     ("/api/generate", {"model": "chat", "prompt": "a", "options": {"temperature": "hot"}}, 400, "temperature is 'hot'"),
     ("/api/chat", {"model": "chat", "messages": HELLO, "logprobs": True}, 400, "logprobs is not supported"),
     ("/api/embed", {"model": "chat", "input": "a", "dimensions": 3}, 400, "dimensions is '3'"),
     ("/api/embed", {"model": "chat", "input": "fox " * 2000, "truncate": False}, 400, "more than the context of 512"),
-    ("/api/embed", {"model": "chat", "input": "a", "options": {"heat": 1}}, 400, "options.heat is no option"),
+    ("/api/embed", {"model": "chat", "input": "a", "options": {"heat": 1}}, 400, "options.heat is not an option"),
 ])
 def test_ollamas_errors(running: Running, path: str, body: Any, status: int, words: str) -> None:
     found = running.ask(path, body)

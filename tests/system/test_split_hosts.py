@@ -43,11 +43,11 @@ def test_a_host_carries_out_calls_and_says_what_failed_in_the_next_answer() -> N
 
 def test_calls_out_of_order_and_unknown_ones_are_refused() -> None:
     host = opened()
-    for number, name, message in ((2, "blocks", "came out of order"), (1, "info", "has no call 'info'")):
+    for number, name, message in ((2, "blocks", "arrived out of order"), (1, "info", "has no call 'info'")):
         found = host.call(number, name, (), True)
         assert isinstance(found, Failure) and message in found.sentence
     unopened: Any = StageHost().call(1, "blocks", (), True)
-    assert "came out of order" in unopened.sentence
+    assert "arrived out of order" in unopened.sentence
 
 
 def test_a_part_that_was_given_up_is_cancelled() -> None:

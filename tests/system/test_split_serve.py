@@ -185,4 +185,4 @@ def test_a_file_of_requests(tmp_path: Any) -> None:
                       for one in map(json.loads, out.read_text().splitlines())})
     assert texts[0] == texts[1] and len(texts[0]) == 12
     done = edgeinfer("batch", given, tmp_path / "x.jsonl", "--ray", "local", "--split", SPLIT)
-    assert done.code == 2 and "--split does not go with --ray here" in done.sentence
+    assert done.code == 2 and "--split cannot be combined with --ray" in done.sentence

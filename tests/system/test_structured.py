@@ -118,7 +118,7 @@ def deep(n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("form", "sentence"), [
-    (3, "^3 is no form of a text; give"),
+    (3, "^3 is not a response format; give"),
     ({"type": "regex"}, "^A form of the type regex needs a text 'pattern'"),
     ({"type": "json_schema", "json_schema": 3}, "A JSON schema is an object, and this is a int"),
     (deep(MOST_DEPTH + 5), "The JSON schema is nested 6. deep or more; at most 64 are taken"),

@@ -75,7 +75,7 @@ class Caller:
         """
         self._running = options = run_options(self._provider, graph)
         if ended():  # asked for before there was anything to end
-            raise RuntimeError("The call was to end before it began.")
+            raise RuntimeError("The call was cancelled before it began.")
         self._wait(_Call(session, binding, options), ended)
 
     def _wait(self, call: _Call, ended: Callable[[], bool]) -> None:

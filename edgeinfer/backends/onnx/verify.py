@@ -103,14 +103,14 @@ def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
             files.add(where["location"])
             entries.append(_Entry(tensor.name, int(where["offset"]), int(where["length"]), sums[tensor.name]))
     if len(files) != 1 or Path(location := files.pop()).name != location:
-        raise BundleError("it names no file of data beside it.")
+        raise BundleError("it does not name its data file.")
     entries, end = sorted(entries, key=lambda entry: entry.offset), 0
     for entry in entries:
         if entry.offset != round_up(end, ALIGNMENT) or entry.nbytes < 0:
             raise BundleError(f"the tensor {entry.name!r} does not directly follow the one before it.")
         end = entry.offset + entry.nbytes
     if end != int(about["data_bytes"]):
-        raise BundleError("its data do not end where its last tensor does.")
+        raise BundleError("its data file does not end with its last tensor.")
     return location, entries
 
 

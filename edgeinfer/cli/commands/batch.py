@@ -88,7 +88,7 @@ def batch(
     if ray is not None and given.device not in (None, CPU):
         raise UsageError(f"--ray runs edgeinfer's own kernels, and --device is {given.device}; use one or the other.")
     if ray is not None and given.by_flag("split"):
-        raise UsageError("--split does not go with --ray here, whose workers hold whole models; use one or the other.")
+        raise UsageError("--split cannot be combined with --ray, whose workers hold whole models; use one of them.")
     if ray is not None:
         given.split = None
     registry.check_served(given.techniques)

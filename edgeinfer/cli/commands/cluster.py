@@ -110,7 +110,7 @@ def status(
 
     if ray is None:
         if (node := current()) is None:
-            raise UsageError("This machine is no node of a cluster; name its head with --ray, or start one with "
+            raise UsageError("This machine is not a node of a cluster; name its head with --ray, or start one with "
                              "'edgeinfer cluster up'.")
         ray = node.address
     if ray == "local":
@@ -147,7 +147,7 @@ def down(json: Json = False) -> None:
     if json:
         print_json({"address": node and node.address})
     elif node is None:
-        say("This machine is no node of a cluster.")
+        say("This machine is not a node of a cluster.")
     else:
         say(f"This machine is no longer {'the head' if node.head else 'a node'} of {node.address}.")
 

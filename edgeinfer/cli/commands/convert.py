@@ -178,7 +178,7 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any
 
     mixed = str(types["--weights"]).lower()
     if bits is not None and size is not None:
-        raise UsageError(f"--bits {bits:g} and --size {size} both say how large the bundle becomes; give one of them.")
+        raise UsageError(f"--bits {bits:g} and --size {size} both set the size of the bundle; give one of them.")
     if bits is not None or size is not None:
         from edgeinfer.converters import BitBudget
 
@@ -191,7 +191,7 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any
         return None
     for flag, value in types.items():
         if value is not None:
-            raise UsageError(f"{given} chooses the type of each matrix, and {flag} {value} says one; leave one out.")
+            raise UsageError(f"{given} chooses the type of each matrix, and {flag} {value} sets one; omit one of them.")
     return chooser
 
 
@@ -201,7 +201,7 @@ def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | Non
     ways: dict[str, Any] = {"plain": None}
     if imatrix is not None:
         if text is not None:
-            raise UsageError(f"--calibrate and --imatrix {imatrix} both say how weights are rounded; give one of them.")
+            raise UsageError(f"--calibrate and --imatrix {imatrix} both determine the rounding; give one of them.")
         from edgeinfer.converters import by_imatrix
 
         return {**ways, "importance": by_imatrix(imatrix)}
@@ -218,7 +218,7 @@ def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | Non
 
 def _compared(path: Path, text: Path | None, own: tuple[str, Path], others: dict[str, Any], progress: ProgressLine
               ) -> list[Compared]:
-    """Measure the bundle beside others of the same types, if that is wanted."""
+    """Compare the bundle with others of the same types, if requested."""
     if text is None:
         return []
     from ...models.comparison import compare

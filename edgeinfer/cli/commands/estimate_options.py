@@ -99,7 +99,7 @@ def questions_of(given: Given, all_devices: bool, users: int | None, answer: int
         if asked[name] is not None and all_devices:
             raise UsageError(f"{flag} applies to a single machine; omit --all-devices.")
     if goodput is not None and users is None:
-        raise UsageError(f"--goodput {goodput} is of several users; add --users N.")
+        raise UsageError(f"--goodput {goodput} requires --users N.")
     bounds: tuple[tuple[str, float], ...] = ()
     if goodput is not None:
         from ...bench import parse_goodput
@@ -115,7 +115,7 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
     if rows is None:
         return None
     if sparsity is None:
-        raise UsageError(f"--rows {rows} is of neurons that are left out; add --sparsity SHARE, such as 0.8.")
+        raise UsageError(f"--rows {rows} requires --sparsity SHARE, such as 0.8.")
     try:
         nbytes = int(rows) if rows.isascii() and rows.isdecimal() and len(rows) < 12 else parse_size(rows)
     except UsageError:
@@ -156,7 +156,7 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
     """
     for flag, value in (("--acceptance", acceptance), ("--draft-tokens", draft_tokens)):
         if value is not None and draft is None:
-            raise UsageError(f"{flag} {value:g} is of a draft model; add --draft MODEL.")
+            raise UsageError(f"{flag} {value:g} requires --draft MODEL.")
     if acceptance is not None and not 0 <= acceptance <= 1:
         raise UsageError(f"--acceptance is {acceptance:g}; it is the share of draft tokens that are accepted, from 0 "
                          "to 1, such as 0.7.")

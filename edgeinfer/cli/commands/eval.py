@@ -209,7 +209,7 @@ def _compared(model: str | None, device: str, kv: str | None) -> Compared | None
 
 
 def _searched(options: dict[str, Any]) -> Technique | None:
-    """Return the technique whose settings an option wants found."""
+    """Return the technique whose settings are to be searched."""
     return next((one for one in all_techniques() if one.target and options.get(one.target) is not None), None)
 
 

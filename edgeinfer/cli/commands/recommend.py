@@ -104,7 +104,7 @@ def _shape(model: str) -> str:
     meant = spoken(model).shape
     if meant is None or meant.name not in sizes.names():
         near = ", ".join(map(repr, near_shapes(model)))
-        raise UsageError(f"{model!r} is no built-in shape; near ones are {near}.")
+        raise UsageError(f"{model!r} is not a built-in shape; similar names are {near}.")
     return meant.name
 
 

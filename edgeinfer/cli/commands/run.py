@@ -126,7 +126,7 @@ def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
     except OSError as error:
         raise UsageError(f"Cannot read {name}: {error.strerror or error}.") from None
     if len(data) > MOST_SOURCE_BYTES:
-        raise UsageError(f"{name} has more than {MOST_SOURCE_BYTES} bytes, too many for a form of an answer.")
+        raise UsageError(f"{name} has more than {MOST_SOURCE_BYTES} bytes, too many for a schema or grammar.")
     try:
         return TextForm(GRAMMAR, data.decode("utf-8")) if schema is None else schema_form(parse_json(data))
     except ValueError as error:
@@ -166,7 +166,7 @@ class LongInput:
 
 
 def read_prompt(prompt: str | None) -> str | LongInput | None:
-    """Return the prompt's text, from standard input where it comes from there; None chats."""
+    """Return the prompt's text, from standard input if it is piped; None starts a chat."""
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():

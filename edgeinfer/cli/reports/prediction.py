@@ -83,7 +83,7 @@ class Predictor:
         return {"basis": found.basis, "error": found.error, "error_source": found.error_source}
 
     def decode_run(self, depth: float, seconds: float, bandwidth_gbs: float | None = None) -> DecodeRun:
-        """Return a measurement as the profile learns it."""
+        """Return a measurement in the form that the profile stores."""
         from edgeinfer.devices import DecodeRun
 
         asked = self.traffic

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SelfDraft(Drafter):
-    """Drafts with something cheaper that knows the runner's sequences; it keeps nothing of its own.
+    """Drafts with a cheaper program on the runner's sequences; keeps no sequences itself.
 
     Parameters
     ----------

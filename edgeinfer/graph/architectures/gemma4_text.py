@@ -243,7 +243,7 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
     double = shared > 0 and sizes[-1] == 2 * sizes[0]
     if sizes != [sizes[0]] * (n - shared) + [sizes[0] * (1 + double)] * shared or sliding[-1]:
         raise UnsupportedModelError("The metadata have layers whose feed_forward_length or attention."
-                                    "sliding_window_pattern is none of Gemma 4's; edgeinfer knows no others.")
+                                    "sliding_window_pattern is not that of a known Gemma 4; edgeinfer knows no others.")
     for key, width in (("rope.dimension_count", wide), ("rope.dimension_count_swa", short),
                        ("attention.value_length", wide), ("attention.value_length_swa", short)):
         if (value := get(key)) not in (None, width):

@@ -36,7 +36,7 @@ _MULTIPLIERS = {"embedding_multiplier": "embedding_scale", "residual_multiplier"
 
 
 def gguf_fields(m: GgufMetadata) -> dict[str, Any]:
-    """The multipliers; files that say none of scores divide them as Llama."""
+    """The multipliers; without one for scores they are divided as in Llama."""
     said = {ours: value for ours, key in _MULTIPLIERS.items() if (value := m.get(key))}
     return {"attention_multiplier": m.size("head_dim") ** -0.5} | said
 

@@ -32,7 +32,7 @@ class ConfigReader:
         self._names: dict[str, str] = {}
 
     def called(self, **names: str) -> None:
-        """Say how this config calls some fields, such as n_embd for hidden_size; both names pass."""
+        """Declare other names of fields in this config, such as n_embd for hidden_size; both names are accepted."""
         self._names |= {name: own for name, own in names.items() if own in self._fields or name not in self._fields}
 
     def _own(self, name: str) -> str:

@@ -33,7 +33,7 @@ NEUTRAL = {
 
 def read_rope(c: ConfigReader, max_position_embeddings: int, theta: float | None = None,
               partial: bool = False) -> RopeConfig:
-    """RoPE of a config; `theta` is the base where it gives none, `partial` says that `read_partial` reads the share.
+    """RoPE of a config; `theta` is the default base, and with `partial` `read_partial` reads the share.
 
     transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling`` (whose kind is called
     ``rope_type`` or ``type``). A file that has both must mean the same by them.

@@ -106,7 +106,9 @@ def start_digest(header: dict[str, Any]) -> Any:
 
 
 def origin(kv: KVCache, model: str) -> dict[str, Any]:
-    """Return the fields of a header that say whose K and V a file has; raises `ClosedError` if there are none."""
+    """Return the header fields that identify the model and settings of a file's K and V; raises `ClosedError` for a
+    closed session.
+    """
     if not kv.planes:
         raise ClosedError("The model was closed; open it again.")
     return {"model": model, "kv": kv.plan.request.kv, "block_bytes": kv.plan.kv_block_bytes,

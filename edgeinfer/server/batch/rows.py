@@ -94,8 +94,8 @@ class Rows:
             raise self._unreadable(error) from None
         except ValueError:
             pass
-        raise RequestError(f"Line {row.number} of {self.path} has changed since it was checked; answer a file that "
-                           "nobody writes.")
+        raise RequestError(f"Line {row.number} of {self.path} has changed since it was checked; give a file that "
+                           "is not being written.")
 
     def _read(self, most: int | None) -> Iterator[Row]:
         seen: dict[str, int] = {}

@@ -54,7 +54,7 @@ class Answer:
         self._content.skip_space()
 
     def known(self, name: str) -> Tool:
-        """Return the tool of this name; raises `Malformed` if there is none."""
+        """Return the tool of this name; raises `Malformed` for an unknown name."""
         if name not in self.tools:
             raise Malformed
         return self.tools[name]

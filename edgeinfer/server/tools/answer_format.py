@@ -92,7 +92,7 @@ class AnswerFormat:
         return "call_" + random_text(24)
 
     def call(self, answer: Answer, opener: str) -> Steps[None]:
-        """Read a call whose opener has been read; raises `Malformed` if it is none."""
+        """Read a call whose opener has been read; raises `Malformed` for other text."""
         raise NotImplementedError
 
     def grammar(self, lark: Lark, tools: Iterable[Tool], parallel: bool) -> str:

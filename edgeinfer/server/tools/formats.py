@@ -18,7 +18,7 @@ FORMATS: tuple[type[AnswerFormat], ...] = (Harmony, Gemma, FunctionGemma, DeepSe
 
 
 class Plain(Hermes):
-    """The format of models whose chat template knows no tools.
+    """The format of models whose chat template has no tools.
 
     Calls are read and forced as Hermes writes them, as vLLM's users choose for such models, and which a
     model can be told in its system message.

@@ -124,7 +124,7 @@ def choices(schema: dict[str, Any], root: dict[str, Any]) -> list[Any]:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; a tool that says nothing takes none."""
+    """Return the schema of a tool's arguments; a tool without a schema takes no arguments."""
     if not tool.parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     typed = any(key in tool.parameters for key in ("type", "$ref", "anyOf", "oneOf", "allOf"))

@@ -228,7 +228,7 @@ def test_a_pass_that_gives_no_graph(passes: None, made: object) -> None:
     def forgotten(graph: Graph) -> object:
         return made
 
-    with pytest.raises(UnsupportedModelError, match="The pass forgotten gives no graph, but "):
+    with pytest.raises(UnsupportedModelError, match="The pass forgotten returns no graph, but "):
         build(Recipe.parse("forgotten"))
 
 
