@@ -53,11 +53,11 @@ class ServerConfig:
     max_samples: int = _count(16)
     """Texts that one request may ask for (n, or prompts of a list)."""
     max_stops: int = _count(16)
-    """Stop strings of a request."""
+    """Maximum number of stop strings per request."""
     max_stop_chars: int = _count(1024)
     """Characters of a stop string."""
     max_queue: int = _count(256)
-    """Requests that may wait for a model."""
+    """Maximum number of requests that wait for a model."""
     max_requests: int = _count(64)
     """Requests that one key, or all clients without one, may have at once."""
     request_seconds: float = _seconds(600.0)

@@ -106,7 +106,7 @@ def test_the_command_says_what_contradicts(source: Path) -> None:
     for options, said in (
         (("--bits", 4, "--size", "2GB"), "--bits 4 and --size 2GB both set the size of the bundle"),
         (("--bits", 4, "--weights", "q4"), "--bits 4 chooses the type of each matrix, and --weights q4 sets one"),
-        (("--size", "2GB", "--head", "q6"), "--size 2GB chooses the type of each matrix, and --head q6 says one"),
+        (("--size", "2GB", "--head", "q6"), "--size 2GB chooses the type of each matrix, and --head q6 sets one"),
         (("--weights", "Q4_K_M", "--head", "q6"), "--weights q4_k_m chooses the type of each matrix, and --head q6"),
         (("--size", "much"), "Size 'much' cannot be read"),
         (("--bits", "nan"), "--bits nan cannot be met"),

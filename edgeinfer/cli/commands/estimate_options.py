@@ -39,10 +39,11 @@ DraftCost = Annotated[float | None, typer.Option(
     metavar="SHARE", help="With --accepted: drafting time per forward pass as a fraction of a token's time.  "
     "[default: 0.1 for each token beyond the first]")]
 Users = Annotated[int | None, typer.Option(
-    metavar="N", show_default=False, help="Also predict the speed for N concurrent users.")]
+    metavar="N", show_default=False, help="Also predict latency and throughput for N concurrent users.")]
 Answer = Annotated[int | None, typer.Option(
     "-n", "--answer", metavar="TOKENS", show_default=False,
-    help="Length of an answer: the time of its first word, of a token and in total.  [default: 128 with --users]")]
+    help="Length of an answer, to predict time to first token, time per token and total time.  "
+         "[default: 128 with --users]")]
 Goodput = Annotated[str | None, typer.Option(
     metavar="METRIC:MS,...", show_default=False,
     help="With --users: how many meet these bounds, such as ttft:500,tpot:100.")]
@@ -52,19 +53,19 @@ Acceptance = Annotated[float | None, typer.Option(
     metavar="SHARE", help="With --draft: share of its tokens that are accepted.  [default: 0.7]",
     show_default=False)]
 DraftTokens = Annotated[int | None, typer.Option(
-    metavar="N", show_default=False, help="With --draft: most draft tokens of a pass.  [default: 7]")]
+    metavar="N", show_default=False, help="With --draft: maximum number of draft tokens per pass.  [default: 7]")]
 Speculate = Annotated[str | None, typer.Option(
     metavar="lookup|off", show_default=False,
     help="Also predict the gain of prompt lookup, by kind of text.")]
 Nodes = Annotated[str | None, typer.Option(
     "--nodes", metavar="NAME,...", show_default=False,
-    help="Compare these machines alone, with the layers split, and with the prompt on one and tokens on another.")]
+    help="Compare each machine alone, the layers split between them, and the prompt on one with decoding on another.")]
 NodeLink = Annotated[str | None, typer.Option(
     "--link", metavar="NAME|RATE", show_default=False,
     help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as 50MB/s.  "
     f"[default: {DEFAULT_LINK}]")]
 Energy = Annotated[bool, typer.Option(
-    "--energy", help="Report the energy of a token first, if a power figure of the device is published.")]
+    "--energy", help="Report the energy per token first, if a power figure of the device is published.")]
 Sparsity = Annotated[float | None, typer.Option(
     metavar="SHARE", show_default=False,
     help="Share of neurons that are zero, such as 0.8: whether leaving them out pays there.")]

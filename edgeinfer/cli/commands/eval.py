@@ -38,7 +38,7 @@ JSON_FIELDS = {
         "bits_per_byte": "bits needed for a byte of the text",
         "kld_mean": "mean KL(reference, model) in nats; null without a reference, as the next three",
         "kld_p99": "its 99th percentile",
-        "same_top": "share of tokens where both find the same token likeliest",
+        "same_top": "share of tokens for which both rank the same token first",
         "reference_perplexity": "of the reference",
         "tokens": "tokens counted",
         "text_bytes": "UTF-8 bytes of their text",

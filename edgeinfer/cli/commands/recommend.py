@@ -39,7 +39,7 @@ def recommend(
         typer.Argument(metavar="MODEL", show_default=False, help="With --all-devices: the built-in shape to run."),
     ] = None,
     min_speed: Annotated[
-        float, typer.Option("--min-speed", metavar="T", help="Least tokens per second.")
+        float, typer.Option("--min-speed", metavar="T", help="Minimum tokens per second.")
     ] = DEFAULT_SPEED,
     use: Annotated[str, typer.Option("--for", metavar="|".join(USES), help="Use of the model.")] = USES[0],
     all_devices: Annotated[

@@ -61,32 +61,33 @@ def serve(
         "--api-key", metavar="KEY", help="Serve only requests with this key; may be repeated.  "
         "[env var: EDGEINFER_API_KEY, one key]", group=ACCESS, show_default=False)] = None,
     api_key_file: Annotated[str | None, options.option(
-        "--api-key-file", metavar="FILE", help="Take keys from the lines of a file.", group=ACCESS,
+        "--api-key-file", metavar="FILE", help="Read keys from a file, one per line.", group=ACCESS,
         show_default=False)] = None,
     insecure: Annotated[bool, options.option(
-        "--insecure", help="Listen on an address that other machines reach without a key.", group=ACCESS)] = False,
+        "--insecure", help="Allow requests from other machines without a key.", group=ACCESS)] = False,
     cors_origin: Annotated[list[str] | None, options.option(
         "--cors-origin", metavar="URL", help="Let web pages of this origin use the server; may be repeated.",
         group=ACCESS, show_default=False)] = None,
     max_sequences: Annotated[int | None, options.option(
         "--max-sequences", metavar="N", help="Maximum number of sequences that run at once, 1 to 64.  [default: "
         f"{SERVED_SEQUENCES}, or {SHARING} of each model with --model]", group=LIMITS, show_default=False)] = None,
-    max_queue: Annotated[int, _limit("--max-queue", "N", "Requests that may wait for a model.")] = 256,
-    max_requests: Annotated[int, _limit("--max-requests", "N", "Requests that one key may have at once.")] = 64,
-    max_samples: Annotated[int, _limit("--max-samples", "N", "Texts that one request may ask for.")] = 16,
-    max_stops: Annotated[int, _limit("--max-stops", "N", "Stop strings of a request.")] = 16,
-    max_body: Annotated[str, _limit("--max-body", "SIZE", "Size of a request.")] = "1MiB",
-    max_file: Annotated[str, _limit("--max-file", "SIZE", "Size of a file of requests (/v1/files).")] = "16MiB",
+    max_queue: Annotated[int, _limit("--max-queue", "N", "Maximum number of requests that wait for a model.")] = 256,
+    max_requests: Annotated[int, _limit("--max-requests", "N", "Maximum number of concurrent requests per key.")] = 64,
+    max_samples: Annotated[int, _limit("--max-samples", "N", "Maximum number of texts per request.")] = 16,
+    max_stops: Annotated[int, _limit("--max-stops", "N", "Maximum number of stop strings per request.")] = 16,
+    max_body: Annotated[str, _limit("--max-body", "SIZE", "Maximum size of a request.")] = "1MiB",
+    max_file: Annotated[str, _limit("--max-file", "SIZE", "Maximum size of an uploaded file (/v1/files).")] = "16MiB",
     batch_dir: Annotated[str, options.option(
         "--batch-dir", metavar="DIR", help="Folder of files and batches (/v1/files, /v1/batches).  [default: one of "
         "the cache, by the name of MODEL]", group=REST + LIMITS, show_default=False)] = "",
-    request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "End requests after this time.")] = 600.0,
-    read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time in which the headers of a request have to "
-                                          "arrive, and then its body.")] = 30.0,
-    drain: Annotated[float, _limit("--drain", "SECONDS", "Time that running requests have when the server "
-                                   "ends.")] = 30.0,
-    keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Time after its last request until a model of "
-                                        "--model is closed.")] = 300.0,
+    request_timeout: Annotated[float, _limit("--request-timeout", "SECONDS", "Time limit of a request, after which it "
+                                             "returns the text so far.")] = 600.0,
+    read_timeout: Annotated[float, _limit("--read-timeout", "SECONDS", "Time limit for receiving the headers of a "
+                                          "request, and then its body.")] = 30.0,
+    drain: Annotated[float, _limit("--drain", "SECONDS", "Time for running requests to finish when the server shuts "
+                                   "down.")] = 30.0,
+    keep_alive: Annotated[float, _limit("--keep-alive", "SECONDS", "Idle time after which a model of --model is "
+                                        "closed.")] = 300.0,
     replicas: Annotated[str | None, options.option(
         "--replicas", metavar="N|auto", help="Run the model in N processes, on the nodes of --ray in turns; auto is "
         "one on each node.", group=REST + CLUSTER, show_default=False)] = None,
@@ -96,10 +97,10 @@ def serve(
         group=REST + CLUSTER,
         show_default=False)] = None,
     prefill: Annotated[int | None, options.option(
-        "--prefill", metavar="N", help="With --decode: let N replicas compute prompts where that is sooner than at "
-        "those that answer.", group=REST + CLUSTER, show_default=False)] = None,
+        "--prefill", metavar="N", help="With --decode: number of replicas that compute prompts when they are faster "
+        "than those that decode.", group=REST + CLUSTER, show_default=False)] = None,
     decode: Annotated[int | None, options.option(
-        "--decode", metavar="N", help="With --prefill: number of replicas that answer.", group=REST + CLUSTER,
+        "--decode", metavar="N", help="With --prefill: number of replicas that decode.", group=REST + CLUSTER,
         show_default=False)] = None,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
                                                 group=REST + LIMITS)] = False,

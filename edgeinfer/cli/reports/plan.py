@@ -41,7 +41,7 @@ JSON_FIELDS = {
         "resident_bytes": "part of it that stays taken until the end",
         "mapped_bytes": "part of it that is the weights' file",
         "reclaimable_bytes": "part of that which the system may drop and read again; 0 with --mlock",
-        "budget_bytes": "limit; of the process beside a card null without --budget",
+        "budget_bytes": "limit; null for the process next to a GPU without --budget",
         "budget_source": "where the limit comes from",
         "remaining_bytes": "limit less total; negative where it does not fit",
         "max_ctx": "largest context that fits with all weights in memory, at most the model's own; 0 where none does",
@@ -50,7 +50,7 @@ JSON_FIELDS = {
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token, where no window keeps fewer",
-        "kv_bytes_unshared": "the same if each layer had K and V of its own",
+        "kv_bytes_unshared": "these bytes if each layer had its own K and V",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
         "alternatives": "where not all weights fit into memory: `change` (state_memory, ctx, kv, weights or several "

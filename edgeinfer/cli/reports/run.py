@@ -21,7 +21,7 @@ JSON_FIELDS = {
         "score": "of the best beam: the sum of its tokens' log-probabilities, the end token's too, over their number "
         "to the power of the length penalty; null without --beams",
         "prompt_tokens": "tokens of the prompt, with the beginning-of-text token",
-        "cached_tokens": "how many of them came from the prompt cache",
+        "cached_tokens": "prompt tokens that came from the prompt cache",
         "completion_tokens": "generated tokens of all samples, without end tokens",
         "finish_reason": "stop, length (max tokens or full context) or cancelled",
         "seed": "of the random choices; the same seed gives the same text",
@@ -32,7 +32,7 @@ JSON_FIELDS = {
         "ttft_process_ms": "from the start of the process to the first text; null with several samples or beams",
         "planned_bytes": "the memory plan's total",
         "device_bytes": "of a GPU's memory: `planned`, and `measured` as taken since the model was opened; else null",
-        "peak_rss_bytes": "most memory that the process held; null where the system does not say",
+        "peak_rss_bytes": "peak memory of the process; null if the system does not report it",
         "isa": "instruction set, or the provider of onnxruntime",
         "threads": "worker threads",
         "ctx": "context in tokens",
