@@ -260,7 +260,7 @@ def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader
     own, stretch = model.rope, max(factors)
     if own.kind != "default":
         raise UnsupportedModelError(f"{header.path} has both {ROPE_FACTORS} and {prefix}rope.scaling.type {own.kind}; "
-                                    "edgeinfer does not know what the two mean together.")
+                                    "edgeinfer does not know their combined meaning.")
     if len(factors) != model.rope_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
         raise CheckpointError(f"{ROPE_FACTORS} in {header.path} has {len(factors)} values; {model.rope_dim // 2} "
                               "positive ones are needed: download it again.")

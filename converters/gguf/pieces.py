@@ -32,7 +32,7 @@ def sentencepiece_model(metadata: Mapping[str, Any], vocabulary: Vocabulary, uni
     """Return the tokenizer.model of a vocabulary with scores; raises `TokenizerError` if it is damaged."""
     source, named = vocabulary.source, vocabulary.named
     if "unk" not in named:
-        raise damaged(source, "it has no token for what is unknown")
+        raise damaged(source, "it has no token for unknown text")
     scores = scores_of(metadata, len(vocabulary.tokens), source)
     byte_fallback = _byte_fallback(vocabulary)
     trainer = _number(_MODEL_TYPE, _UNIGRAM if unigram else _BPE) + _number(_VOCAB_SIZE, len(vocabulary.tokens))

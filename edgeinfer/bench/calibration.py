@@ -123,8 +123,8 @@ def calibrate(
 class _Runner:
     """One sequence of one session, and the readings of the machine beside its runs.
 
-    Where other programs took the processor during a run it is repeated, and the calmest count: what the threads got of
-    it shows in the process's own clock, since they spin while they wait.
+    Where other programs took the processor during a run it is repeated, and the calmest count: the share that the
+    threads got of it shows in the process's own clock, since they spin while they wait.
     """
 
     def __init__(self, session: Session, probe: MachineProbe, lengths: Lengths):

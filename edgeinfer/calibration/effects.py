@@ -138,7 +138,7 @@ class _Run:
 
 
 def _add_noise(session: Session, view: View, op: Op, before: Floats, random: np.random.Generator) -> None:
-    """Add noise to an operation's output: for a gate and what it multiplies before the activation."""
+    """Add noise to an operation's output: for a gate and its factor before the activation."""
     out = view.floats(op.out)
     if isinstance(op, GatedLinear | ExpertsGated):
         for rows, weights in _gated_parts(session, view, op):

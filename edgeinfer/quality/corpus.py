@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SEPARATOR = "\f"
 """Between documents of a text, by default."""
 MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
-"""Longest text, and what is read beyond the bytes that surely hold the tokens, so that none is cut."""
+"""Longest text, and the part read beyond the bytes that surely hold the tokens, so that none is cut."""
 READ_BYTES = 1 << 16
 """Read at a time."""
 BLOCK_TOKENS = 1 << 13
@@ -212,7 +212,7 @@ class Text:
 
     @property
     def changed(self) -> str:
-        """Describe what was changed in reading, as the end of a sentence; empty if nothing was."""
+        """Describe the changes made in reading, as the end of a sentence; empty if there are none."""
         found = self._lines.newlines or ()
         kinds = [LINE_ENDS[one] for one in ([found] if isinstance(found, str) else found) if one in LINE_ENDS]
         return f"{' and '.join(kinds)} line endings were read as LF" if kinds else ""

@@ -43,7 +43,7 @@ class Divergence:
     kld_mean: float
     """Mean of KL(reference || model), in nats."""
     kld_p99: float
-    """Its 99th percentile: what the worst percent of the tokens exceeds."""
+    """Its 99th percentile, which the worst percent of the tokens exceeds."""
     same_top: float
     """Share of tokens where both find the same token likeliest."""
     reference_perplexity: float
@@ -92,7 +92,7 @@ def evaluate(
     reference : the same model with more exact weights or KV cache
     window : tokens fed at a time without a break, by default 512
     prompt : feed each window as `run` would: this many tokens as a prompt, the others one by one in decode role. Only
-        what is predicted after the latter counts, and the text's bytes are taken to be spread evenly. By default all
+        predictions after the latter count, and the text's bytes are taken to be spread evenly. By default all
         tokens are fed in blocks and count.
     decoded : without `prompt`, feed the blocks in decode role, as tokens that are verified together: bits are the same
     progress : called with (done, total, item) in tokens
@@ -142,7 +142,7 @@ def _scores(model: Runner, sequence: Any, fed: list[int], prompt: int | None,
             decoded: bool) -> Iterator[tuple[int, Any]]:
     """Yield the index of a block's first token and the logits after its tokens, valid until the next block.
 
-    Tokens in decode role have a sample spec, as in a run, so that what approximates for samples does.
+    Tokens in decode role have a sample spec, as in a run, so that approximations for samples are in effect.
     """
     import numpy as np
 

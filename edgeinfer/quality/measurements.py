@@ -87,7 +87,7 @@ class Measurement:
     text_sha256: str
     """Hash of the token ids that were fed, as JSON."""
     weights: str
-    """Checksum of what the bundle computes with: weights and predictor (`measured_identity`)."""
+    """Checksum of the weights and predictor that the bundle computes with (`measured_identity`)."""
     isa: str
     version: str = __version__
     text: str = ""
@@ -138,7 +138,7 @@ def identity(weights: str, *predictors: str) -> str:
 
 
 def read_quality(bundle: Bundle) -> list[Measurement]:
-    """Return what is known of a bundle's quality, the newest last: from the bundle itself, then from the cache.
+    """Return the measurements of a bundle's quality, the newest last: from the bundle itself, then from the cache.
 
     Raises
     ------

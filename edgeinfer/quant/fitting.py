@@ -1,9 +1,9 @@
 """Scales and minima of groups by weighted least squares, for every type of codes.
 
-Groups are columns: weights `w` and what their squared errors count, `by`, are arrays (columns of a group, n). A scale
-is searched over a fan of candidates that put the largest weight on one level or another; for the codes q of a candidate
-the best scale is <w, q> / <q, q> and explains <w, q>^2 / <q, q>, which the fan is compared by. With a minimum, both
-factors are the solution of two equations.
+Groups are columns: weights `w` and the weights of their squared errors, `by`, are arrays (columns of a group, n). A
+scale is searched over a fan of candidates that put the largest weight on one level or another; for the codes q of a
+candidate the best scale is <w, q> / <q, q> and explains <w, q>^2 / <q, q>, which the fan is compared by. With a
+minimum, both factors are the solution of two equations.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Fit(NamedTuple):
 
 
 def inverse(values: Floats) -> Floats:
-    """1 / values, and 0 if that is not finite (zero, or below what float32 can invert)."""
+    """1 / values, and 0 if that is not finite (zero, or too small to invert in float32)."""
     with np.errstate(divide="ignore", over="ignore"):
         found = np.divide(1, values, dtype=np.float32)
     return np.where(np.isfinite(found), found, np.float32(0))
@@ -109,7 +109,7 @@ def fit(w: Floats, by: Floats, grid: Grid, minimum: bool, signed: bool = True, s
     ----------
     w : float32 array of shape (group, n)
     by : float32 array of shape (group, n) or (group, 1)
-        What the squared error of each weight counts.
+        Weight of the squared error of each weight.
     grid : Grid
     minimum : bool
         Whether groups have a minimum, which then is at most 0 if `signed` is false.

@@ -37,7 +37,8 @@ class GroupFactors:
                        for _ in range(row.factors if row.nested else 0)]
 
     def begin(self, start: int, w: Floats, by: Floats) -> None:
-        """Choose the outer factors of the 256 columns that begin at `start`, from what is left to round of them."""
+        """Choose the outer factors of the 256 columns that begin at `start`, from the part of them that is left to
+        round."""
         row, group = self.stored.storage, self.stored.group_size
         if not row.nested:
             return

@@ -1,4 +1,4 @@
-"""Statistics of a matrix's inputs over a text: what the rounding of its weights is judged by."""
+"""Statistics of a matrix's inputs over a text, by which the rounding of its weights is judged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DAMPING = 0.01
 
 
 class Feedback(NamedTuple):
-    """Factors by which columns pass on what they leave (rounding.py)."""
+    """Factors by which columns pass on their rest (rounding.py)."""
 
     matrix: NDArray[np.float32]
     """R with each column divided by its diagonal element, of shape (cols, cols)."""
     by: NDArray[np.float32]
-    """R_jj^2: what the squared error that is left at column j counts."""
+    """R_jj^2: the weight of the squared error that is left at column j."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class InputStatistics:
         return Feedback(matrix, (by / by.mean()).astype(np.float32))
 
     def error_of(self, difference: NDArray[np.float32]) -> float:
-        """Return the squared error of what rows give that are this much off: of all together, mean of a token.
+        """Return the squared error of the outputs of rows with these errors: of all together, mean of a token.
 
         Without a covariance columns count their mean squares alone.
         """

@@ -1,4 +1,4 @@
-"""Layout of a head's K and V in a block of tokens, byte for byte: the specification of what kernels store.
+"""Layout of a head's K and V in a block of tokens, byte for byte: the specification of the kernels' stores.
 
 A row is K or V of one token, its elements in order: floats, or codes with a scale in fp16 (two 4-bit codes per byte,
 the even element in the low nibble). K is in lines: pieces of a row (`KvType.piece` bytes) of all tokens, then the next

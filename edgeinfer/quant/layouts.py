@@ -1,4 +1,4 @@
-"""Weight layouts in NumPy: the specification of tile16 and neuron, byte for byte, and what converters pack with.
+"""Weight layouts in NumPy: the specification of tile16 and neuron, byte for byte, and the packing for converters.
 
 tile16 stores 16 rows at a time (a tile), k in steps of 4, so that one 64-byte line feeds 16 lanes of an int8 dot
 product:

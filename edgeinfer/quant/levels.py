@@ -32,7 +32,7 @@ def fit_levels(weights: Floats, stored: WeightType, by: Floats | None = None) ->
         All of the matrix, or rows that are spread over it; of many rows some are taken.
     stored : WeightType
     by : float32 array of shape (cols,), optional
-        What the squared error of each column counts.
+        Weight of the squared error of each column.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def first(stored: WeightType) -> tuple[int, ...]:
 
 
 def _grouped(weights: Floats, group: int, by: Floats | None) -> tuple[Floats, Floats]:
-    """Weights as (group, n), and what they count."""
+    """Weights as (group, n), and the weights of their errors."""
     rows, cols = weights.shape
     padded = np.zeros((rows, -(-cols // group) * group), np.float32)
     counts = np.zeros_like(padded)

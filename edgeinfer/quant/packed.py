@@ -1,4 +1,4 @@
-"""Layout tile16 of codes of 2 to 8 bits with any factors: the specification of what other formats' types become.
+"""Layout tile16 of codes of 2 to 8 bits with any factors: the specification for other formats' types.
 
 As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as indices into the type's table. A
 code is one piece of 2, 4 or 8 bits, or two: its lowest 2 or 4 bits and the others (`StorageType.planes`). Steps of 4

@@ -163,7 +163,7 @@ def _quantise_block(
 
 
 def to_halves(values: Floats) -> tuple[NDArray[np.float16], Floats]:
-    """Round finite numbers up to 65504 to fp16, to the nearest and ties to even; gives fp16 and what it stands for.
+    """Round finite numbers up to 65504 to fp16, to the nearest and ties to even; gives fp16 and its value.
 
     `astype` does the same, but takes ten times as long for numbers below 2^-14, because it raises a flag for each. Here
     those get their last place, 2^-24, by adding 0.5, and all others by adding half of theirs to the bits.
@@ -229,7 +229,7 @@ def _least_squares(w: Floats, q: Floats) -> Floats:
 
 
 def _inverse(values: Floats) -> Floats:
-    """1 / values, and 0 if that is not finite (zero, or below what float32 can invert)."""
+    """1 / values, and 0 if that is not finite (zero, or too small to invert in float32)."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.divide(1, values, dtype=np.float32)
     return np.where(np.isfinite(inverse), inverse, np.float32(0))

@@ -1,11 +1,11 @@
 """Round matrices to stored types: scales by least squares, codes to the nearest level or by GPTQ.
 
 The output error of a matrix W with inputs whose second moments are C is tr(dW C dW^T). With C = R R^T, R upper
-triangular, it is the squared norm of dW R, whose column j is dW_j R_jj plus what the columns before contribute. So
-columns are rounded in order, each after adding (sum over i < j of dW_i R_ij) / R_jj, and what is left counts R_jj^2:
-the rounding of GPTQ (arXiv 2210.17323) and LDLQ (arXiv 2307.13304). Here dW_j is the whole difference to the
-original weight, so that nothing is updated in place: a block of columns takes one product with all that was rounded
-before it. Scales of a group are fitted, with the weights R_jj^2, when its turn comes, to what then is left to round.
+triangular, it is the squared norm of dW R, whose column j is dW_j R_jj plus the contribution of the columns before. So
+columns are rounded in order, each after adding (sum over i < j of dW_i R_ij) / R_jj, and the rest counts R_jj^2: the
+rounding of GPTQ (arXiv 2210.17323) and LDLQ (arXiv 2307.13304). Here dW_j is the whole difference to the original
+weight, so that nothing is updated in place: a block of columns takes one product with all that was rounded before it.
+Scales of a group are fitted, with the weights R_jj^2, when its turn comes, to the part that is then left to round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .types import WeightType
 BLOCK_ROWS = 512
 """Rows that one thread rounds at a time."""
 PLAIN_ROWS = 8
-"""Of a large matrix one row of so many is rounded plainly, to say what has been gained."""
+"""Of a large matrix one row of so many is rounded plainly, to report the gain."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def quantise_matrix(
         For the error message.
     statistics : InputStatistics, optional
         Of the matrix's inputs. With a covariance codes are chosen by GPTQ; with mean squares alone errors are weighted
-        by them; without either all weights count the same, and q4 and int8 become what `quantise` makes.
+        by them; without either all weights count the same, and q4 and int8 are those of `quantise`.
     threads : int, optional
         Default: the cores that this process may use. The result does not depend on them.
 
@@ -194,7 +194,7 @@ def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int
 
 
 def _damped(mean_square: Floats) -> Floats:
-    """Return what the squared error of each column counts; of columns that were always zero a little, too."""
+    """Return the weights of the squared errors of columns; those of columns that were always zero are small."""
     mean = float(mean_square.mean(dtype=np.float64))
     return np.asarray(mean_square / np.float32(mean) + np.float32(DAMPING), np.float32) if mean > 0 else \
         np.ones_like(mean_square)

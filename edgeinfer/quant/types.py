@@ -15,7 +15,7 @@ GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested and
 
 
 def requestable() -> tuple[str, ...]:
-    """Return the names of the types that floats can be quantised to; the others are what files have."""
+    """Return the names of the types that floats can be quantised to; the others come from files."""
     return tuple(name for name, row in TYPES.items() if row.requested)
 
 
@@ -63,7 +63,7 @@ class WeightType:
         Raises
         ------
         BundleError
-            The sentence names the value and what is possible.
+            The sentence names the value and the permitted ones.
         """
         if self.layout not in LAYOUTS:
             raise BundleError(f"layout {self.layout!r} is unknown; this version reads {', '.join(LAYOUTS)}.")

@@ -46,7 +46,7 @@ class Backend(Protocol):
 
 def open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
     """Open the tokenizer of a directory with the library that reads its files."""
-    # tokenizer.json goes first where both exist: it is what the checkpoint's users run, and it alone holds the tokens
+    # tokenizer.json goes first where both exist: the checkpoint's users run it, and it alone holds the tokens
     # and the post-processor that fine-tuning added. Both agree token by token where tokenizer.json was converted with
     # its normaliser (Llama 2, the fables models); where it was made differently, the ids of other runtimes
     # that read tokenizer.json are the ones to match.

@@ -60,7 +60,7 @@ def _state(part: Any) -> dict[str, Any] | None:
 
 
 def _unprefixed(part: Mapping[str, Any] | None) -> Any:
-    """Return a normaliser or pre-tokeniser without what puts a space before a text."""
+    """Return a normaliser or pre-tokeniser without the part that puts a space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for name in ("normalizers", "pretokenizers"):

@@ -156,7 +156,7 @@ def _any_across(vocabulary: Iterable[str]) -> bool:
 def _ends_words(words: list[dict[str, Any]], letters: str, ends: str) -> bool:
     """Return whether a word for byte-level BPE ends between each of these letters and each of these characters.
 
-    What follows the first pattern that ends words there sees each word by itself.
+    Steps after the first pattern that ends words there see each word by itself.
     """
     if "ByteLevel" not in [step["type"] for step in words]:
         return False

@@ -182,7 +182,7 @@ class FastTokenizer:
         return b"" if piece is None else self.rules.to_bytes(piece)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the ids of a text depend on; what decodes, or is around a text, does not belong to it."""
+        """Return all that the ids of a text depend on; the decoder, and tokens around a text, do not belong to it."""
         data = json.loads(self._tokenizer.to_str())
         model = data["model"]
         vocab, merges = model.pop("vocab", {}), model.pop("merges", [])

@@ -11,7 +11,8 @@ from ..base.strict_json import parse_json
 from ..errors import TokenizerError
 
 MAX_FILE_BYTES = 512_000_000
-"""Far above the largest tokenizer in use (tens of megabytes), far below what would hurt a small machine for long."""
+"""Far above the largest tokenizer in use (tens of megabytes), far below a size that would hurt a small machine for
+long."""
 
 REMEDY = "copy or download it again"
 

@@ -1,7 +1,7 @@
 """Functions that a chat template may use, and bounds on the size of their results, computed before they run.
 
-The lists hold what templates in use need (methods of text and of mappings, filters, tests) and nothing else: a method
-that a later version of Python adds to a type is refused.
+The lists hold the needs of templates in use (methods of text and of mappings, filters, tests) and nothing else: a
+method that a later version of Python adds to a type is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Analysis of regular expressions: whether a match can contain one character directly after another.
 
-That decides where a text can be cut between the words of a pre-tokenizer. What is answered holds for every text: an
+That decides where a text can be cut between the words of a pre-tokenizer. The answer holds for every text: an
 expression is read as the sequences of characters that its parts can begin and end with, and everything that looks at
 more than the characters of a match is taken to contain any two.
 """
@@ -24,7 +24,7 @@ class _Unknown(Exception):
 
 
 class _Part(NamedTuple):
-    """A part of an expression, described by what its matches may be."""
+    """A part of an expression, described by its possible matches."""
 
     empty: bool
     first: bool
@@ -98,7 +98,7 @@ def _joined(left: _Part, right: _Part) -> _Part:
 def separates(pattern: str, left: str, right: str) -> bool:
     """Return whether no match can contain a character of `left` and, directly after it, one of `right`.
 
-    Then a text may be cut between two such characters: what matches on either side does not depend on the other one.
+    Then a text may be cut between two such characters: matches on either side do not depend on the other one.
     """
     try:
         return not _Reader(pattern, _matching(right), _matching(left)).choice().empty

@@ -10,10 +10,11 @@ Jinja's immutable sandbox keeps templates away from Python's internals and from 
   template itself: `MAX_TOKENS`;
 * wall time: `MAX_SECONDS`, looked at before each step, as is the wish to end it.
 
-What an operation makes is estimated before it runs and charged afterwards. As no value is larger than the budget, no
-single step takes long. A child process with limits of the system would cost more and hold less: a second interpreter
-with jinja2 takes 21 MB beside the memory plan and 150 to 165 ms to start (two x86 cores), a fork of a process
-with threads may stop for ever in the child, and neither macOS nor Windows has a limit of memory that a process sets.
+The size of an operation's result is estimated before it runs and charged afterwards. As no value is larger than the
+budget, no single step takes long. A child process with limits of the system would cost more and hold less: a second
+interpreter with jinja2 takes 21 MB beside the memory plan and 150 to 165 ms to start (two x86 cores), a fork of a
+process with threads may stop for ever in the child, and neither macOS nor Windows has a limit of memory that a process
+sets.
 """
 
 from __future__ import annotations

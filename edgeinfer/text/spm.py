@@ -85,7 +85,7 @@ class SentencePieceTokenizer:
         return {token_id: {"content": text} for text, token_id in table.items() if token_id >= self._n_pieces}
 
     def prefix_ids(self) -> list[int]:
-        """Return what is before every text: the model's beginning-of-text token, if it has one."""
+        """Return the tokens before every text: the model's beginning-of-text token, if it has one."""
         return [] if self.bos_id is None else [self.bos_id]
 
     def encode(

@@ -35,7 +35,7 @@ class StopStrings:
         return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text; return what may be shown now and whether a stop string was completed.
+        """Take the next piece of text; return the text that may be shown now and whether a stop string was completed.
 
         Only the longest suffix that may still become a stop string is held back.
         """

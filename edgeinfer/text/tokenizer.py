@@ -89,7 +89,7 @@ class Tokenizer:
         with held_back_stderr():
             backend = open_backend(directory, settings[0][1])
             tokenizer = cls(backend, [*settings, (directory / "config.json", config or {})])
-            for text in PROBES:  # what such a text meets is a fault of the file, not of a prompt
+            for text in PROBES:  # an error with such a text is a fault of the file, not of a prompt
                 tokenizer.decode(tokenizer.encode(text, parse_special=True))
         return tokenizer
 
@@ -111,7 +111,7 @@ class Tokenizer:
         return frozenset(found)
 
     def _find_prefix(self, settings: list[tuple[Path, Mapping[str, Any]]]) -> list[int]:
-        """Return what is before a text by default: tokenizer_config.json decides, else the tokenizer itself."""
+        """Return the tokens before a text by default: tokenizer_config.json decides, else the tokenizer itself."""
         add_bos = settings[0][1].get("add_bos_token")
         if add_bos is False:
             return []
@@ -158,7 +158,7 @@ class Tokenizer:
             text continues another one, so that ``[*encode("It is"), *encode(" good", add_bos=False)]`` is one text.
         parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
             chat template needs; else they are ordinary text, so that they cannot be injected.
-        most : stop reading once there are more tokens than this; what is returned is then longer than `most`
+        most : stop reading once there are more tokens than this; the result is then longer than `most`
         stopped : asked all the while; True ends the work with a `CancelledError`
         leading_space : put the space before the text that some tokenizers (Llama 2's) put where a text begins; by
             default they do unless `add_bos` is False. Others put none, whatever this says.

@@ -144,7 +144,7 @@ def test_an_end_that_is_typed_as_text_is_special_nevertheless(tmp_path: Path) ->
         ({"tokens": ["a", "b", "ab\ud800"], "merges": []}, r"token 2 is 'ab\\ud800', which is not valid UTF-8"),
         ({"eos_token_id": np.array([1, 2])}, r"tokenizer.ggml.eos_token_id is array\(\[1, 2\]\)"),
         ({"add_eos_token": np.array([1, 2])}, r"tokenizer.ggml.add_eos_token is array\(\[1, 2\]\) instead"),
-        ({"model": "llama"}, "it has no token for what is unknown"),
+        ({"model": "llama"}, "it has no token for unknown text"),
         ({"model": "llama", "unknown_token_id": 0}, r"it has no scores \(tokenizer.ggml.scores\)"),
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0]}, "it has 3 tokens but 1 scores"),
         ({"model": "t5", "unknown_token_id": 0, "scores": [0.0, 1.0, np.nan]}, "the score of token 2 is nan"),
