@@ -44,7 +44,7 @@ PASSES = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
 PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
-"""A tree behind it."""
+"""A tree after it."""
 TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
          "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
          "tests/kernels/test_latent.py", "tests/kernels/test_attention.py", "tests/kernels/test_sample.py",

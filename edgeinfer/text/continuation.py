@@ -29,7 +29,7 @@ def without_leading_space(tokenizer: Any) -> Continuing | None:
 
     The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
     space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of
-    them. Behind these the normalised text continues; after others, and wherever a pre-tokenizer puts the space, a text
+    them. After these the normalised text continues; after others, and wherever a pre-tokenizer puts the space, a text
     starts over.
     """
     normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)

@@ -55,7 +55,7 @@ class Lane:
             self.report(json.loads(line))
 
     def look(self) -> None:
-        """End a worker that hangs or grows, and go on behind the case at which one died."""
+        """End a worker that hangs or grows, and continue after the case at which one died."""
         with open(self.beat, "rb") as file, mmap.mmap(file.fileno(), BEAT.size, access=mmap.ACCESS_READ) as beat:
             case, ended = BEAT.unpack(beat[:])
         code = self.worker.poll()
@@ -82,7 +82,7 @@ class Lane:
             self.failed(case, "hang" if slow else "memory", figures)
 
     def failed(self, case: int, outcome: str, what: str) -> None:
-        """Count a case that its worker could not, and start another worker behind it."""
+        """Count a case that its worker could not, and start another worker after it."""
         target = pick(self.options.seed, case, self.options.targets.split(","))
         self.report({"finding": outcome, "target": target, "number": case, "what": what})
         self.report({"counts": [[target, outcome, 1]]})

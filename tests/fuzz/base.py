@@ -50,7 +50,7 @@ def well_told(message: str) -> bool:
 
 
 def greedy(session: Runner, prompt: list[int] | None = None, n: int = N_TOKENS) -> list[int]:
-    """Return the likeliest n tokens behind a prompt."""
+    """Return the likeliest n tokens after a prompt."""
     sequence = session.new_sequence()
     try:
         ids = [int(session.prefill(sequence, prompt or PROMPT).argmax())]

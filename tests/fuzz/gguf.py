@@ -1,4 +1,4 @@
-"""Targets: what a GGUF file holds behind its header's shape: vocabularies, and whole files that become bundles."""
+"""Targets: what a GGUF file holds after its header's shape: vocabularies, and whole files that become bundles."""
 
 from __future__ import annotations
 

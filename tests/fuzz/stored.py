@@ -144,7 +144,7 @@ class PromptCache(_OfBundle):
         return True
 
     def write(self) -> int:
-        """Write the file; returns the token behind the prompt and another one."""
+        """Write the file; returns the token after the prompt and another one."""
         sequence = self.session.new_sequence()
         self.session.prefill(sequence, PROMPT)
         self.session.save(sequence, self.file)

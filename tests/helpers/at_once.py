@@ -96,7 +96,7 @@ def outcome(found: Any) -> Any:
 
 @contextmanager
 def engine_of(runner: Runner, **options: Any) -> Iterator[Engine]:
-    """An engine whose runner outlives it: blocks are counted behind its end."""
+    """An engine whose runner outlives it: blocks are counted after its end."""
     engine = Engine(runner, **options)
     engine.runner = _Kept(runner)  # type: ignore[assignment]
     try:

@@ -76,7 +76,7 @@ class Layer:
         qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
         qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
         self.splits = max(self.batch["rows"]) // 256 + 1
-        group = self.heads // self.kv_heads  # no more: what is written behind it shows
+        group = self.heads // self.kv_heads  # no more: what is written after it shows
         self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim, group)
         partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
         self.operands = [

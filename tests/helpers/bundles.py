@@ -55,7 +55,7 @@ def tensor_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
 
 
 def as_format_1(bundle: Path) -> None:
-    """Turn a bundle into one of format 1: types by name, files without parts, nothing behind the last tensor."""
+    """Turn a bundle into one of format 1: types by name, files without parts, nothing after the last tensor."""
     types = {entry.name: entry.type for entry in Bundle.open(bundle).tensors.values()}
 
     def change(data: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def token_tiles(isa: str) -> tuple[int, ...]:
 
 
 def q8_memory(codes: np.ndarray, scales: np.ndarray, group: int, isa: str) -> np.ndarray:
-    """Rows of activations as an instruction set's kernels read them, bytes (T, row bytes); 0xFF behind each block."""
+    """Rows of activations as an instruction set's kernels read them, bytes (T, row bytes); 0xFF after each block."""
     data = write_q8(codes, scales, group, token_tiles(isa))
     used, flat = codes.shape[1] + 8 * scales.shape[1], data.reshape(-1)
     for first, n in abi.token_blocks(len(codes), token_tiles(isa)):

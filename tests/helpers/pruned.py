@@ -34,7 +34,7 @@ def kv_rows(opened: Session, sequence: Sequence) -> bytes:
 
 
 def answer(opened: Session, sequence: Sequence, n: int = 4) -> bytes:
-    """Logits of tokens decoded behind a sequence, whose fork is given back."""
+    """Logits of tokens decoded after a sequence, whose fork is given back."""
     fork = opened.fork(sequence)
     rows = [opened.decode([fork], [token])[0].tobytes() for token in tokens(n, seed=9)]
     opened.release(fork)
@@ -42,7 +42,7 @@ def answer(opened: Session, sequence: Sequence, n: int = 4) -> bytes:
 
 
 def run(path: Path, ids: list[int], **options: object) -> tuple[bytes, bytes, bytes]:
-    """Logits behind a prompt in two parts, its KV, and logits of what is decoded then."""
+    """Logits after a prompt in two parts, its KV, and logits of what is decoded then."""
     with session(path, ctx=640, max_sequences=2, **options) as opened:
         sequence = opened.new_sequence()
         opened.prefill(sequence, ids[:21])

@@ -54,7 +54,7 @@ def cancelled_twice(opened: Session, sequence: Sequence, ids: list[int]) -> None
 
 def resumed_after_cancellations(opened: Session, sequence: Sequence, ids: list[int], n: int,
                                 answers: threading.Event) -> np.ndarray:
-    """Logits of the tokens behind the first n, decoded while reads do not return (`answers`), and then again."""
+    """Logits of the tokens after the first n, decoded while reads do not return (`answers`), and then again."""
     opened.prefill(sequence, ids[:n])
     answers.clear()
     cancelled_twice(opened, sequence, ids[n:])
@@ -64,7 +64,7 @@ def resumed_after_cancellations(opened: Session, sequence: Sequence, ids: list[i
 
 
 def decoded_after_errors(opened: Session, prompt: list[int], ids: list[int], bad: list[bool], match: str) -> np.ndarray:
-    """Logits of tokens behind a prompt; before that all reads fail twice (while `bad` holds something)."""
+    """Logits of tokens after a prompt; before that all reads fail twice (while `bad` holds something)."""
     sequence = opened.new_sequence()
     opened.prefill(sequence, prompt)
     bad.append(True)

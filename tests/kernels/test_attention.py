@@ -152,7 +152,7 @@ def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
 @pytest.mark.parametrize("past", [0, 15, 255, 256, 1020])
 @pytest.mark.parametrize("kv", KV)
 def test_the_last_tokens_of_a_pass_are_split_beside_a_prompt(kv: str, past: int) -> None:
-    """With the bits of a pass that splits none: decoded tokens, draft tokens and a tree, behind a prompt's chunk."""
+    """With the bits of a pass that splits none: decoded tokens, draft tokens and a tree, after a prompt's chunk."""
     number = KV.index(kv) + past
     heads, window = GROUPS[number % 4], (0, 5, 40, 300)[number // 4 % 4]
     layer = Layer(kv, heads, [Sequence(past // 3, 21), Sequence(past, 1), Sequence(33, 1), Sequence(past + 300, 4),

@@ -47,7 +47,7 @@ class Texts:
         return [(number, *span) for number, span in enumerate(self.spans)]
 
     def begin(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Put the rows of a pass where kernels read them, NaN behind each, and its tables."""
+        """Put the rows of a pass where kernels read them, NaN after each, and its tables."""
         rows = np.concatenate([self.texts[number][base - self.spans[number][0] :][:tokens]
                                for number, base, tokens in runs])
         x = self.bench.array(self.x, np.float32, (len(rows), self.stride // 4))

@@ -138,5 +138,5 @@ def test_matmuls_of_heads(dtype: str, group: int) -> None:
 
 
 def test_instructions_of_a_screened_head_have_no_heads() -> None:
-    """Its products are those of `linear`, which look for heads behind all that such an instruction has."""
+    """Its products are those of `linear`, which look for heads after all that such an instruction has."""
     assert max(SCREEN) < LINEAR.head_tiles

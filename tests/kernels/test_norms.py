@@ -81,7 +81,7 @@ def test_parts_of_a_row_are_normed_one_by_one(width: int) -> None:
 
 @pytest.mark.parametrize("width", [10, 64, 127])
 def test_heads_of_a_row_are_normed_in_place(width: int) -> None:
-    """By layer norm with a bias; what stands behind the heads is as it was, which the bench checks."""
+    """By layer norm with a bias; what stands after the heads is as it was, which the bench checks."""
     rng, parts = np.random.default_rng(width), 5
     for isa in ISAS:
         x = rng.standard_normal((7, parts * width + 3)).astype(np.float32) + 1
@@ -128,7 +128,7 @@ def test_functions_of_values(function: str) -> None:
 
 @pytest.mark.parametrize("width", [1, 16, 33, 2500])
 def test_values_are_multiplied_by_a_part_of_other_rows(width: int) -> None:
-    """From any offset on; behind a row's end nothing of them counts, were it not a number."""
+    """From any offset on; after a row's end nothing of them counts, were it not a number."""
     rng, tokens, stride, by_stride = np.random.default_rng(width), 3, 4 * (-(-width // 16) * 16) + 64, 4 * width + 132
     for isa in ISAS:
         bench = Bench()

@@ -142,7 +142,7 @@ def test_a_number_is_met_among_close_and_negative_scores() -> None:
 
 @pytest.mark.parametrize("most", [3, 256])
 def test_scores_that_are_nan_choose_no_block_that_is_not_there(most: int) -> None:
-    """The selection is then meaningless; below LOWEST, blocks behind the context would be read."""
+    """The selection is then meaningless; below LOWEST, blocks after the context would be read."""
     layer = Selected("f32", (2, 1, 16), [Sequence(256, 1)])
     for isa in ISAS:
         layer.store(isa)

@@ -198,7 +198,7 @@ def test_requests_at_once(path: Path, always: None) -> None:
 @pytest.mark.parametrize(("what", "at"), [("draft", 0), ("draft", 1), ("draft", 2), ("draft", 3), ("verify", 0),
                                           ("verify", 1), ("verify", 2)])
 def test_a_cancelled_pass_leaves_the_sequences_as_they_were(path: Path, what: str, at: int) -> None:
-    """Wherever it ends: before or behind the rows in front of the head, or while these are followed."""
+    """Wherever it ends: before or after the rows in front of the head, or while these are followed."""
     with opened(path) as (own, head):
         text, cancel, left = Written(own, tokens(31), 0, **FEW), Cancellation(), [at]
         held, free = (list(text.sequence.tokens), list(text.sequence.blocks)), free_blocks(own)

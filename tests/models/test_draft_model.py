@@ -68,7 +68,7 @@ def test_a_draft_that_is_the_model_draft_tokens_what_it_will_sample(pair: Pair, 
         expected = [text.ahead(n) for text in texts]
         assert drafter.propose(texts, n) == expected
         for text, right in zip(texts, expected, strict=True):
-            text.take(right[: n - wrong])  # what is behind was rejected
+            text.take(right[: n - wrong])  # the rest was rejected
             text.write(1)
     assert drafter.propose(texts[1:], 2) == [text.ahead(2) for text in texts[1:]]
     drafter.release(texts)
@@ -128,7 +128,7 @@ def test_draft_tokens_stay_within_the_drafts_context(pair: Pair) -> None:
     target, draft = pair
     text = Written(target, tokens(CTX - 3), room=CTX)
     drafter = DraftModel(draft, target.model.vocab_size)
-    for left in (4, 3, 2, 1):  # a draft token behind the last token needs no room
+    for left in (4, 3, 2, 1):  # a draft token after the last token needs no room
         assert len(drafter.propose([text], 7)[0]) == left
         text.write(1) if left > 1 else None
     drafter.release([text])
@@ -162,7 +162,7 @@ def test_a_cancelled_draft_leaves_what_is_right(pair: Pair, at: int) -> None:
 
 @pytest.mark.parametrize("rows", [80, 120])
 def test_vocabularies_of_other_lengths(directory: Path, rows: int) -> None:
-    """Padding: what only one of the models has is neither drafted nor read, nor edited behind the draft's logits."""
+    """Padding: what only one of the models has is neither drafted nor read, nor edited after the draft's logits."""
     with session(write_model(directory), ctx=64, max_sequences=4) as target:
         draft = guest(write_model(directory / str(rows), replace(TINY, vocab_size=rows)), target, ctx=64)
         common = min(rows, TINY.vocab_size)
@@ -182,7 +182,7 @@ def test_vocabularies_of_other_lengths(directory: Path, rows: int) -> None:
 
 
 def test_a_drafting_sampler_samples_what_the_texts_own_would() -> None:
-    """Without log-probabilities, and without edits behind a smaller vocabulary, which would lie in other memory."""
+    """Without log-probabilities, and without edits after a smaller vocabulary, which would lie in other memory."""
     from edgeinfer.config import GenerationConfig
     from edgeinfer.engine import Sampler
 

@@ -232,7 +232,7 @@ def test_a_read_that_is_cut_short_is_repeated(models: Path, host: Callable[[Prea
 
 
 def test_what_is_chosen_often_stays_and_hits_are_reported(models: Path) -> None:
-    """The same token again and again finds its experts, also behind a prompt that goes through all of them."""
+    """The same token again and again finds its experts, also after a prompt that goes through all of them."""
     path = write_model(models, MOE)
     with kept(path, 14) as opened:
         usage = Usage(opened)

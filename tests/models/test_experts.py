@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trace(path: Path, **options: Any) -> bytes:
-    """Logits of a prompt's end and of tokens behind it."""
+    """Logits of a prompt's end and of tokens after it."""
     with session(path, **options) as opened:
         sequence = opened.new_sequence()
         logits = opened.prefill(sequence, PROMPT)

@@ -202,7 +202,7 @@ def test_estimates_count_an_ffn_once(tmp_path: Path) -> None:
 
 
 def test_a_bundle_may_end_with_neurons(tmp_path: Path) -> None:
-    """Kernels read a little behind a tensor in layout neuron; there lie zeros."""
+    """Kernels read a little after a tensor in layout neuron; there lie zeros."""
     write_random_bundle(TINY, tmp_path / "m", ffn_layout="neuron")
     bundle = Bundle.open(tmp_path / "m")
     names = [*(name for name in bundle.tensors if name != "layers.1.ffn"), "layers.1.ffn"]

@@ -100,7 +100,7 @@ def test_what_is_reserved_can_be_called_off(paths: dict[str, Path]) -> None:
 
 
 def test_what_lies_outside_the_program_or_the_context_is_refused(paths: dict[str, Path]) -> None:
-    """Threads believe what they are given: an instruction behind the last one, or a row of another token, is memory."""
+    """Threads believe what they are given: an instruction after the last one, or a row of another token, is memory."""
     with session(paths["tile16"], ctx=100) as opened:
         sequence = opened.new_sequence()
         opened.prefill(sequence, tokens(20))

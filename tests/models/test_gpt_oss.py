@@ -139,7 +139,7 @@ def test_experts_of_a_gguf_file_in_mxfp4_keep_their_codes(tmp_path: Path) -> Non
 
 
 def trace(path: Path, **options: Any) -> bytes:
-    """Logits of a prompt's end and of tokens behind it."""
+    """Logits of a prompt's end and of tokens after it."""
     with session(path, **options) as opened:
         sequence = opened.new_sequence()
         bits = opened.prefill(sequence, tokens(150)).tobytes()

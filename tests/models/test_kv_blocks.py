@@ -218,7 +218,7 @@ def overflow(running: Session, sequence: Sequence, row: int) -> None:
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_forgotten_tokens_reach_no_sequence(path: Path, kv: str) -> None:
-    """Rows behind the last token may hold NaN, as after an overflow, and a weight of 0 times NaN is NaN."""
+    """Rows after the last token may hold NaN, as after an overflow, and a weight of 0 times NaN is NaN."""
     with session(path, kv=kv, max_sequences=2) as running:
         ids = tokens(30)
         whole = running.prefill(running.new_sequence(), ids[:21]).copy()
@@ -233,7 +233,7 @@ def test_forgotten_tokens_reach_no_sequence(path: Path, kv: str) -> None:
 
 @pytest.mark.parametrize("way", ["reserved", "cancelled", "kept"])
 def test_rows_never_accepted_reach_no_sequence(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft tokens of the model itself, passes that end early, and branches of a tree leave rows behind the last
+    """Draft tokens of the model itself, passes that end early, and branches of a tree leave rows after the last
     token.
     """
     with session(path, kv="f32", threads=1) as running:

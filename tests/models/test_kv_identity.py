@@ -35,7 +35,7 @@ def opened(tmp_path: Path) -> Iterator[Session]:
 
 
 def save(opened: Session, path: Path) -> bytes:
-    """Save a prompt; returns the logits behind it."""
+    """Save a prompt; returns the logits after it."""
     sequence = opened.new_sequence()
     logits = opened.prefill(sequence, tokens(40)).tobytes()
     opened.save(sequence, path)

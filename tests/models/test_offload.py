@@ -211,7 +211,7 @@ def test_ranges_of_instructions_begin_before_what_they_need(q4: Path) -> None:
 
 
 def test_a_prompt_asks_for_a_layers_neurons_before_its_attention(q4: Path) -> None:
-    """Forward passes may end behind such an instruction: the next one starts over, or goes on there."""
+    """Forward passes may end after such an instruction: the next one starts over, or goes on there."""
     want = resident(q4)
     with offloaded(q4, MIXED, 0) as opened:
         n, sequence, reading = len(opened.program.instructions), opened.new_sequence(), opened.executor.stream

@@ -70,7 +70,7 @@ def test_the_oracles_logits(name: str, weights: str, group_size: int, layout: st
 
 @pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["llama", "mistral with windows"])
 def test_slots_of_any_length_decode_together(config: Any, tmp_path: Path) -> None:
-    """Ragged decodes in any order of slots, and a slot that is used again behind what another text left there."""
+    """Ragged decodes in any order of slots, and a slot that is used again after what another text left there."""
     bundle, model = exported(write_model(tmp_path, config), ctx=96)
     texts = {slot: tokens(length, slot) for slot, length in enumerate((5, 61, 17, 1))}
     for slot, ids in texts.items():

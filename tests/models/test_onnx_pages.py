@@ -46,7 +46,7 @@ def calls(opened: Any) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("config", [TINY, WINDOWED, replace(TINY, model_type="qwen3", head_dim=16)],
                          ids=["llama", "mistral with windows", "qwen3 with fused norms"])
 def test_prompts_decodes_and_scores_are_the_oracles(config: Any, tmp_path: Path) -> None:
-    """A prompt of six chunks, token by token behind it, and rows of several chunks; up to a full context."""
+    """A prompt of six chunks, token by token after it, and rows of several chunks; up to a full context."""
     ids = tokens(96, 3)
     with pages(tmp_path, config, outputs=7) as opened:
         want = expected(opened.bundle, ids)

@@ -38,7 +38,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
     {"beams": 4, "n": 2, "length_penalty": 0.7}, {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 3},
 ], ids=str)
 def test_texts_are_those_of_our_kernels(options: dict[str, Any], both: tuple[LLM, LLM]) -> None:
-    """Prompts that end within a page, at its end and behind it; samples and beams share them."""
+    """Prompts that end within a page, at its end and after it; samples and beams share them."""
     for length in (15, 16, 37):
         prompt = tokens(length, length)
         ours, theirs = (llm.complete(prompt, max_tokens=30, ignore_eos=True, **options) for llm in both)
@@ -125,7 +125,7 @@ def test_requests_of_several_threads_are_calls_of_one(tmp_path: Path) -> None:
 
 
 def test_a_call_with_graphs_is_not_ended(tmp_path: Path) -> None:
-    """A graph that was ended while it was recorded would be replayed as far as it came: the pass ends behind the call.
+    """A graph that was ended while it was recorded would be replayed as far as it came: the pass ends after the call.
     """
     with pages(tmp_path) as opened:
         sequence, cancel, ended = opened.new_sequence(), Cancellation(), list[bool]()

@@ -57,7 +57,7 @@ def test_longrope_follows_the_context_of_the_run(ctx: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["llama", "mistral with windows"])
 def test_prompts_decodes_and_scores_are_the_oracles(config: Any, tmp_path: Path) -> None:
-    """A prompt of six chunks, token by token behind it, and rows of several chunks; up to a full context."""
+    """A prompt of six chunks, token by token after it, and rows of several chunks; up to a full context."""
     ids = tokens(96, 3)
     with runner(write_model(tmp_path, config), outputs=7) as opened:
         want = expected(opened.bundle, ids)

@@ -72,7 +72,7 @@ def test_a_plan_beyond_the_budget_offers_fewer_samples(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_stops_telling_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the GPU is asked for behind the text."""
+    """Memory of the GPU is asked for after the text."""
     answers = iter([9_000_000, 7_000_000])
 
     def free() -> int:

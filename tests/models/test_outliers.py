@@ -24,7 +24,7 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.sessions import logits_of, running, tokens
 
 FAR = [3, 20]
-"""Channels that norms make a hundred times as large; the columns behind them are as much smaller."""
+"""Channels that norms make a hundred times as large; the columns after them are as much smaller."""
 
 
 def with_outliers(path: Path, model_type: str = "llama", **settings: object) -> Path:

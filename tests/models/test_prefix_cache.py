@@ -33,7 +33,7 @@ def opened(models: Path) -> Iterator[Session]:
 
 
 def run(opened: Session, ids: list[int], hit: int) -> bytes:
-    """Run a prompt of which so much is found, cache and release it; returns the logits behind it."""
+    """Run a prompt of which so much is found, cache and release it; returns the logits after it."""
     sequence = opened.from_prefix(ids)
     assert len(sequence) == hit and sequence.tokens == ids[:hit]
     row = opened.prefill(sequence, ids[hit:]).tobytes()
@@ -221,7 +221,7 @@ def test_a_hit_needs_the_last_window(models: Path) -> None:
         kept = windowed.sequence_blocks
         assert opened.prefix_blocks == 14 and pool.n_cached == kept - 1, "the last block is not full"
         assert run(opened, ids, 224) == first
-        low = 15 - kept + windowed.window // 16 + 1  # the first block behind a window that is there
+        low = 15 - kept + windowed.window // 16 + 1  # the first block after a window that is there
         for blocks in range(1, 15):
             sequence = opened.from_prefix([*ids[: 16 * blocks], 1])
             assert len(sequence) == (16 * blocks if blocks >= low else 0)

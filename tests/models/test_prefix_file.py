@@ -39,7 +39,7 @@ def opened(models: Path) -> Iterator[Session]:
 
 
 def run(opened: Session, ids: list[int], hit: int, salt: bytes = b"") -> bytes:
-    """Run a prompt of which so much is found, cache and release it; returns the logits behind it."""
+    """Run a prompt of which so much is found, cache and release it; returns the logits after it."""
     sequence = opened.from_prefix(ids, salt)
     assert len(sequence) == hit
     row = opened.prefill(sequence, ids[hit:]).tobytes()
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_cannot_be_is_refused(models: Path, tmp_path: Path, at
         run(hybrid, LONG, 0)
         hybrid.save_prefixes(tmp_path / "file")
         hybrid.drop_prefixes()
-        note = 32 * 6 + 32 + at  # behind the keys of six blocks and its own
+        note = 32 * 6 + 32 + at  # after the keys of six blocks and its own
         rewrite_body(tmp_path / "file", lambda body: struct.pack_into("<q", body, note, number))
         refused(hybrid, tmp_path / "file", DAMAGED)
         states = hybrid.kv.states

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(opened: Session, path: Path, n: int = 150) -> bytes:
-    """Save a prompt; gives what is decoded behind it."""
+    """Save a prompt; gives what is decoded after it."""
     sequence = opened.new_sequence()
     opened.prefill(sequence, tokens(n))
     opened.save(sequence, path)

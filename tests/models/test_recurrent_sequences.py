@@ -31,7 +31,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fresh(opened: Session, ids: list[int]) -> bytes:
-    """Return the logits behind a prompt that a new sequence runs."""
+    """Return the logits after a prompt that a new sequence runs."""
     sequence = opened.new_sequence()
     row = opened.prefill(sequence, ids).tobytes()
     opened.release(sequence)

@@ -55,7 +55,7 @@ class Parrot(Drafter):
         for text in texts:
             at = len(text.tokens)
             whole = next(whole for whole in self._texts if whole[:at] == text.tokens)
-            propose = [*whole[at : at + n], *(0,) * (at + n - len(whole))]  # behind the end it draft tokens as well
+            propose = [*whole[at : at + n], *(0,) * (at + n - len(whole))]  # after the end it draft tokens as well
             found.append([token if self._random.random() < self._right else self._random.randrange(VOCABULARY)
                           for token in propose])
         return found
@@ -133,7 +133,7 @@ def test_whatever_threads_chunks_and_kv(path: Path, threads: int, kv: str, chunk
 
 
 def test_draft_tokens_take_no_block_that_is_not_there(path: Path) -> None:
-    """Texts that end in time need fewer blocks than the draft tokens behind their ends would."""
+    """Texts that end in time need fewer blocks than the draft tokens after their ends would."""
     with session(path, max_sequences=3, ctx=64, draft_tokens=7) as runner:
         texts = [choice.token_ids for choice in complete(runner, n=3).choices]
         held = []

@@ -277,7 +277,7 @@ def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
 
 
 class FirstRow(Generation):
-    """A request that keeps the logits behind its prompt."""
+    """A request that keeps the logits after its prompt."""
 
     row = b""
 

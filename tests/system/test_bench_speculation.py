@@ -32,7 +32,7 @@ def test_a_text_is_replayed_with_any_drafter(runner: Session, right: float) -> N
     found = Replayed(runner, PROMPT, TEXT, Speculation(drafter, Times(), 3, 16, fixed=True)).run()
     assert found.token_ids == tuple(TEXT) and found.speculation
     share = found.speculation.accepted / found.speculation.drafted
-    assert {1.0: share == 1, 0.5: 0.1 < share < 0.5, 0.0: share == 0}[right]  # behind a wrong one all are for nothing
+    assert {1.0: share == 1, 0.5: 0.1 < share < 0.5, 0.0: share == 0}[right]  # after a wrong one all are for nothing
 
 
 def test_a_draft_is_as_right_as_it_is_said_to_be(runner: Session) -> None:

@@ -34,7 +34,7 @@ class Grown(ModelConfig):
 
 @pytest.fixture
 def demo_1(tmp_path: Path) -> Path:
-    """The demo as format 1 had it: its header as it was, its weights without the zeros behind them."""
+    """The demo as format 1 had it: its header as it was, its weights without the zeros after them."""
     path = Path(shutil.copytree(demo_path(), tmp_path / "demo-1"))
     shutil.copy(FORMAT_1, path / HEADER_FILE)
     os.truncate(path / "weights.bin", (path / "weights.bin").stat().st_size - 64)

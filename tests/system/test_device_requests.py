@@ -52,7 +52,7 @@ def agree(ours: LLM, theirs: LLM, found: list[int], want: list[int], prompt: lis
 
 def lead(runner: Runner, prompt: list[int], text: list[int], penalty: float,
          bias: dict[int, float]) -> tuple[int, float]:
-    """The token that greedy requests choose behind a text, and by how much it leads, of changed logits."""
+    """The token that greedy requests choose after a text, and by how much it leads, of changed logits."""
     sequence = runner.new_sequence()
     logits = runner.prefill(sequence, prompt + text).reshape(-1).copy()
     runner.release(sequence)

@@ -218,7 +218,7 @@ def test_cancel_ends_a_running_prefill_and_a_running_answer(slow: LLM) -> None:
 
 @pytest.mark.parametrize("end", [LLM.cancel, LLM.close])
 def test_cancel_ends_the_preparation_of_a_prompt(end: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next step of the template, and behind the part of the text that is being tokenised."""
+    """At the next step of the template, and after the part of the text that is being tokenised."""
     hi, asked = [{"role": "user", "content": "x"}], []
     with LLM("demo", ctx=1024, threads=1) as llm:
         encode = llm.tokenizer._backend.encode  # type: ignore[attr-defined]

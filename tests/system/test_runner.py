@@ -123,7 +123,7 @@ def test_who_enters_finds_room_beside_prompts_that_are_not_read_yet() -> None:
     for request in requests:
         scheduler.add(request)
     assert not scheduler.admit()
-    assert runner.wanted == [7 + 5, 6 + 5, 9 + 5]  # prompts, and tokens that are run behind them
+    assert runner.wanted == [7 + 5, 6 + 5, 9 + 5]  # prompts, and tokens that are run after them
     assert (scheduler.running, scheduler.waiting) == (requests[:2], requests[2:])
 
 

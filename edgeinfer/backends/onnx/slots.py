@@ -99,7 +99,8 @@ class Slots(Sequences):
 
 
 class SlotCalls(Calls):
-    """Behind a past attention takes several tokens of one slot, or one token of each of a range of slots."""
+    """Calls over slots: after a past, attention takes several tokens of one slot, or one of each of a range of
+    slots."""
 
     def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, pool: SlotPool):
         super().__init__(sessions, slabs, outputs, vocab_size)

@@ -65,7 +65,7 @@ def test_alignment_gaps_and_end(tmp_path: Path) -> None:
     norm_end = 3 * 1088 + 96
     assert not bundle.weights[norm_end:65536].any()
     end = offsets["ffn"] + 36 * 3 * 64
-    assert bundle.weights_bytes == end + 64  # kernels read a little behind the last tensor
+    assert bundle.weights_bytes == end + 64  # kernels read a little after the last tensor
     assert not bundle.weights[end:].any()
 
 

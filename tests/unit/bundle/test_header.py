@@ -205,7 +205,7 @@ def test_verify_finds_one_flipped_bit(path: Path) -> None:
             Bundle.open(path).verify()
         file.seek(40000)
         file.write(b"\0")
-        file.seek(-1, os.SEEK_END)  # behind the last tensor
+        file.seek(-1, os.SEEK_END)  # after the last tensor
         file.write(b"x")
         file.flush()
         with pytest.raises(BundleError, match=r"m: the gap at byte \d+ of weights\.bin is not zero; convert or copy"):

@@ -161,7 +161,7 @@ def columns_first(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("change", [apart, in_turns, columns_first])
 def test_offsets_other_than_those_of_the_graph_are_refused(tmp_path: Path, change: Any) -> None:
-    """All are sound by themselves; kernels would read beside them, or behind the end of the file."""
+    """All are sound by themselves; kernels would read beside them, or after the end of the file."""
     path = write_model(tmp_path, MOE)
     moved(path, change)
     with Bundle.open(path) as bundle:

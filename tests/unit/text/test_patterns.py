@@ -1,4 +1,4 @@
-"""Expressions of pre-tokenizers: which characters their matches can contain one behind the other."""
+"""Expressions of pre-tokenizers: which characters their matches can contain one after the other."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_unigram_with_its_table_of_replacements(tmp_path: Path) -> None:
 
 
 def charsmap_of(model: bytes) -> bytes:
-    """The table in a SentencePiece model, which is by far its longest field: behind its tag and length of 3 bytes."""
+    """The table in a SentencePiece model, which is by far its longest field: after its tag and length of 3 bytes."""
     length = int.from_bytes(model[(at := model.index(b"nmt_nfkc\x12") + 9) : at + 3], "little")
     length = (length & 0x7F) | (length >> 8 & 0x7F) << 7 | (length >> 16) << 14
     return model[at + 3 : at + 3 + length]

@@ -96,6 +96,6 @@ def test_an_unknown_name_is_content(name: str) -> None:
     form = FORMS[name]
     text = form.write([("unheard_of", {"a": "b"})])
     assert said(read(form, TOOLS, list(text))) == Said("", text, [])
-    if name != "llama":  # whose calls have no marker behind other text
+    if name != "llama":  # whose calls have no marker after other text
         both = said(read(form, TOOLS, list(text + form.write([("now", {})]))))
         assert both == Said("", text, [("now", "{}")])
