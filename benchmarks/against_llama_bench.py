@@ -6,7 +6,7 @@
 The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here, or
 `--kind q4_k_m` on both. A pair is one measurement of
 each, the order changes from pair to pair, and edgeinfer's process is stopped while it is the other's turn. `--setting`
-may be repeated; what is reported is each setting, and the pairs count only while the host leaves the machine alone.
+may be repeated; each setting is reported, and the pairs count only while the host leaves the machine alone.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--workdir", type=Path, help="models are written here and kept (default: a temporary directory)")
     add("--output", type=Path, required=True, help="the report, Markdown")
     add("--raw", type=Path, help="all figures as JSON")
-    add("--append", action="store_true", help="keep what --raw holds of other shapes and peers")
+    add("--append", action="store_true", help="keep the rows of --raw of other shapes and peers")
     given = parser.parse_args(arguments)
     if given.append and not given.raw:
         parser.error("--append needs --raw, the file that has the earlier figures")
@@ -153,7 +153,7 @@ class Run:
         return {"shape": shape, "side": side, **memory, "first_token_ms": statistics.median(known) if known else None}
 
     def save(self) -> None:
-        """Write what there is so far: a long run that is interrupted leaves its finished rows."""
+        """Write the rows so far: a long run that is interrupted leaves its finished rows."""
         run = {"machine": describe(), "versions": {**self.earlier["versions"], **self.versions},
                "date": time.strftime("%Y-%m-%d"), "threads": self.given.t}
         again = {(item.shape, item.peer) for item in self.comparisons}
@@ -168,7 +168,7 @@ class Run:
 
 
 def tell(text: str) -> None:
-    """Say what happens on standard error."""
+    """Report progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

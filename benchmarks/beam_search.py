@@ -3,7 +3,7 @@
     python benchmarks/beam_search.py --model BUNDLE [--beams 2 4 8] [--prompt 1024] [--tokens 64] [--output FILE]
 
 In one process, in turns: a greedy text, then a search with each number of beams, all after the same prompt, which is
-computed once. A step is one pass over a token of each beam and the choice of the next beams; what passes outside the
+computed once. A step is one pass over a token of each beam and the choice of the next beams; the time outside the
 forward pass is told apart. KV blocks are counted at every forward pass.
 """
 

@@ -4,7 +4,7 @@
 
 For each vocabulary a model of smollm2-135m's shape with random weights generates texts with
 each setting in turns, round by round, in one process. Of every token two times are taken: all of it, from one forward
-pass to the next, and the part outside the executor, which is all that Python does. What the executor itself takes is
+pass to the next, and the part outside the executor, which is all that Python does. The executor's own time is
 added to the latter as far as it is Python: the time of a pass over no instruction. Medians count; ratios are those of
 neighbouring turns. A forward pass of several steps counts for each of its tokens.
 """
@@ -52,7 +52,7 @@ class Pass(NamedTuple):
 
 
 class Clock:
-    """Times of the tokens of one model, and what of them the executor took."""
+    """Times of the tokens of one model, and the executor's part of them."""
 
     def __init__(self, llm: LLM):
         self.llm, self._executor = llm, llm.session.executor
@@ -65,7 +65,7 @@ class Clock:
         self._passes.append(Pass(start, time.perf_counter(), length))
 
     def empty_pass(self) -> float:
-        """Seconds of a forward pass over no instruction: what of the executor is Python."""
+        """Seconds of a forward pass over no instruction: Python's part of the executor."""
         times = []
         for _ in range(200):
             start = time.perf_counter()
@@ -74,7 +74,7 @@ class Clock:
         return statistics.median(times)
 
     def text(self, n: int, n_samples: int, python: float, options: dict[str, Any]) -> tuple[float, float]:
-        """Generate; return the medians of a token's seconds: all of it, and what passed outside the executor."""
+        """Generate; return the medians of a token's seconds: all of it, and the part outside the executor."""
         prompt = [(37 * i) % 1000 + 3 for i in range(16)]
         request = self.llm.request(prompt, {"max_tokens": n, "seed": 1, "n": n_samples, "ignore_eos": True, **options})
         self._task, self._passes, times = request.task, [], []

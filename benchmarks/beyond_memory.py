@@ -7,7 +7,7 @@ BUNDLE is llama-2-7b's shape with a predictor (converters/synthetic/random_bundl
 is given. Sides: hot and cold neurons with a warm cache, where half of the tokens are the one before again and where
 none is, and with a cache that is emptied before each token; layers streamed by an exact run; and llama.cpp with a GGUF
 of the same shape and bits, which is written into DIRECTORY once. They take turns; whoever waits is stopped. Bytes are
-what the system says that each process had read from the disk. docs/explanation/offload.md has the outcome.
+those that each process has read from the disk, by the system's count. docs/explanation/offload.md has the outcome.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def limit_of(path: Path, threads: int, share: float) -> int:
 
 
 def read_bytes(pid: int) -> int:
-    """Return what a process had read from the disk so far, page faults and direct I/O included."""
+    """Return the bytes that a process has read from the disk so far, page faults and direct I/O included."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 

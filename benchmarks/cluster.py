@@ -39,7 +39,7 @@ LEAST_GAP = 0.05
 
 
 def served(model: str, *more: str) -> tuple[list[str], int]:
-    """Return what starts a server, and its port."""
+    """Return the process of a server, and its port."""
     port = free_port()
     return [*COMMAND, "serve", model, "--port", str(port), "--speculate", "off", *more], port
 
@@ -57,7 +57,7 @@ def engines(server: HttpServer) -> list[psutil.Process]:
 
 
 def states(port: int) -> list[dict[str, Any]]:
-    """Return what a server says of its replicas."""
+    """Return a server's status of its replicas."""
     with urllib.request.urlopen(f"http://{HOST}:{port}/status", timeout=30) as answer:
         found: list[dict[str, Any]] = json.load(answer)["models"][0]["replicas"]
         return found
@@ -145,7 +145,7 @@ def killed(model: str) -> list[Row]:
 
 
 def timed(command: list[str]) -> Callable[[], dict[str, Any]]:
-    """Start a command, and return what waits for its JSON object."""
+    """Start a command, and return the function that waits for its JSON object."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     def ended() -> dict[str, Any]:

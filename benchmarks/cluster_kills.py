@@ -125,7 +125,7 @@ def killing(server: HttpServer, pause: float, split: bool) -> Iterator[list[floa
 
 def killed(name: str, model: str, asked: list[dict[str, Any]], right: list[Any], seconds: float, ctx: int,
            *options: str) -> Row:
-    """Ask a server whose processes are killed, and count what differs."""
+    """Send requests to a server whose processes are killed, and count differences."""
     command, port = served(model, "-t", "1", "--ctx", str(ctx), *options)
     split = name == "split"
     with running(command, port) as server:
@@ -174,7 +174,7 @@ MODES = {"replicas": ("--replicas", "3"), "apart": ("--prefill", "1", "--decode"
 
 
 def main() -> None:
-    """Run what is asked for, and print or publish a table."""
+    """Run the requested kills, and print or publish a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--parts", default=",".join((*MODES, "conversations")))

@@ -27,7 +27,8 @@ from edgeinfer import LLM
 from edgeinfer.memory_planner import default_threads
 
 CTX, IDS, FIRST, USER, ANSWER, KEPT, TURNS = 4096, 16000, 400, 60, 120, 40, 10
-"""Tokens of the context; ids are below; tokens of the first prompt, of a message, an answer, and what is kept of it."""
+"""Tokens of the context; ids are below; tokens of the first prompt, of a message, an answer, and the kept part of
+it."""
 
 
 class Turn(NamedTuple):
@@ -42,7 +43,7 @@ Ask = Callable[[list[int]], Turn]
 
 
 def peer(server: HttpServer) -> Ask:
-    """Return what asks llama.cpp's server."""
+    """Return the client of llama.cpp's server."""
     def ask(ids: list[int]) -> Turn:
         client = http.client.HTTPConnection(HOST, server.port, timeout=1800)
         client.request("POST", "/completion", json.dumps({
@@ -55,7 +56,7 @@ def peer(server: HttpServer) -> Ask:
 
 
 def ours(llm: LLM) -> Ask:
-    """Return what asks edgeinfer."""
+    """Return the client of edgeinfer."""
     def ask(ids: list[int]) -> Turn:
         done = llm.complete(ids, max_tokens=ANSWER, temperature=0, ignore_eos=True, reuse=True)
         return Turn(list(done.token_ids), len(ids) - done.cached_tokens, done.ttft_ms)

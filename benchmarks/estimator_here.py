@@ -61,7 +61,7 @@ class Test:
 
 
 class NoPredictionError(Exception):
-    """A command failed, or had no prediction; carries what it said."""
+    """A command failed, or had no prediction; carries its message."""
 
 
 def command(*arguments: str) -> dict[str, Any]:

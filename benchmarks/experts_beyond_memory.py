@@ -6,8 +6,8 @@ cache.
 BUNDLE is an MoE model's shape with random weights and a routing of stated skew (converters/synthetic/random_bundle.py,
 --routing); FILE the same shape, bits and skew for llama.cpp (benchmarks/peers/gguf_models.py, --spread). The limit is
 also the budget that edgeinfer is given. Tokens are in no order and others in each round, so that only the skew repeats
-experts. Sides take turns; whoever waits is stopped. Bytes are what the system says that each process had read from the
-disk.
+experts. Sides take turns; whoever waits is stopped. Bytes are those that, by the system's count, each process has read
+from the disk.
 
 Predicted is the time of a token in memory, as measured here without a limit, and the bytes of the experts that a cache
 of those chosen most does not hold, at the speed of scattered reads as the runtime has them, the median of readings
@@ -81,7 +81,7 @@ def measure(side: Side, tokens: int, prompt: int, seed: int) -> tuple[float, flo
 
 
 def reading(path: Path, limit: int, threads: int, half: float) -> tuple[MemoryPlan, FromFlash]:
-    """The plan, and what tokens read that go through experts as the bundle's routers say."""
+    """The plan, and the predicted reads of tokens that go through experts as the bundle's routers say."""
     with Bundle.open(path) as bundle:
         config = RuntimeConfig(ctx=CTX, threads=threads, budget_bytes=limit)
         plan = plan_run(bundle, config, placer(bundle.config, bundle)).plan
@@ -91,7 +91,7 @@ def reading(path: Path, limit: int, threads: int, half: float) -> tuple[MemoryPl
 
 
 def predicted(plan: MemoryPlan, found: FromFlash, seconds: float, gbs: float) -> str:
-    """Say what was to be expected of them."""
+    """Print their predictions."""
     assert plan.experts
     own = plan.experts
     return (f"{own.slots} of {own.total} experts ({own.slots / own.total:.0%}) of {own.expert_bytes / 1e6:.2f} MB in a "
@@ -105,7 +105,7 @@ def options_of() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("bundle", type=Path)
     options.add_argument("--limit", type=parse_size, default=2 * 10**9)
-    options.add_argument("--half", type=float, default=0.75, help="what the bundle's --routing was")
+    options.add_argument("--half", type=float, default=0.75, help="the bundle's --routing")
     options.add_argument("--tokens", type=int, default=24, help="of a round")
     options.add_argument("--slow-tokens", type=int, default=2, help="of a round, for llama.cpp")
     options.add_argument("--warm-up", type=int, default=64, help="tokens in front of the rounds")

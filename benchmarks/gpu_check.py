@@ -1,4 +1,4 @@
-"""Check in minutes whether a GPU runs models as it should, and how fast: what to run on a new card or driver first.
+"""Check in minutes whether a GPU runs models as it should, and how fast: run it first on a new card or driver.
 
     python benchmarks/gpu_check.py [--stage smoke|numerics|speed|soak ...] [--models NAME ...] [--out FILE.jsonl]
     python benchmarks/gpu_check.py --prepare        # on a machine without a GPU: write models and golden answers
@@ -8,8 +8,8 @@ ragged steps, chunks after a past, both layouts of KV, sampling, cancellation, m
 compares the logits of larger models, and of two layers of every family. speed measures decoding, prompts, arrivals
 and memory beside the plan and the estimate. soak watches memory for three minutes.
 
-The table has what was found beside what is wanted; rows are printed and appended to --out as they come. A case that
-cannot run says why. What is prepared lies in edgeinfer's cache (EDGEINFER_CACHE), which can be copied to the GPU's
+The table has the found and the wanted values; rows are printed and appended to --out as they come. A case that
+cannot run says why. Prepared files are in edgeinfer's cache (EDGEINFER_CACHE), which can be copied to the GPU's
 machine. `--device onnx-cpu --models demo --quick` runs the same code on onnxruntime's CPU provider, where speeds mean
 nothing. Models are bundles, or shapes with random weights.
 """

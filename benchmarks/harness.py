@@ -1,4 +1,4 @@
-"""Parts that benchmarks share: the machine and what others take of it, sides in turns, tables, parts of documents."""
+"""Parts that benchmarks share: the machine and its load, sides in turns, tables, parts of documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALM = 0.03
 
 
 def describe() -> dict[str, str]:
-    """Processor, cores, memory, system: what a reader needs to compare figures."""
+    """Processor, cores, memory, system, for comparing figures."""
     return {
         "processor": _processor(), "cores": f"{psutil.cpu_count(logical=False)} cores, {os.cpu_count()} threads",
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB of memory",
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def measured(what: str) -> str:
-    """Return the lines over a table: what was measured, when and where, and this program's command without folders."""
+    """Return the lines over a table: subject, date and machine, and this program's command without folders."""
     command = " ".join(Path(one).name if os.sep in one else one for one in sys.argv)
     return f"{what}, {date.today()}, {machine()}:\n\n```sh\npython benchmarks/{command}\n```\n"
 
@@ -85,7 +85,7 @@ class Others:
 
 
 def _busy_seconds(nice: bool = True) -> float:
-    """Seconds that all cores have worked, without or with what runs at a lower priority."""
+    """Seconds that all cores have worked, without or with work of a lower priority."""
     times = psutil.cpu_times()
     left_out = ["idle", "iowait", "guest", "guest_nice"] + ([] if nice else ["nice"])  # guests are in user and nice
     return sum(times) - sum(getattr(times, name, 0.0) for name in left_out)
@@ -153,7 +153,7 @@ def in_turns(sides: Mapping[str, Callable[[], T]], turn: int) -> dict[str, T]:
 
 
 def ratios(one: Callable[[], float], other: Callable[[], float], turns: int) -> list[float]:
-    """Return what one side gives over what the other gives, pair by pair; which goes first alternates."""
+    """Return the ratio of two sides, pair by pair; which goes first alternates."""
     found = (in_turns({"one": one, "other": other}, turn) for turn in range(turns))
     return [pair["one"] / pair["other"] for pair in found]
 
@@ -163,7 +163,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def row(*cells: Any) -> str:

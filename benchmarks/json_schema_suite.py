@@ -5,7 +5,7 @@
 
 For every schema of draft 2020-12 that is accepted, a model writes documents, greedily and sampled, and another
 validator reads them. A document is valid, invalid, cut by the token limit, left without a token that may come next, or
-unchecked because Python's regular expressions, dates or numbers lack what it uses. Small models begin most texts alike
+unchecked because Python's regular expressions, dates or numbers lack its features. Small models begin most texts alike
 and write without end: objects, arrays and strings are favoured in turns, repeated tokens have a penalty, and ends have
 a bias.
 """
@@ -72,7 +72,7 @@ def validator(suite: Path, schema: Any) -> Any:
 
 
 def judge(text: str, finish_reason: str, schema: Any, suite: Path) -> str:
-    """Return what a text is, one of `VERDICTS`."""
+    """Return the verdict on a text, one of `VERDICTS`."""
     if finish_reason != "stop":
         return {"length": "cut", "grammar": "no token"}[finish_reason]
     try:

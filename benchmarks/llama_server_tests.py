@@ -145,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp", type=Path, required=True, help="a checkout of llama.cpp")
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint of stories260K")
-    parser.add_argument("--python", default=sys.executable, help="a Python with what the tests need")
+    parser.add_argument("--python", default=sys.executable, help="a Python with the packages of the tests")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--log", default=os.devnull, help="file for pytest's output")
     parser.add_argument("tests", nargs="*", help="files, such as unit/test_tokenize.py")

@@ -5,7 +5,7 @@
 A session of a small model with a large vocabulary runs the sample instructions alone, over rows of logits with stated
 values, without and with a mask in turns. `peaked` logits are normal with a deviation of 4, as of a model that knows
 what comes next; `flat` ones have a deviation of 0.5. A mask allows a share of the tokens, at random; `half` allows half
-of them, `few` one in a thousand. What a pass over no instruction takes is subtracted. Medians count.
+of them, `few` one in a thousand. The time of a pass over no instruction is subtracted. Medians count.
 """
 
 from __future__ import annotations

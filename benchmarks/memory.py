@@ -38,7 +38,7 @@ LONGEST_FILLED = 2048
 """Longer contexts are not filled: their prompts take minutes."""
 TIMEOUT_S = 3600
 ENOUGH = 0.9
-"""Share of the memory there is that a run may take; what needs more is left out, and named."""
+"""Share of the memory there is that a run may take; cases that need more are left out, and named."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Limited:
     """Exit code with the plan's total as the limit."""
     half: int
     half_code: int
-    """Exit code with half of what the plan calls resident: the limit must bite there."""
+    """Exit code with half of the plan's resident memory: the limit must bite there."""
 
     @property
     def good(self) -> bool:

@@ -4,7 +4,7 @@
 
 BUNDLE has a predictor, such as converters/synthetic/random_bundle.py writes with --density, --skew and --predictor. A
 share is that of the FFNs' bytes that the budget allows beside everything else. Storage is read past the page cache.
-Predicted is what `offload.predict` says, from the time of a token with all in memory and from the speed of reads of a
+Predicted is by `offload.predict`, from the time of a token with all in memory and from the speed of reads of a
 cluster's size, both measured here, in the same minute. docs/explanation/offload.md has the outcome.
 """
 
@@ -127,7 +127,7 @@ def predicted(plan: MemoryPlan, statistics: Statistics | None, machine: Machine)
 
 
 def profiled(path: Path) -> Machine | None:
-    """Return what `run` predicts with: this machine's profile, at the beginning of a context."""
+    """Return the inputs of `run`'s prediction: this machine's profile, at the beginning of a context."""
     profile = local_profile()
     if profile is None or not profile.storage_random or not profile.storage_sequential_gbs:
         return None

@@ -1,4 +1,4 @@
-"""Sample the pictures of README from what was measured and planned: docs/images/peers.svg and docs/images/plan.svg.
+"""Draw the pictures of README from measurements and a plan: docs/images/peers.svg and docs/images/plan.svg.
 
     python benchmarks/pictures.py
 
@@ -38,7 +38,7 @@ def ratios(text: str) -> list[tuple[str, float]]:
 
 
 def machine(text: str) -> str:
-    """Return the line that says when and on what the table was measured."""
+    """Return the line with the date and machine of the table."""
     (date, processor, cores), = re.findall(r"^Measured (\S+): (.+?) \(.*?\), (\d+ cores)", text, re.MULTILINE)
     return f"{processor}, {cores}, AVX-512 VNNI; 4-bit weights; {date}; llama.cpp's best setting = 1"
 

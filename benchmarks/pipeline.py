@@ -1,4 +1,4 @@
-"""A model's layers in two processes of this machine beside one process: tokens per second, memory, what is predicted.
+"""A model's layers in two processes of this machine beside one process: tokens per second, memory, predictions.
 
     python benchmarks/pipeline.py --shape llama-2-7b --document docs/measurements/several-machines.md
 
@@ -102,7 +102,7 @@ def held(runner: Runner) -> list[str]:
 
 
 def measure(path: Path, config: RuntimeConfig, rounds: int, patience: float) -> tuple[dict[str, Any], list[str], float]:
-    """Return the speeds of both sides by test, what stages hold, and the delay of a message."""
+    """Return the speeds of both sides by test, the memory of stages, and the delay of a message."""
     found: dict[str, Any] = {test: ([], []) for test in TESTS}
     stages, delay = [""], 0.0
     for _ in range(rounds):

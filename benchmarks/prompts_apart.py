@@ -39,7 +39,7 @@ LINK_PROMPT, LINK_SHARE = 1024, 0.7
 
 
 def keep_apart(server: HttpServer, port: int) -> str:
-    """Give the replica that decodes a core, and all else, this process too, the others; returns what was done."""
+    """Give the replica that decodes a core, and all else, this process too, the others; returns a description."""
     cores, pool = sorted(os.sched_getaffinity(0)), engines(server)
     if len(cores) < 2:
         return "all on one core"
@@ -152,7 +152,7 @@ def link(model: str, rounds: int) -> list[Row]:
     return [("first token over a slow link, with KV blocks that go while the prompt is computed, in the time of those "
              "that go after it", spread([a / b for a, b in zip(early, late, strict=True)]), f"{predicted:.2f}",
              f"{Path(model).name}, prompt of {LINK_PROMPT} in chunks of 128, {rate / 1e6:.1f} MB/s, {rounds} rounds in "
-             "turns; asked for is what the times of computing and of the link give")]
+             "turns; asked for follows from the times of computing and of the link")]
 
 
 PARTS = {"gaps": gaps, "link": link}

@@ -94,7 +94,7 @@ VARIANTS = (
     Variant("q4", 128, "f32"),
     Variant("q4", 32, "int8"),
 )
-"""The last one is what `edgeinfer convert` and `edgeinfer run` do when nothing else is asked for."""
+"""Variants; the last one is the default of `edgeinfer convert` and `edgeinfer run`."""
 BOUNDS = {"f16": 0.0005, "int8": 0.005, "q4": 0.04, "kv": 0.002}
 """Largest relative change of the perplexity: of weights (4 bits: in groups of 32) and of an int8 KV cache."""
 SMALL_BOUNDS = {**BOUNDS, "q4": 0.09}
@@ -144,7 +144,7 @@ def run(
     checkpoint: Path, texts: dict[str, str], *, separator: str = "\f", max_tokens: int | None = None,
     variants: Iterable[Variant] | None = None, threads: int | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Measure variants of a checkpoint (all by default) on texts by name; returns rows and what is over its bound."""
+    """Measure variants of a checkpoint (all by default) on texts by name; returns rows, and those over their bound."""
     variants, rows = tuple(VARIANTS if variants is None else variants), []
     with tempfile.TemporaryDirectory() as folder:
         bundles = convert_all(checkpoint, Path(folder), variants)

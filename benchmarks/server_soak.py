@@ -55,7 +55,7 @@ def bodies(n: int) -> list[dict[str, Any]]:
 
 
 class ServerSoak(Soak):
-    """One server and what happens to it."""
+    """One server and its disturbances."""
 
     def __init__(self, port: int, process: psutil.Process):
         super().__init__(process, 4)
@@ -67,7 +67,7 @@ class ServerSoak(Soak):
         return self._leave, self._half, self._garbage, self._idle, self._wrong_key, self._slow_reader
 
     def compare(self) -> str:
-        """Run a request; returns how its text differs from what it was alone."""
+        """Run a request; returns the difference of its text from that of an undisturbed run."""
         body, want = self.draw(self.known)
         try:
             found = self.text(body)
@@ -83,7 +83,7 @@ class ServerSoak(Soak):
         return "".join(one["choices"][0]["text"] for one in self.client.events("/v1/completions", body))
 
     def left(self) -> list[str]:
-        """Return what is not as before the first request."""
+        """Return the differences from the state before the first request."""
         for _ in range(100):
             (model,) = self.client.ask("/status")["models"]
             if not (model["running"] or model["waiting"] or model["kv_usage"]):
@@ -155,7 +155,7 @@ def serving(model: str, port: int, limit: int | None) -> Iterator[psutil.Process
 
 
 def main() -> int:
-    """Run it, and print what came of it."""
+    """Run it, and print the outcome."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--minutes", type=float, default=20)

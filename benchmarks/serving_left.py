@@ -44,7 +44,7 @@ class Clients:
         return streamed_request([self._random.randrange(3, IDS) for _ in range(PROMPT)], MOST)
 
     def model(self) -> dict[str, Any]:
-        """Return what the model holds."""
+        """Return the memory that the model holds."""
         self._status.request("GET", "/status")
         (found,) = json.load(self._status.getresponse())["models"]
         return found  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ RUN = ("-m", "edgeinfer")
 
 
 def command(model: str, port: int, *more: str) -> list[str]:
-    """Return what starts the server."""
+    """Return the command of the server."""
     return [sys.executable, *RUN, "serve", model, "--port", str(port), "--ctx", str(CTX), "--threads", "1",
             "--speculate", "off", *more]
 
@@ -119,7 +119,7 @@ def block(once: Callable[[], float]) -> float:
 
 
 def pairs(http_side: Any, own_side: Any, rounds: int) -> tuple[list[Any], list[Any]]:
-    """Run both sides in turns, once for nothing and so many times, and return what each gave."""
+    """Run both sides in turns, once for warming up and so many times, and return the results of each."""
     found = [in_turns({"http": http_side, "own": own_side}, turn) for turn in range(rounds + 1)][1:]
     return [one["http"] for one in found], [one["own"] for one in found]
 

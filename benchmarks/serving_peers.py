@@ -116,7 +116,7 @@ def rows_of(model: str, clients: int, rounds: list[dict[str, Served]]) -> list[s
 
 
 def commands(given: argparse.Namespace, model: Path, setting: str, ports: dict[str, int]) -> dict[str, list[str]]:
-    """Return what starts each side."""
+    """Return the commands of each side."""
     ctx, threads = given.prompt + given.tokens + SPARE, str(given.threads)
     return {
         OURS: [sys.executable, "-m", "edgeinfer", "serve", str(model), "--port", str(ports[OURS]), "--ctx", str(ctx),
@@ -145,7 +145,7 @@ def measure(given: argparse.Namespace, model: Path, setting: str) -> list[str]:
 
 
 def version_of(program: str) -> str:
-    """Return what llama-server says of its version."""
+    """Return llama-server's version."""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     lines = (done.stdout + done.stderr).splitlines()
     return next((line.removeprefix("version:").strip() for line in lines if line.startswith("version")), "unknown")

@@ -117,7 +117,7 @@ def main() -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="bundle to measure")
     source.add_argument("--shape", choices=sorted(SHAPES), help="measure a bundle of this shape with random weights")
-    parser.add_argument("--name", help="what the table calls the model; by default its shape, or its directory")
+    parser.add_argument("--name", help="name of the model in the table; by default its shape, or its directory")
     parser.add_argument("--weights", default="q4", help="of a random bundle: q4, int8, f16 or f32")
     parser.add_argument("--tokens", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--sequences", action="store_true", help="one token each of so many sequences")

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def outcome(done: Completion) -> Any:
-    """Return what may not differ."""
+    """Return the values that must not differ."""
     return [(one.token_ids, one.text, one.finish_reason, one.score, one.logprobs) for one in done.choices]
 
 
@@ -68,7 +68,7 @@ def cases(model: str, n: int) -> list[Case]:
 
 
 class RequestSoak(Soak):
-    """One open model and what happens to its requests."""
+    """One open model and the disturbances of its requests."""
 
     def __init__(self, llm: LLM, known: list[Case]):
         super().__init__(psutil.Process(), 6)
@@ -80,7 +80,7 @@ class RequestSoak(Soak):
         return self._cancel, self._cancel_reader, self._abandon, self._close
 
     def compare(self) -> str:
-        """Run a request; returns how its outcome differs from what it was alone."""
+        """Run a request; returns the difference of its outcome from that of an undisturbed run."""
         case = self.draw(self.cases)
         found = outcome(self.llm.complete(case.prompt, **case.options))
         return "" if found == case.outcome else f"{case.options} after {case.prompt!r}: {found}, alone {case.outcome}"

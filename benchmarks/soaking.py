@@ -23,7 +23,7 @@ STORY = "The king and the queen lived in a castle by the sea, and a fox came to 
 
 
 class Soak(ABC):
-    """Something that is disturbed, with requests beside that must get what they got alone.
+    """Something that is disturbed, with requests beside that must get the same as alone.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Soak(ABC):
 
     @abstractmethod
     def compare(self) -> str:
-        """Run a request; returns how it differs from what it was alone, or nothing."""
+        """Run a request; returns the difference from an undisturbed run, or nothing."""
 
     def run(self, events: int, seconds: float) -> None:
         """Spread events over the time, and look at the memory meanwhile."""

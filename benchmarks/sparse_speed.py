@@ -4,7 +4,7 @@
 
 Models are random (converters/synthetic/random_neurons.py), all with a ReLU and biases in their FFN; a bundle that lies
 in the folder already is taken as it is. Masks choose as many neurons as fire, and nearly those, so that a predicted
-token reads all three parts of what its masks choose. --layers takes so many of the shape's layers, and of its words the
+token reads all three parts of the chosen neurons. --layers takes so many of the shape's layers, and of its words the
 same share, so that the head weighs as much as in the whole model.
 """
 
@@ -59,7 +59,7 @@ class Program:
     """Seconds of a token, by round."""
 
     def gigabytes(self) -> float:
-        """Return what a token reads: of the FFNs what `chosen` and `fired` leave, and all other weights."""
+        """Return the reads of a token: of FFNs the part that `chosen` and `fired` leave, and all other weights."""
         session, bundle = self.session, self.session.bundle
         ffn = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
         return (bytes_per_token(session, Case(GENERATE, 1, DEPTH))
@@ -108,7 +108,7 @@ def watch(session: Session, tokens: int = WATCHED) -> tuple[np.ndarray, np.ndarr
 
 
 def open_programs(paths: dict[str, Path], threads: int, stack: ExitStack) -> list[Program]:
-    """Open every program in the threads of the first, and count what each chooses."""
+    """Open every program in the threads of the first, and count the choices of each."""
     wanted = [("dense, tile16", "tile16", "off"), ("dense, by neuron", f"{DENSITIES[0]:.0%}", "off")]
     wanted += [(f"{mode}, {density:.0%}", f"{density:.0%}", mode) for density in DENSITIES
                for mode in ("exact", "predict")]

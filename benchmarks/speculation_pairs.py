@@ -3,10 +3,10 @@
     python benchmarks/speculation_pairs.py demo PATH --output docs/measurements/speculation.md
 
 Each model runs 4 prompts with 3 settings. A pair is one request with speculation and one without, in either order by
-turns; the ratio is that of their decoding speeds, and of a case the median of its pairs. "First" pairs forget what
-earlier requests have measured, as the only request of a process does; "later" pairs keep it. Both texts of a pair must
-be equal. The stated gain is the median of `Completion.speculation.gain`, 1 if it is None: no pass verified a draft.
-"""
+turns; the ratio is that of their decoding speeds, and of a case the median of its pairs. "First" pairs forget costs
+that earlier requests have measured, as the only request of a process does; "later" pairs keep them. Both texts of a
+pair must be equal. The stated gain is the median of `Completion.speculation.gain`, 1 if it is None: no pass verified a
+draft. """
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pairs(llm: LLM, prompt: str, options: dict[str, Any], mode: Any, first: bool
 def measure(model: str, mode: Any, count: int) -> dict[tuple[str, str, bool], tuple[float, float]]:
     """Return the medians of the measured and the stated ratios of each prompt, setting and kind of pair.
 
-    All cases take turns of a few pairs, so that what disturbs the machine for some seconds hits no case alone.
+    All cases take turns of a few pairs, so that a disturbance of some seconds hits no case alone.
     """
     cases = [(name, setting, first) for name in PROMPTS for setting in SETTINGS for first in (True, False)]
     found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {case: [] for case in cases}

@@ -43,7 +43,7 @@ class Startup:
     first_text_s: tuple[float, ...]
     """Process start to first text, of each later run."""
     bare_python_s: tuple[float, ...]
-    """Start and end of an interpreter that does nothing: what no program written in Python can go below."""
+    """Start and end of an interpreter that does nothing: the floor of any program in Python."""
     load_ms: float
     """Median time to open the model, as the program reports it."""
     ttft_ms: float

@@ -5,10 +5,10 @@
 One layer of a known shape with keys and values of the context's whole length, in two sessions that take turns: tokens
 with `--attention` and without. Keys are normal, with a part that the 16 of a block have in common, and scaled until
 scores have the standard deviation that is asked for (`--skew`): as many rows then matter as in a trained model. Times
-are those of the instructions: attention, and what else a layer takes; a token of the whole model is as many layers.
+are those of the instructions: attention, and the rest of a layer; a token of the whole model is as many layers.
 Figures are medians over rounds and, where other work takes time away from the machine, of the calmest ones. The last
 line has the depth from which on choosing pays: measured, between the depths where the ratio of attention's times passes
-1, beside what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
+1, beside the estimator's prediction for scores of this skew, with the profile of this machine (or of `--device`).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def measured_crossover(found: list[tuple[int, float]]) -> float | None:
 
 
 def predicted_crossover(given: argparse.Namespace, longest: int) -> int | None:
-    """Return what the estimator says, up to a depth; None without a profile, or where choosing does not pay."""
+    """Return the estimator's prediction, up to a depth; None without a profile, or where choosing does not pay."""
     profile = load_profile(given.device) if given.device else local_profile()
     traffic = describe(given.shape, recipe=recipe_with(attention=given.attention)).traffic("int8")
     if profile is None or traffic.topn is None:
@@ -180,7 +180,7 @@ def predicted_crossover(given: argparse.Namespace, longest: int) -> int | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what the command line names; returns the exit code."""
+    """Measure the cases of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-2-7b", choices=sorted(SHAPES))
     parser.add_argument("-d", default="4096,16384", help="depths (default 4096,16384)")

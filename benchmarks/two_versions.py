@@ -117,7 +117,7 @@ def paired(before: Any, after: Any, turns: int) -> tuple[float, float, float]:
 
 
 def _name(options: argparse.Namespace, shape: str) -> str:
-    """A shape with what was changed of it, as part of a path."""
+    """A shape with its changes, as part of a path."""
     return "-".join([shape, *(change.replace("=", "-") for change in options.set)])
 
 
@@ -131,7 +131,7 @@ def compare_shape(options: argparse.Namespace, shape: str, isa: str, threads: in
         isa = sides[1].opened["isa"]
         for test in options.test:
             for side in sides:
-                side.seconds(test)  # pays for what happens once
+                side.seconds(test)  # pays for one-time costs
             before, after = (partial(side.seconds, test) for side in sides)
             middle, low, high = paired(before, after, options.turns)
             rows.append(f"| {model} | {isa} | {threads} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} "

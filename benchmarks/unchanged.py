@@ -1,4 +1,4 @@
-"""Record what edgeinfer computes, and compare it after a change that must change nothing.
+"""Record edgeinfer's results, and compare them after a change that must change nothing.
 
     python benchmarks/unchanged.py --record before.json --inputs DIRECTORY [--data shared/data] [--isa generic]
     python benchmarks/unchanged.py --compare before.json --inputs DIRECTORY [--data shared/data]
@@ -126,7 +126,7 @@ def texts(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, An
 
 
 def masked(value: Any, folders: dict[str, str], name: str = "") -> Any:
-    """Replace what differs from run to run, and mark sentences."""
+    """Replace values that differ from run to run, and mark sentences."""
     if isinstance(value, dict):
         return {key: masked(one, folders, key) for key, one in value.items()}
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def masked(value: Any, folders: dict[str, str], name: str = "") -> Any:
 
 
 def command(arguments: list[str], folders: dict[str, str]) -> dict[str, Any]:
-    """Run a command with --json; returns its exit code and what it printed, masked."""
+    """Run a command with --json; returns its exit code and its output, masked."""
     names = {word: folder for folder, word in folders.items()}
     filled = [re.sub(r"^(WORK|INPUTS)", lambda found: names[found[0]], word) for word in arguments]
     done = subprocess.run([sys.executable, "-m", "edgeinfer", *filled, "--json"], capture_output=True, text=True)

@@ -3,7 +3,7 @@ quantised checkpoints of every packing, models whose layers and experts are stre
 
     python benchmarks/unchanged_inputs.py DIRECTORY
 
-They are written once and then read by the version before a change and by the one after it, so that what writes them may
+They are written once and then read by the version before a change and by the one after it, so that the writer may
 change, too. The makers are those of the tests of this checkout.
 """
 

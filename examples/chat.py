@@ -1,6 +1,6 @@
 """Chat with a model, streaming: `python examples/chat.py MODEL [--system TEXT]`. An empty line ends it.
 
-The conversation is a list of messages; the model's own chat template turns it into a prompt, and what it has in common
+The conversation is a list of messages; the model's own chat template turns it into a prompt, and its common part
 with the last one is not computed again. A model without a template, such as demo, continues the text instead.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths and numbers of what is measured; the default is for GPUs."""
+    """Lengths and numbers of the measurements; the default is for GPUs."""
 
     sequences: tuple[int, ...] = (1, 8, 32)
     depths: tuple[int, ...] = (0, 4096)

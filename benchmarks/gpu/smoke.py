@@ -25,8 +25,8 @@ RAGGED = (5, 17, 9)
 """Tokens of sequences that decode together."""
 CTX = 512
 CLOSED_BYTES = 256 << 20
-"""Memory of the GPU that may be missing after models were closed, beside what the first one left: onnxruntime keeps
-that of the largest KV cache for the next model."""
+"""Memory of the GPU that may be missing after models were closed, beside the remains of the first one: onnxruntime
+keeps that of the largest KV cache for the next model."""
 
 
 def smoke(check: Check, names: list[str]) -> None:
@@ -59,7 +59,7 @@ def environment(check: Check) -> None:
 
 
 def automatic(check: Check) -> None:
-    """Check what ``--device auto`` takes."""
+    """Check the choice of ``--device auto``."""
     from edgeinfer.backends import provider_of
 
     found = provider_of("auto")

@@ -20,7 +20,7 @@ from .sizes import Sizes
 H200_SPEEDS = {("llama-2-7b", 1): 400.0, ("llama-2-7b", 32): 3000.0}
 """Tokens a second at depth 0 that are wanted on an H200, by model and sequences."""
 ESTIMATE_SHARE = 0.15
-"""Wanted: how far the estimate of one sequence may be from what is measured."""
+"""Wanted: largest deviation of the estimate of one sequence from its measurement."""
 DRAFT_TOKENS = 4
 """Tokens of each sequence in forward passes that verify draft tokens."""
 
@@ -92,7 +92,7 @@ def verified(runner: OnnxRunner, held: list[Sequence]) -> float:
 
 
 def estimated(check: Check, name: str, runner: OnnxRunner, depth: int, step: float) -> None:
-    """Add a row for the estimate of one sequence beside what was measured."""
+    """Add a row for the estimate of one sequence beside its measurement."""
     if not check.profile:
         return
     traffic = describe(runner.bundle.path).traffic(check.provider.kv[0])

@@ -9,7 +9,7 @@ import numpy as np
 
 TYPES = gguf.GGMLQuantizationType
 NAMES = {"qwen3_5_text": "qwen35", "lfm2": "lfm2"}
-"""Hybrid models that can be written, and what llama.cpp calls them."""
+"""Hybrid models that can be written, and their names in llama.cpp."""
 
 
 def mixers(shape: dict, layer: int, q: int, kv: int) -> Iterator[tuple[str, int, int]]:
@@ -27,7 +27,7 @@ def mixers(shape: dict, layer: int, q: int, kv: int) -> Iterator[tuple[str, int,
 
 
 def vectors(shape: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of what stays float32."""
+    """Yield name and shape of float32 tensors."""
     hidden, r = shape["hidden_size"], shape["recurrent"]
     delta = r["kind"] == "delta"
     for i in range(shape["num_hidden_layers"]):

@@ -26,7 +26,7 @@ BLOCKS = {
 SCALES = {TYPES.Q4_0: (0,), TYPES.Q8_0: (0,), TYPES.Q5_0: (0,), TYPES.Q4_K: (0, 2), TYPES.Q6_K: (208,)}
 """Byte offsets of a block's fp16 scales."""
 DEVIATION = {TYPES.Q4_0: 4.6, TYPES.Q8_0: 74.0, TYPES.Q5_0: 9.2, TYPES.Q4_K: 300.0, TYPES.Q6_K: 1400.0}
-"""Roughly the size of what a scale multiplies."""
+"""Rough size of the codes that a scale multiplies."""
 FALLBACK = {TYPES.Q4_K: TYPES.Q5_0, TYPES.Q6_K: TYPES.Q8_0}
 """Types that llama.cpp uses for rows that are not a multiple of 256."""
 LEAST_CODE = 0x80
@@ -95,7 +95,7 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
 APART = 8.0
 """Root mean square of an embedding's values in mixtures, as in converters/synthetic/random_experts.py."""
 MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe", "smallthinker": "smallthinker"}
-"""Mixtures of experts that can be written, and what llama.cpp calls them."""
+"""MoE models that can be written, and their names in llama.cpp."""
 
 
 def vectors(shape: dict) -> list[tuple[str, tuple[int, ...]]]:

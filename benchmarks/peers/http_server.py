@@ -178,7 +178,7 @@ class _Receiver(asyncio.Protocol):
             self.ended.set_result(None)
 
     def streamed(self) -> Streamed:
-        """Read what arrived; raises `WorkerError` unless it is a whole stream."""
+        """Read the arrived data; raises `WorkerError` unless it is a whole stream."""
         data, ends = b"".join(self.parts), list(accumulate(map(len, self.parts)))
         if b" 200 " not in data[:20] or b"data: [DONE]" not in data:
             raise WorkerError(f"The server answered {data[:200]!r}.")

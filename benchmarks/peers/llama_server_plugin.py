@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Change what the tests call: no downloads, and paths and fields as OpenAI has them."""
+    """Replace functions that the tests call: no downloads, and paths and fields as OpenAI has them."""
     import utils  # type: ignore[import-not-found]
 
     process: Any = utils.ServerProcess

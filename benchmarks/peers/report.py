@@ -74,7 +74,7 @@ def _best(comparisons: list[Comparison]) -> Iterator[str]:
 
 
 def _extras(extras: list[dict[str, Any]]) -> Iterator[str]:
-    """First token and peak memory; memory without what Python and the imported libraries hold by themselves."""
+    """First token and peak memory; memory without that of Python and the imported libraries themselves."""
     if not extras:
         return
     yield "## First token and memory"

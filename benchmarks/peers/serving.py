@@ -14,7 +14,7 @@ from typing import Any
 def serve(handlers: dict[str, Callable[..., dict[str, Any]]]) -> None:
     """Answer requests such as ``{"do": "run", "kind": "pp", "tokens": 512, "depth": 0}`` until the input ends.
 
-    What libraries print goes to standard error, so that it cannot be mistaken for an answer.
+    Output of libraries goes to standard error, so that it cannot be mistaken for an answer.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

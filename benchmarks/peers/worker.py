@@ -16,7 +16,7 @@ from typing import Any
 
 
 class WorkerError(Exception):
-    """A worker that failed, ended or was too slow; the message says which and what it said last."""
+    """A worker that failed, ended or was too slow; the message has its name and its last words."""
 
 
 class Worker:
@@ -76,7 +76,7 @@ class Worker:
         try:
             answer = json.loads(line)
         except ValueError:
-            raise WorkerError(f"{self.name} answered {do!r} with what is not JSON: {line.strip()[:80]!r}") from None
+            raise WorkerError(f"{self.name} answered {do!r} without valid JSON: {line.strip()[:80]!r}") from None
         if "error" in answer:
             raise WorkerError(f"{self.name} cannot {do}: {answer['error']}")
         return answer

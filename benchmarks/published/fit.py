@@ -1,4 +1,4 @@
-"""Constants fitted to published rows of decoding, and what simpler models say of the same rows."""
+"""Constants fitted to published rows of decoding, and the errors of simpler models on the same rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ of cores 'cores.middle', of a program 'ROCm' and 'T-MAC'."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row beside what was predicted for it."""
+    """A row beside its prediction."""
 
     row: Row
     tok_per_s: float
@@ -176,7 +176,7 @@ def shipped(rows: Sequence[Row]) -> list[Prediction]:
 
 
 def error_of_known(row: Row) -> float:
-    """Miss of what `edgeinfer estimate` says of the device with all that is known of it."""
+    """Miss of `edgeinfer estimate` for the device with all known facts."""
     constants = constants_of(row.known, bits=row.bits, experts=row.experts)
     speed = 1000 / math.fsum(decode_terms(row.known, row.traffic, constants, row.tokens).values())
     return speed / row.tok_per_s - 1

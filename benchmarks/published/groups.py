@@ -34,7 +34,7 @@ class Group:
     target: str = ""
     note: str = ""
     ablations: dict[str, Values] = field(default_factory=dict)
-    """Simpler models, by what they lack: constants that are held at these values, or are absent at 0."""
+    """Simpler models, by their missing part: constants that are held at these values, or are absent at 0."""
     experts: bool = False
     """Takes mixtures of experts alone; else, but for processors, all other models."""
     rest: str = ""

@@ -15,7 +15,7 @@ COLUMNS = ("class", "device", "bandwidth_gbs", "model", "gb_read_per_token", "to
 LAYERS = ((0.3, 30), (0.8, 24), (1.4, 22), (4.5, 28), (10.0, 32), (20.0, 40), (50.0, 60), (1e9, 80))
 """Layers that models of up to so many 1e9 parameters mostly have."""
 KINDS = {"gpu-2024": "cuda-datacentre", "gpu": "cuda-consumer", "edge": "unknown"}
-"""Classes of the estimator for what others call a class, for devices without a profile."""
+"""Classes of the estimator for the classes of others, for devices without a profile."""
 OLDER = "gpu-2024"
 """Rows of NVIDIA's GPUs with a program of 2024, whose fixed times were longer."""
 OF_2024 = {"f_w": 0.91, "issue_bytes_per_clock": 6.4, "families": {
@@ -79,7 +79,7 @@ def _judged(row: Mapping[str, str]) -> Other:
 
 
 def _profile(row: Mapping[str, str]) -> tuple[DeviceProfile, str]:
-    """The device's profile, else what its class and its bandwidth say."""
+    """The device's profile, else one of its class and its bandwidth."""
     try:
         profile = load_profile(row["device"])
         return profile, f"profile {profile.name}"

@@ -74,7 +74,7 @@ def test_a_worker_that_fails_is_reported(fake: list[str], tmp_path: Path) -> Non
     with pytest.raises(WorkerError, match=r"fake cannot be started \(.*absent: No such file or directory\)"):
         Worker("fake", [str(tmp_path / "absent")])
     chatter = [sys.executable, "-c", "input(); print('hello'); input()"]
-    with Worker("fake", chatter) as worker, pytest.raises(WorkerError, match="'load' with what is not JSON: 'hello'"):
+    with Worker("fake", chatter) as worker, pytest.raises(WorkerError, match="'load' without valid JSON: 'hello'"):
         worker.ask("load")
 
 
