@@ -6,7 +6,8 @@ Each model runs 4 prompts with 3 settings. A pair is one request with speculatio
 turns; the ratio is that of their decoding speeds, and of a case the median of its pairs. "First" pairs forget costs
 that earlier requests have measured, as the only request of a process does; "later" pairs keep them. Both texts of a
 pair must be equal. The stated gain is the median of `Completion.speculation.gain`, 1 if it is None: no pass verified a
-draft. """
+draft.
+"""
 
 from __future__ import annotations
 
