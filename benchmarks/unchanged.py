@@ -73,7 +73,7 @@ def models(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, A
         convert(source, path, **options)
         return path
 
-    for source in sorted((inputs / "checkpoints").iterdir()):
+    def of_checkpoint(source: Path) -> Iterator[tuple[str, Any]]:
         ids = json.loads((source / "ids.json").read_text())
         kinds = STORED if source.name in TYPED_CASES else STORED[:2]
         for weights, group, kv, layout in kinds:
@@ -84,12 +84,20 @@ def models(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, A
                 converted(name, source, **options)
                 yield f"bundles/{name}", bundle_hashes(path)
             yield f"logits/{name} kv {kv}", logits(path, ids, kv, len(ids) if "dynamic" in name else None)
+    def refusal(error: EdgeInferError) -> dict[str, str]:
+        return {"refused": type(error).__name__, "message": f"{PROSE}{error}"}
+
+    for source in sorted((inputs / "checkpoints").iterdir()):
+        try:
+            yield from of_checkpoint(source)
+        except EdgeInferError as error:  # of a family that one of the versions does not have
+            yield f"bundles/{source.name}", refusal(error)
     files = [*(inputs / "gguf").iterdir(), *(inputs / "packed").iterdir(), *(data.glob("gguf/*.gguf") if data else ())]
     for source in sorted(files):
         try:
             yield f"bundles/{source.name}", bundle_hashes(converted(f"{source.parent.name} {source.name}", source))
         except EdgeInferError as error:  # refused by name, which must not change either
-            yield f"bundles/{source.name}", {"refused": type(error).__name__, "message": f"{PROSE}{error}"}
+            yield f"bundles/{source.name}", refusal(error)
 
 
 def opened_texts(name: str, model: Path | str, opening: dict[str, Any], prompt: str) -> Iterator[tuple[str, Any]]:
@@ -105,9 +113,10 @@ def opened_texts(name: str, model: Path | str, opening: dict[str, Any], prompt: 
             if (request == "beams") != ("beams" in opening):
                 continue
             done = llm.complete(prompt, **options)
-            found = repr([(one.text, one.token_ids, one.finish_reason, one.logprobs, one.score)
-                          for one in done.choices])
-            yield f"texts/{name} {request}", {"text": done.text[:60], "all": digest(found.encode())}
+            found = [[one.text, one.token_ids, one.finish_reason, one.score,
+                      [[token.token_id, token.text, token.logprob, token.top] for token in one.logprobs or ()]]
+                     for one in done.choices]
+            yield f"texts/{name} {request}", {"text": done.text[:60], "all": digest(json.dumps(found).encode())}
 
 
 def texts(inputs: Path, work: Path, data: Path | None) -> Iterator[tuple[str, Any]]:
