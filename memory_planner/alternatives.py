@@ -213,7 +213,7 @@ def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: i
                 placer: Placer = within) -> int:
     """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below.
 
-    All weights are in memory, or where `place` has them.
+    All weights are in memory, or where `placer` puts them.
     """
 
     def fits(ctx: int) -> bool:

@@ -23,7 +23,7 @@ def fits(planner: Planner, config: RuntimeConfig) -> bool:
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
         placer: Placer | None = None) -> tuple[MemoryPlan, int]:
-    """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
+    """Plan a run within its budget: with all weights in memory, else as `placer` finds, else with streamed layers.
 
     Parameters
     ----------

@@ -64,8 +64,8 @@ class Windowed:
     def needed(self, own: int, sequences: int) -> int:
         """Return how many blocks sequences need that share a prompt and get up to `own` tokens each.
 
-        What they may hold; or, all sharing one pass, what they must hold before it and the rows of that pass; or the
-        shared end of the prompt and what each adds to it.
+        Rows that they may hold; or, all sharing one pass, those before it and of the pass; or the
+        shared end of the prompt and each one's additions.
         """
         before = _blocks(self.window + MARGIN_TOKENS) + 2
         added = -(-(abi.BLOCK_TOKENS - 1 + own) // abi.BLOCK_TOKENS)

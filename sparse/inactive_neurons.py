@@ -23,7 +23,8 @@ def rewrite(graph: Graph, mode: str, kind: str = "", rank: int = 0, dense: str |
 
     All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens the neurons that a
     predictor of a kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever
-    the mode is: what falls back where leaving out neurons would cost more. FFNs in tiles have nothing to leave out.
+    the mode is: those that fall back where leaving out neurons would cost more. FFNs in tiles have nothing to leave
+    out.
     """
     from edgeinfer.errors import UsageError
     from edgeinfer.graph import NeuronDown, NeuronGated, with_predictor

@@ -66,8 +66,8 @@ def open_streams() -> None:
     """Put our streams in the place of Python's, and something in the place of those that were closed.
 
     Otherwise the next file to be opened would become standard output or error, and receive output meant for it. A
-    closed standard output can be read instead of written, so that writing fails; standard input is empty, and what is
-    said on standard error is lost.
+    closed standard output can be read instead of written, so that writing fails; standard input is empty, and text
+    written to standard error is lost.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_RDWR)):
         try:

@@ -98,7 +98,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
            draft_memory: DraftMemory | None = None) -> Choice:
     """Return the fastest way to run a bundle: as it was requested, or with approximations within `max_kld`.
 
-    What runs `beside` it takes its part of the budget.
+    A draft takes `draft_memory` of the budget.
 
     A recipe with other passes, or without the usual ones, says all that is to be done: nothing is added to it.
 

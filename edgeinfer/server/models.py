@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Opener = Callable[[str, "int | None"], "LLM"]
-"""Opens a model, by what the user called it, within a budget in bytes, or the available memory."""
+"""Opens a model, by the user's name for it, within a budget in bytes, or the available memory."""
 SERVER_BYTES = 40_000_000
 """Memory of the server itself: its libraries, connections and compiled forms."""
 CONNECTION_BYTES = 50_000_000

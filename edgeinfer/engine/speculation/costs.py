@@ -21,8 +21,8 @@ MOST_BUCKETS = 64
 ENOUGH = 3
 """Passes without speculation before anything is compared with them: the first of a process finds cold caches."""
 WHOLE, LONGER = 0.75, 1.34
-"""A pass of less than the first share of the most tokens of a pass was truncated. From the second one on, what was
-measured before was."""
+"""A pass of less than the first share of the most tokens of a pass was truncated. From the second share on,
+the measurement before was."""
 SHORT_IN_TURN = 8
 """Passes in turn that were all shorter: they are as long as they get now."""
 SLOPE, PYTHON_SECONDS = 0.12, 2e-4

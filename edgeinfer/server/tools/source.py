@@ -1,7 +1,7 @@
 """Text that arrives in pieces, read by generators that wait for more.
 
-Each method that reads is a generator: it yields when it needs text that has not arrived, and returns what it read. What
-has been read is never searched again, so the time is linear in the length of the text however it is cut.
+Each method that reads is a generator: it yields when it needs text that has not arrived, and returns the read text.
+Text that has been read is never searched again, so the time is linear in the length of the text however it is cut.
 """
 
 from __future__ import annotations
