@@ -4,7 +4,8 @@
 
 `gaps` has a server and two replicas of one thread on Ray, each kept on a core of its own where there are several; the
 streams and prompts alternate between the sides. `link` has no Ray: two processes' engines in one, and a link that lets
-so many bytes through a second, once while the prompt is computed and once after it.
+so many bytes through a second, once while the prompt is computed and once after it. `device` lets onnxruntime compute
+prompts for our own kernels, on CUDA where that works and else on the CPU, and compares what these predict behind them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,11 +31,15 @@ from benchmarks.cluster import Row, engines, percentile, served, states
 from benchmarks.harness import machine, publish, row, spread, table
 from benchmarks.peers.http_server import HttpServer, Streamed, ask_all, running, streamed_request
 from edgeinfer import LLM
+from edgeinfer.backends import why_not
 from edgeinfer.cluster.handing import Handing, Piece
 from edgeinfer.cluster.job import TEXT, Job
 from edgeinfer.cluster.serving import Serving
 
 PROMPT, STREAMS, STREAM_TOKENS, PROMPTS = 1024, 4, 800, 3
+DEVICE_PROMPT, DEVICE_TOKENS = 192, 64
+DEVICE_OPTIONS: dict[str, Any] = dict(ctx=DEVICE_PROMPT + DEVICE_TOKENS, threads=1, max_sequences=1, speculate="off")
+TALE = Path(__file__).resolve().parent.parent / "tests" / "data" / "box_of_robbers.txt"
 LINK_PROMPT, LINK_SHARE = 1024, 0.7
 """Tokens of a prompt, and the time of its KV blocks on the link in that of its computation."""
 
@@ -155,7 +161,61 @@ def link(model: str, rounds: int) -> list[Row]:
              "turns; asked for follows from the times of computing and of the link")]
 
 
-PARTS = {"gaps": gaps, "link": link}
+# -- prompts of a device ---------------------------------------------------------------------------------------------
+
+
+def device(model: str, rounds: int) -> list[Row]:
+    """Compare tokens that follow a prompt of onnxruntime with those that follow one of our own kernels."""
+    found, own_kv, name = list[Any](), list[Any](), "onnx-cpu" if why_not("cuda") else "cuda"
+    with LLM(model, **DEVICE_OPTIONS) as own, LLM(model, **DEVICE_OPTIONS, kv="f32") as floats, \
+            LLM(model, **DEVICE_OPTIONS, device=name) as other:
+        ids = own.tokenizer.encode(TALE.read_text(encoding="utf-8"))
+        size = DEVICE_PROMPT + DEVICE_TOKENS
+        windows = [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+        for one in windows:
+            right = _decoded(own.runner, _prompted(own.runner, one), one)
+            found.append(_divergences(right, _decoded(own.runner, _handed(other.runner, own.runner, one), one)))
+            own_kv.append(_divergences(right, _decoded(floats.runner, _prompted(floats.runner, one), one)))
+        isa, kv = own.runner.isa, own.runner.config.kv
+    kld, same = (np.concatenate([one[i] for one in found]) for i in range(2))
+    scale = np.concatenate([one[0] for one in own_kv]).mean()
+    return [(f"prompts of {DEVICE_PROMPT} on {name}, then {DEVICE_TOKENS} tokens on {isa} with {kv}: mean KLD to all "
+             "of it on our own kernels", f"{kld.mean():.1e}", "reported",
+             f"{Path(model).name}, {kld.size} tokens of `{TALE.name}`; 99th percentile {np.percentile(kld, 99):.1e}, "
+             f"same likeliest token {same.mean():.2%}; with KV in f32 instead of {kv} it is {scale:.1e}")]
+
+
+def _prompted(runner: Any, ids: list[int]) -> Any:
+    runner.prefill(sequence := runner.new_sequence(), ids[:DEVICE_PROMPT])
+    return sequence
+
+
+def _handed(other: Any, own: Any, ids: list[int]) -> Any:
+    """Return a sequence whose prompt another runner has computed."""
+    sequence, target = _prompted(other, ids), own.new_sequence()
+    for part in other.read_blocks(sequence, 0, True, own.block_form):
+        for _ in own.write_blocks(target, part, ids[:DEVICE_PROMPT]):
+            pass
+    other.release(sequence)
+    return target
+
+
+def _decoded(runner: Any, sequence: Any, ids: list[int]) -> Any:
+    """Return the log-probabilities after each token that follows the prompt: (tokens, vocabulary)."""
+    rows = []
+    for token in ids[DEVICE_PROMPT:]:
+        logits = runner.decode([sequence], [token])[0].astype(np.float64)
+        rows.append(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+    runner.release(sequence)
+    return np.array(rows)
+
+
+def _divergences(right: Any, found: Any) -> tuple[Any, Any]:
+    """Return the KL divergence after each token, and whether the likeliest token is the same."""
+    return (np.exp(right) * (right - found)).sum(axis=1), right.argmax(axis=1) == found.argmax(axis=1)
+
+
+PARTS = {"gaps": gaps, "link": link, "device": device}
 
 
 def main() -> None:
@@ -167,9 +227,11 @@ def main() -> None:
     parser.add_argument("--document", type=Path)
     options = parser.parse_args()
     for part in options.parts.split(","):
-        found = PARTS[part](options.model, options.rounds)
+        models = options.model.split(",")
+        found = [one for model in models for one in PARTS[part](model, options.rounds)]
         where = fill(f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:", 120)
-        command = f"`python benchmarks/prompts_apart.py --model {Path(options.model).name} --parts {part}`"
+        names = ','.join(Path(one).name for one in models)
+        command = f"`python benchmarks/prompts_apart.py --model {names} --parts {part}`"
         rows = table("what | measured | asked for | remark", (row(*one) for one in found))
         publish(f"## Apart: {part}\n\n{where}\n{command}\n\n{rows}", options.document, f"apart-{part}")
 

@@ -6,8 +6,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config import CPU
-from ..errors import UsageError
+from ..config import CPU, Recipe, RuntimeConfig
+from ..errors import UnsupportedModelError, UsageError
 from .output import say
 from .served import opening, short_name
 
@@ -26,14 +26,18 @@ class Asked(NamedTuple):
     n: int | None
     prefill: int = 0
     """Number of those that compute prompts for the others."""
+    device: str | None = None
+    """Their device; None for the CPU."""
 
 
-def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, given: Given,
-                   models: int) -> Asked | None:
-    """Return the request of --replicas, --ray, --prefill and --decode; None without them.
+def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, device: str | None,
+                   given: Given, models: int) -> Asked | None:
+    """Return the request of --replicas, --ray, --prefill, --decode and --prefill-device; None without them.
 
     Raises `UsageError` for options that contradict them.
     """
+    if device is not None and prefill is None:
+        raise UsageError(f"--prefill-device {device} is for replicas that compute prompts; add --prefill and --decode.")
     if prefill is not None or decode is not None:
         if replicas is not None or prefill is None or decode is None or min(prefill, decode) < 1 \
                 or prefill + decode > MOST_REPLICAS:
@@ -55,7 +59,35 @@ def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, d
             (f"--device {given.device}", given.device not in (None, CPU), "replicas run edgeinfer's own kernels")):
         if wrong:
             raise UsageError(f"--replicas and --ray do not go with {flag}; {remedy}.")
-    return Asked(ray or LOCAL, n, prefill or 0)
+    return Asked(ray or LOCAL, n, prefill or 0, device)
+
+
+def checked_prefill(device: str, source: str, given: Given) -> RuntimeConfig:
+    """Return the settings of a replica that computes prompts on a device.
+
+    Raises `UsageError` where the device cannot compute prompts of the model for edgeinfer's own kernels; whether it
+    works on the node that is to have it is known there alone.
+    """
+    from edgeinfer.memory_planner import default_ctx
+
+    from ..backends import PROVIDERS
+    from ..cluster import PREFILL_SEQUENCES
+    from ..llm.executors import executor_on
+    from ..models.describe import describe
+    from ..runner import why_not_elsewhere
+
+    if device not in PROVIDERS:
+        raise UsageError(f"--prefill-device is {device!r}; choose one of {', '.join(PROVIDERS)}, or leave it out.")
+    graph = describe(source, *given.stored(source), Recipe(())).graph
+    config = given.runtime(max_sequences=PREFILL_SEQUENCES, kv_memory=None, draft_tokens=0)
+    try:
+        executor_on(PROVIDERS[device], graph, config)
+        why = why_not_elsewhere(graph.config, given.ctx or default_ctx(graph.config))
+    except (UsageError, UnsupportedModelError) as error:
+        why = str(error).removesuffix(".").replace("run with --device cpu", "leave --prefill-device out")
+    if why:
+        raise UsageError(f"--prefill-device {device} computes no prompts of {source}: {why}.")
+    return config
 
 
 def _check_split(replicas: str | None, given: Given, models: int) -> None:
@@ -74,7 +106,7 @@ def open_replicas(ray: Ray, asked: Asked, source: str, left: int | None, *, give
 
     where = os.path.abspath(source) if os.path.exists(source) else source
     options = opening(source, left, given=given, **settings)
-    found = asyncio.run(ray.replicas(asked.n, short_name(source), where, options, asked.prefill))
+    found = asyncio.run(ray.replicas(asked.n, short_name(source), where, options, asked.prefill, asked.device))
     for i, one in enumerate(found):
         speeds, plan = one.facts.speeds, one.facts.plan
         link = f", {1e-6 / speeds.link:.0f} MB/s from {found[0].name}" if speeds.link else ""

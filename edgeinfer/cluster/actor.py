@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.units import format_size
+from ..config import CUDA
 from ..errors import EdgeInferError
 from .connection import first_sentence
 from .handing import Piece
@@ -34,6 +35,7 @@ class Node(NamedTuple):
     cpus: int
     memory: int
     """Bytes that Ray gives to its processes."""
+    gpus: int = 0
 
 
 class ActorWorker:
@@ -49,7 +51,8 @@ class ActorWorker:
         self._lost = ray.exceptions.RayActorError
         self._failed = ray.exceptions.RayError
         self._actor = ray.remote(Engine).options(
-            num_cpus=0, memory=asked[2]["budget"], max_restarts=-1, max_concurrency=CONCURRENT,
+            num_cpus=0, num_gpus=int(asked[2].get("device") == CUDA), memory=asked[2]["budget"], max_restarts=-1,
+            max_concurrency=CONCURRENT,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
 
     def kill(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..config import CPU
+
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import MemoryPlan
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from ..engine import SpeculationReport, TokenLogprob
     from ..errors import EdgeInferError
     from ..graph import ModelConfig
+    from ..runner import BlockForm
 
 TEXT, SCORES, EMBEDDING = "text", "scores", "embedding"
 
@@ -56,6 +59,15 @@ class Facts(NamedTuple):
     isa: str
     identity: Identity
     speeds: Speeds
+    device: str = CPU
+    form: BlockForm | None = None
+    """Form in which it takes prompts from a replica on a device other than the CPU; None if it takes none."""
+
+    def may_compute_for(self, other: Facts) -> bool:
+        """Return whether this replica can compute prompts for another one: with the same bits, or on a device."""
+        if self.device != CPU:
+            return other.form is not None
+        return self.caches_prefixes and self.identity.arithmetic == other.identity.arithmetic
 
 
 class Prefilled(NamedTuple):
@@ -80,6 +92,8 @@ class Job(NamedTuple):
     handed: Any = None
     """The replica that computes the prompt but for its last token: its `piece(offset)` returns the KV blocks that there
     are from a byte on, a `handing.Piece`, and raises `WorkerLost`."""
+    form: BlockForm | None = None
+    """Form in which that replica makes them, if it is on a device other than the CPU."""
 
 
 class Part(NamedTuple):

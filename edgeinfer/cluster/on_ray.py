@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from edgeinfer.memory_planner import process_budget, serving_share
 
+from ..config import CUDA
 from ..errors import EdgeInferError
 from .actor import ActorWorker, Node
 from .connection import first_sentence, initialised
@@ -21,6 +22,8 @@ from .split import NodeSplit
 from .stages import Stored
 
 T = TypeVar("T")
+PREFILL_SEQUENCES = 2
+"""Prompts that a worker on a device computes at once: of one the rest is read while the next begins."""
 
 
 class Ray:
@@ -49,25 +52,43 @@ class Ray:
         EdgeInferError
             A node cannot open it, or the answers of two nodes would not have the same bits.
         """
-        workers, found = await self._opened(n, "worker", (name, source, options))
+        workers, found = await self._opened("worker", (name, source), [(one, options) for one in self._places(n)])
         _refuse_unlike(list(zip(workers, found, strict=True)))
         return workers
 
-    async def replicas(self, n: int | None, name: str, source: str, options: dict[str, Any], prefill: int = 0
-                       ) -> list[ActorWorker]:
+    async def replicas(self, n: int | None, name: str, source: str, options: dict[str, Any], prefill: int = 0,
+                       device: str | None = None) -> list[ActorWorker]:
         """Return workers for a server, as `open`, whose arithmetic may differ: its router keeps them apart.
 
-        The first `prefill` ones, which are the fastest if some are twice as fast as others, are to compute prompts.
+        The first `prefill` ones are to compute prompts: on a `device` of onnxruntime, or else those which are the
+        fastest if some are twice as fast as others.
         """
-        workers, found = await self._opened(n, "replica", (name, source, options))
+        places = [(one, options) for one in self._places(n)]
+        if device is not None:
+            places = [(one, prefilling(options, device)) for one in self._places(prefill, device)] + places[prefill:]
+        workers, found = await self._opened("replica", (name, source), places)
         _refuse_unlike([(one, identity._replace(arithmetic="")) for one, identity in zip(workers, found, strict=True)])
         for one in workers:  # one after the other, since each is measured
             await one.learn_facts()
         if prefill:
-            workers.sort(key=lambda one: round(math.log2(one.facts.speeds.prompt)))
+            if device is None:
+                workers.sort(key=lambda one: round(math.log2(one.facts.speeds.prompt)))
             for one in workers[prefill:]:
+                if device is not None and not workers[0].facts.may_compute_for(one.facts):
+                    raise EdgeInferError(f"The {one.name} takes no prompts that {device} computes; leave out "
+                                         "--prefill-device.")
                 await one.measure_link(workers[0])
         return workers
+
+    def _places(self, n: int | None, device: str | None = None) -> list[Node]:
+        """Return the nodes of workers: all in turns, or for CUDA one for each GPU."""
+        if device != CUDA:
+            return [self.nodes[i % len(self.nodes)] for i in range(n or len(self.nodes))]
+        gpus = [one for one in self.nodes for _ in range(one.gpus)]
+        if len(gpus) < (n or 1):
+            raise EdgeInferError(f"--prefill {n} with --prefill-device {device} needs as many GPUs, and Ray knows "
+                                 f"{len(gpus)} on the nodes; lower --prefill, or join nodes with GPUs.")
+        return gpus[:n]
 
     async def ask(self, node: Node, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in a process of a node and return its result; raises `EdgeInferError` with its error."""
@@ -92,15 +113,15 @@ class Ray:
         for one in workers:
             one.kill()
 
-    async def _opened(self, n: int | None, kind: str, asked: tuple[str, str, dict[str, Any]]
+    async def _opened(self, kind: str, model: tuple[str, str], asked: list[tuple[Node, dict[str, Any]]]
                       ) -> tuple[list[ActorWorker], list[Identity]]:
-        name, source, options = asked
-        places = [self.nodes[i % len(self.nodes)] for i in range(n or len(self.nodes))]
+        name, source = model
+        places = [node for node, _ in asked]
         nodes = list(dict.fromkeys(places))
         rooms = dict(zip(nodes, await asyncio.gather(*(self.ask(one, process_budget) for one in nodes)), strict=True))
-        sent = {node: await self._source_on(node, source, options) for node in nodes}
+        sent = {node: await self._source_on(node, source, asked[0][1]) for node in nodes}
         workers = []
-        for i, node in enumerate(places):
+        for i, (node, options) in enumerate(asked):
             share = _share({**options, **sent[node][1]}, node, places.count(node), rooms[node])
             workers.append(ActorWorker(self._ray, f"{kind} {i + 1} on {node.name}", node,
                                        (name, sent[node][0], share)))
@@ -130,8 +151,14 @@ class Ray:
 def nodes_of(ray: Any) -> list[Node]:
     """Return the nodes that are alive and have processors."""
     return [Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"]["CPU"]),
-                 int(one["Resources"].get("memory", 0)))
+                 int(one["Resources"].get("memory", 0)), int(one["Resources"].get("GPU", 0)))
             for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
+
+
+def prefilling(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the options of a worker that computes prompts on a device, from those of workers that answer."""
+    return {**options, "device": device, "kv": None, "kv_memory": None, "fill_budget": None, "speculate": "off",
+            "draft": None, "max_sequences": PREFILL_SEQUENCES}
 
 
 @contextlib.contextmanager

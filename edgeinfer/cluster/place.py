@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..config import CPU
 from .job import Done, Prefilled, Replica
 from .router import Load
 
@@ -61,3 +62,24 @@ class Place(Load):
         """End a job there, and wait for nothing."""
         cancelling = asyncio.ensure_future(self.process.cancel(key))
         cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+class Taken(NamedTuple):
+    """A replica that is given a request, and the name that it has there."""
+
+    place: Place
+    key: int
+    helper: Place | None
+    """The one that computes the prompt, if that pays."""
+
+    @property
+    def unlike(self) -> bool:
+        """Whether that one is on a device, whose K and V have other bits."""
+        return self.helper is not None and self.helper.facts.device != CPU
+
+    def header(self, home: str) -> str:
+        """Return what the answer says of its arithmetic; empty where it is that of most replicas."""
+        parts = [self.place.facts.isa] if self.place.facts.identity.arithmetic != home else []
+        if self.unlike and self.helper is not None:
+            parts.append(f"{self.helper.facts.isa} (prompt)")
+        return ", ".join(parts)

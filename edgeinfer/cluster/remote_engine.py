@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ..config import CPU
 from ..errors import ClosedError, EdgeInferError, QueueFullError
-from .job import Done, Failed, Item, Job, Prefilled, Replica, WorkerLost
+from .job import Done, Facts, Failed, Item, Job, Prefilled, Replica, WorkerLost
 from .lost import Losses
-from .place import Place
+from .place import Place, Taken
 from .router import Need, apart, blocks_of, choose
 
 if TYPE_CHECKING:
@@ -23,16 +24,7 @@ TRIES = 5
 """Replicas that may be lost one after the other with a request that gets no further: it may be the cause."""
 CLOSED = "The model was closed; open it again."
 HEADER = "edgeinfer-arithmetic"
-"""Header of answers whose bits are not those of most replicas."""
-
-
-class Taken(NamedTuple):
-    """A replica that is given a request, and the name that it has there."""
-
-    place: Place
-    key: int
-    helper: Place | None
-    """The one that computes the prompt, if that pays."""
+"""Header of answers whose bits are not those of most replicas, or whose prompt goes to a device."""
 
 
 class RemoteEngine:
@@ -52,8 +44,9 @@ class RemoteEngine:
 
     def __init__(self, replicas: Sequence[Replica], max_queue: int, say: Callable[[str], object], helping: int = 0):
         self.places = [Place(one, i < helping) for i, one in enumerate(replicas)]
-        self.runner = min((one.facts for one in replicas), key=lambda facts: facts.plan.kv_blocks)
-        self.home = _home(self.places)
+        answering = [one.facts for one in self.places if not one.helps]
+        self.runner = min(answering, key=lambda facts: facts.plan.kv_blocks)
+        self.home = _home(answering)
         self.process, self.closed, self.preemptions, self.kv_usage = os.getpid(), False, 0, 0.0
         self._most = max_queue + sum(int(one.facts.config.max_sequences) for one in replicas)
         self._losses, self._keys, self._tasks = Losses(say), count(), set[asyncio.Task[None]]()
@@ -95,11 +88,11 @@ class RemoteEngine:
         if not request.claim():
             return
         need = self._need(request)
-        taken = self._taken(need, None, self._may_go_apart(request))
+        taken = self._taken(need, None, _may_go_apart(request), _may_go_to_device(request))
         task = asyncio.get_running_loop().create_task(self._work(request, need, taken))
         request.task.on_cancel = lambda: _cancel(task)  # type: ignore[attr-defined]
-        if taken is not None and taken.place.facts.identity.arithmetic != self.home:
-            request.headers = {HEADER: taken.place.facts.isa}
+        if taken is not None and (said := taken.header(self.home)):
+            request.headers = {HEADER: said}
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -121,40 +114,38 @@ class RemoteEngine:
 
     def _need(self, request: Request[Any]) -> Need:
         task = request.task
-        blocks = blocks_of(task.prompt_ids, self.runner.block_tokens, request.salt) if request.reuse else []
+        blocks = blocks_of(task.prompt_ids, request.salt) if request.reuse else []
         return Need(blocks, len(task.prompt_ids), getattr(task, "room", 0))
 
-    @staticmethod
-    def _may_go_apart(request: Request[Any]) -> bool:
-        """Return whether a prompt can be computed apart: that of a text, with more than its last token."""
-        return hasattr(request.task, "samples") and len(request.task.prompt_ids) > 1
-
-    def _taken(self, need: Need, arithmetic: str | None, may_go_apart: bool) -> Taken | None:
+    def _taken(self, need: Need, arithmetic: str | None, apart_: bool, device: bool) -> Taken | None:
         """Take the best replica that answers, or None if there is none.
 
-        It is one of an arithmetic; without one of that of most replicas, and of another if none of these is there.
+        It is one of an arithmetic; without one of that of most replicas, and of another if none of these is there. Its
+        prompt may be computed `apart_`, on a `device` too.
         """
         present = [one for one in self.places if one.there]
-        there = [one for one in present if not one.helps] or present
+        there = [one for one in present if not one.helps] or [one for one in present if one.facts.device == CPU]
         own = [one for one in there if one.facts.identity.arithmetic == (arithmetic or self.home)]
         if not (among := own or (there if arithmetic is None else [])):
             return None
         place, key = choose(among, need), next(self._keys)
         assert isinstance(place, Place)
-        helpers = [one for one in present if one.helps and one is not place and one.facts.caches_prefixes
-                   and one.facts.identity.arithmetic == place.facts.identity.arithmetic] if may_go_apart else []
+        helpers = [one for one in present if one.helps and one is not place and one.facts.may_compute_for(place.facts)
+                   and (device or one.facts.device == CPU)] if apart_ else []
         helper = apart(place, helpers, need)
         assert helper is None or isinstance(helper, Place)
-        place.begin(key, need)
+        taken = Taken(place, key, helper)
+        place.begin(key, need, keeps=not taken.unlike)
         if helper is not None:
             place.work[key][0] = 0
             helper.begin(key, need._replace(new=0))
-        return Taken(place, key, helper)
+        return taken
 
-    async def _awaited(self, need: Need, arithmetic: str, may_go_apart: bool) -> Taken:
+    async def _awaited(self, need: Need, arithmetic: str, request: Request[Any]) -> Taken:
         """Take the best replica of an arithmetic, and wait for one that starts again where there is no other."""
         async with self._losses.changed:
-            while (found := self._taken(need, arithmetic, may_go_apart)) is None:
+            apart_, device = _may_go_apart(request), HEADER in request.headers and _may_go_to_device(request)
+            while (found := self._taken(need, arithmetic, apart_, device)) is None:
                 if not any(one.reopening for one in self.places if one.facts.identity.arithmetic == arithmetic):
                     raise ClosedError("No replica is left that can continue this request; ask again later.")
                 await self._losses.changed.wait()
@@ -166,7 +157,7 @@ class RemoteEngine:
         task: Any = request.task
         tries = 0
         while tries < TRIES:
-            now = taken or await self._awaited(need, arithmetic, self._may_go_apart(request))
+            now = taken or await self._awaited(need, arithmetic, request)
             before = task.new_tokens
             try:
                 return await self._run_on(now, request, unmoved=taken is not None)
@@ -197,11 +188,13 @@ class RemoteEngine:
         """Let a replica run the rest of a request; one that was moved or waited says nothing of its speed."""
         place, key, helper = taken
         task: Any = request.task
+        keeps = request.reuse and not taken.unlike
         alone, ended, computing = unmoved and len(place.work) == 1, False, None
         try:
             job: Job = task.job(key, request.salt)
             if helper is not None:
-                job = job._replace(handed=await self._prefill(helper, job))
+                asked = job._replace(form=place.facts.form if taken.unlike else None)
+                job = job._replace(handed=await self._prefill(helper, asked))
                 computing = asyncio.ensure_future(self._prefilled(helper, job))
                 self._prefills.add(computing)
                 computing.add_done_callback(self._prefills.discard)
@@ -209,7 +202,7 @@ class RemoteEngine:
                 ended = not isinstance(item, list)
                 if computing is not None and isinstance(item, Done):
                     item = place.received(item, await computing, len(job.ids))
-                self._take(place, key, request, item)
+                self._take(place, key, request, item, keeps)
             if not ended:
                 raise WorkerLost("it ended in the middle of a request")
             if alone and helper is None and len(place.work) == 1:
@@ -246,7 +239,7 @@ class RemoteEngine:
             helper.learn_prompt(time.perf_counter() - began, len(job.ids) - 1 - found.cached_tokens)
         return found
 
-    def _take(self, place: Place, key: int, request: Request[Any], item: Item) -> None:
+    def _take(self, place: Place, key: int, request: Request[Any], item: Item, keeps: bool) -> None:
         task: Any = request.task
         if isinstance(item, list):
             if new := task.take_parts(item):
@@ -260,9 +253,8 @@ class RemoteEngine:
             task.take_end(item)
             self.kv_usage = item.kv_usage
             self.preemptions += item.preemptions
-            if request.reuse and hasattr(task, "samples"):
-                place.has(blocks_of([*task.prompt_ids, *task.samples[0].tokens], self.runner.block_tokens,
-                                    request.salt))
+            if keeps and hasattr(task, "samples"):
+                place.has(blocks_of([*task.prompt_ids, *task.samples[0].tokens], request.salt))
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -271,7 +263,18 @@ def _cancel(task: asyncio.Task[None]) -> None:
         task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def _home(places: Sequence[Place]) -> str:
+def _may_go_apart(request: Request[Any]) -> bool:
+    """Return whether a prompt can be computed apart: that of a text, with more than its last token."""
+    return hasattr(request.task, "samples") and len(request.task.prompt_ids) > 1
+
+
+def _may_go_to_device(request: Request[Any]) -> bool:
+    """Return whether a device may compute a prompt: not that of several samples, which begin again with the same texts
+    if their replica is lost."""
+    return hasattr(request.task, "samples") and len(request.task.samples) == 1
+
+
+def _home(facts: Sequence[Facts]) -> str:
     """Return the arithmetic of most replicas."""
-    kinds = [one.facts.identity.arithmetic for one in places]
+    kinds = [one.identity.arithmetic for one in facts]
     return max(kinds, key=kinds.count)

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from edgeinfer.kernels import abi
+
 from .job import Facts, Speeds
 
 EXPECTED_TOKENS = 128
@@ -49,6 +51,7 @@ class Load:
 
     def __init__(self, name: str, facts: Facts):
         self.name, self.facts, self.speeds = name, facts, facts.speeds
+        self._most = facts.plan.kv_blocks * facts.block_tokens // abi.BLOCK_TOKENS
         self.there, self.sent = True, 0
         self.work: dict[int, list[int]] = {}
         """Prompt tokens to compute and tokens to generate, by request."""
@@ -61,7 +64,7 @@ class Load:
             if block not in self._blocks:
                 break
             n += 1
-        return min(n * self.facts.block_tokens, need.prompt - 1)
+        return min(n * abi.BLOCK_TOKENS, need.prompt - 1)
 
     def wait(self) -> float:
         """Return the seconds until it begins with another request."""
@@ -81,11 +84,12 @@ class Load:
     def _step(self, sequences: int) -> float:
         return self.speeds.decode * (1 + SHARED_STEP * (sequences - 1))
 
-    def begin(self, key: int, need: Need) -> None:
-        """Note a request that it gets."""
+    def begin(self, key: int, need: Need, keeps: bool = True) -> None:
+        """Note a request that it gets, and whether its prompt will be in the prefix cache."""
         self.work[key] = [need.prompt - self.cached(need), min(need.new, EXPECTED_TOKENS)]
         self.sent += 1
-        self.has(need.blocks)
+        if keeps:
+            self.has(need.blocks)
 
     def progress(self, key: int, tokens: int) -> None:
         """Note that a request has got tokens."""
@@ -103,7 +107,7 @@ class Load:
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self.facts.plan.kv_blocks:
+        while len(self._blocks) > self._most:
             self._blocks.popitem(last=False)
 
     def learn(self, prompt: float | None = None, decode: float | None = None, link: float | None = None) -> None:
@@ -150,14 +154,14 @@ def apart(load: Load, helpers: Iterable[Load], need: Need) -> Load | None:
     return best if best and seconds(best) < load.wait() + own * (1 + len(load.work)) else None
 
 
-def blocks_of(ids: Sequence[int], block_tokens: int, salt: bytes = b"") -> list[bytes]:
+def blocks_of(ids: Sequence[int], salt: bytes = b"") -> list[bytes]:
     """Return the hashes of the whole blocks of a prompt."""
-    return list(_hashes(ids, block_tokens, salt))
+    return list(_hashes(ids, salt))
 
 
-def _hashes(ids: Sequence[int], block_tokens: int, salt: bytes) -> Iterator[bytes]:
+def _hashes(ids: Sequence[int], salt: bytes) -> Iterator[bytes]:
     before = hashlib.blake2b(salt, digest_size=16).digest()
-    for end in range(block_tokens, len(ids) + 1, block_tokens):
-        block = array("q", ids[end - block_tokens:end]).tobytes()
+    for end in range(abi.BLOCK_TOKENS, len(ids) + 1, abi.BLOCK_TOKENS):
+        block = array("q", ids[end - abi.BLOCK_TOKENS:end]).tobytes()
         before = hashlib.blake2b(before + block, digest_size=16).digest()
         yield before

@@ -8,7 +8,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.kernels import abi
+
 from .. import __version__
+from ..config import CPU
 from ..engine import Generation
 from ..errors import CancelledError, EdgeInferError
 from ..server import Arrivals
@@ -28,14 +31,16 @@ AHEAD = 8
 
 def facts_of(llm: LLM) -> Facts:
     """Return the properties of an open model, with speeds that a short run measures."""
-    session = llm.session
-    return Facts(session.config, session.plan, session.model, session.block_tokens, session.caches_prefixes,
-                 session.isa, identity_of(llm), _measured(llm))
+    runner = llm.runner
+    return Facts(runner.config, runner.plan, runner.model, runner.block_tokens, runner.caches_prefixes, runner.isa,
+                 identity_of(llm), _measured(llm), runner.device, runner.block_form)
 
 
 def identity_of(llm: LLM) -> Identity:
     """Return the identity that the bits of an open model's answers depend on."""
-    return Identity(__version__, llm.session.bundle.identity, llm.session.executor.kernels.arithmetic)
+    runner = llm.runner
+    arithmetic = llm.session.executor.kernels.arithmetic if runner.device == CPU else runner.isa
+    return Identity(__version__, runner.bundle.identity, arithmetic)
 
 
 def _measured(llm: LLM) -> Speeds:
@@ -119,9 +124,9 @@ class Serving:
         def send(sequence: Sequence) -> None:
             nonlocal sent
             complete = len(sequence) == len(job.ids) - 1
-            for part in runner.read_blocks(sequence, sent, complete):
+            for part in runner.read_blocks(sequence, sent, complete, job.form):
                 leaving.add(part)
-            sent = max(sent, len(sequence) // runner.block_tokens)
+            sent = max(sent, len(sequence) // abi.BLOCK_TOKENS)
 
         request.on_prompt, self._running[job.key] = send, request
         self._computing[job.key] = asyncio.ensure_future(self._compute(request, leaving, job.key))

@@ -83,6 +83,9 @@ class Task(abc.ABC, Generic[Result]):
 
     n_sequences = 1
     """Sequences that it holds at most."""
+    prompt_ids: list[int]
+    cached_tokens: int
+    preemptions: int
     speculation: Speculation | None = None
     """Drafts tokens for it."""
     passes_alone = False

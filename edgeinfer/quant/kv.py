@@ -42,6 +42,36 @@ def unpack_values(data: Bytes, kv: KvType, tokens: int) -> NDArray[Any]:
     return elements(np.ascontiguousarray(rows).reshape(*data.shape[:-1], tokens, -1), kv)
 
 
+def packed_blocks(k: NDArray[np.float32], v: NDArray[np.float32], kv: KvType) -> list[Bytes]:
+    """Planes of blocks of heads: K, V and, of codes, the scales of both.
+
+    Parameters
+    ----------
+    k, v : float32 arrays of shape (heads, blocks, tokens, n)
+
+    Returns
+    -------
+    list of uint8 arrays of shape (heads, blocks, bytes)
+    """
+    (k, k_scales), (v, v_scales) = stored_rows(k, kv), stored_rows(v, kv)
+    scales = np.concatenate([k_scales, v_scales], axis=-1).view(np.uint8)
+    return [pack_keys(k, kv), pack_values(v, kv), *([scales] if kv.scaled else [])]
+
+
+def stored_rows(rows: NDArray[np.float32], kv: KvType) -> tuple[NDArray[Any], NDArray[np.float16]]:
+    """Return elements and scales of rows (..., n): floats have none, and codes the largest magnitude by `highest`.
+
+    Codes are of the scale as it is stored; a row whose scale is 0 in fp16 is zeros.
+    """
+    if not kv.scaled:
+        with np.errstate(over="ignore"):
+            return rows.astype(element_type(kv)), np.zeros(rows.shape[:-1], np.float16)
+    scales = (np.abs(rows).max(axis=-1, initial=0) / kv.highest).astype(np.float16)
+    by = scales.astype(np.float32)[..., None]
+    codes = np.divide(rows, by, out=np.zeros_like(rows), where=by != 0)
+    return np.rint(codes).clip(-kv.highest, kv.highest).astype(np.int8), scales
+
+
 def element_type(kv: KvType) -> str:
     """NumPy's name of an element: of codes one byte, into which smaller ones go."""
     return "<i1" if kv.scaled else f"<f{kv.bits // 8}"

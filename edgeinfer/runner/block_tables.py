@@ -142,7 +142,7 @@ class BlockTables(Sequences):
         for block in sequence.blocks:
             self.pool.share(block)
         copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
-        copy.decoded, copy.cut = sequence.decoded, sequence.cut
+        copy.decoded, copy.cut, copy.unlike = sequence.decoded, sequence.cut, sequence.unlike
         return copy
 
     def trim(self, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgeinfer.errors import BundleError, RequestError
 
+from .prompt_parts import BlockForm
 from .sequences import Sequence
 
 
@@ -90,9 +91,18 @@ class Caching:
         """Return a sequence as it was saved by the same model."""
         raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
 
-    def read_blocks(self, sequence: Sequence, first: int, complete: bool) -> Iterator[bytes]:
-        """Return parts of a prompt for `write_blocks` of another process: the full KV blocks from `first` on, or all
-        that the sequence has if its prompt is complete."""
+    @property
+    def block_form(self) -> BlockForm | None:
+        """Form of KV blocks that another executor may compute for this runner; None if none may."""
+        return None
+
+    def read_blocks(self, sequence: Sequence, first: int, complete: bool, form: BlockForm | None = None
+                    ) -> Iterator[bytes]:
+        """Return parts of a prompt for `write_blocks` of another process: the full KV blocks, of 16 tokens, from
+        `first` on, or all that the sequence has if its prompt is complete.
+
+        `form` is that of the other runner if its K and V have other bits.
+        """
         raise RequestError("This model cannot compute prompts for others.")
 
     def write_blocks(self, sequence: Sequence, part: bytes | memoryview, ids: Items[int]

@@ -60,6 +60,8 @@ class Sequence:
     it NaN."""
     decoded: int | None = None
     """Index of the first token that may not have been run as part of a prompt; None if all were."""
+    unlike: bool = False
+    """Whether another executor computed its prompt, whose K and V have other bits: nothing of it is cached or saved."""
 
     def __len__(self) -> int:
         return len(self.tokens)

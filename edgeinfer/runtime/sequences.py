@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.config import Recipe
+from edgeinfer.errors import RequestError
 from edgeinfer.registry import each, technique
-from edgeinfer.runner import Sequence, integers
+from edgeinfer.runner import BlockForm, Sequence, computed_elsewhere, integers, why_not_elsewhere
 from edgeinfer.technique import ALWAYS, DECODED
 
 from .execution.forward import ModelRunner
@@ -83,6 +84,8 @@ class SequenceOwner(ModelRunner):
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
         from .kv.prompt_file import PromptFile
 
+        if sequence.unlike:
+            raise RequestError(f"Another executor computed the prompt, so {path} was not written; run it here first.")
         PromptFile(self.kv).save(sequence, Path(path), self._identity(sequence.decoded is not None))
 
     def load(self, path: str | Path) -> Sequence:
@@ -91,8 +94,16 @@ class SequenceOwner(ModelRunner):
 
         return PromptFile(self.kv).load(Path(path), self._identity(False), self._identity(True))
 
-    def read_blocks(self, sequence: Sequence, first: int, complete: bool) -> Iterator[bytes]:
+    @property
+    def block_form(self) -> BlockForm | None:
+        """Form of KV blocks that another executor may compute; see `Runner.block_form`."""
+        return None if not (parts := self._parts).elsewhere else parts.form
+
+    def read_blocks(self, sequence: Sequence, first: int, complete: bool, form: BlockForm | None = None
+                    ) -> Iterator[bytes]:
         """Return parts of a prompt; see `Runner.read_blocks`."""
+        if form is not None:
+            raise RequestError("These kernels compute prompts for those of the same arithmetic alone.")
         return self._parts.read(sequence, first, complete)
 
     def write_blocks(self, sequence: Sequence, part: bytes | memoryview, ids: Items[int]) -> Iterator[None]:
@@ -103,7 +114,8 @@ class SequenceOwner(ModelRunner):
     def _parts(self) -> PromptParts:
         from .kv.prompt_parts import PromptParts
 
-        return PromptParts(self.kv, self._identity(False))
+        alone = self.kv.states or self.kv.pruning or why_not_elsewhere(self.graph.config, self.plan.request.ctx)
+        return PromptParts(self.kv, self._identity(False), "" if alone else computed_elsewhere(self.bundle.identity))
 
     # -- the prefix cache --------------------------------------------------------------------------------------------
 
@@ -125,7 +137,7 @@ class SequenceOwner(ModelRunner):
 
     def cache_prefix(self, sequence: Sequence, salt: bytes = b"") -> None:
         """Cache the full blocks of a sequence that were computed exactly; see `Runner.cache_prefix`."""
-        if not self.caches_prefixes:
+        if not self.caches_prefixes or sequence.unlike:
             return
         exact = len(sequence)
         if sequence.decoded is not None and self._identity(True) != self._identity(False):

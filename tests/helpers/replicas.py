@@ -27,8 +27,8 @@ class Within:
         Those it was given.
     """
 
-    def __init__(self, source: str, name: str, arithmetic: str = "", reopens: bool = True):
-        self.llm, self.name, self.reopens = LLM(source, **OPTIONS), name, reopens
+    def __init__(self, source: str, name: str, arithmetic: str = "", reopens: bool = True, **options: Any):
+        self.llm, self.name, self.reopens = LLM(source, **OPTIONS | options), name, reopens
         self._serving, self.facts = Serving(self.llm), facts_of(self.llm)
         if arithmetic:
             self.facts = self.facts._replace(identity=Identity("1", "b", arithmetic), isa=arithmetic)

@@ -12,8 +12,7 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.errors import BundleError, ClosedError, RequestError
-from edgeinfer.runner import Runner, Sequence
-from edgeinfer.runtime.kv import prompt_parts
+from edgeinfer.runner import Runner, Sequence, prompt_parts
 from tests.helpers.sessions import HYBRID, TINY, WINDOWED, session, tokens, write_model
 
 

@@ -24,7 +24,8 @@ import psutil
 import pytest
 
 pytest.importorskip("starlette")
-from edgeinfer.cluster import Ray, RemoteModel, connected
+from edgeinfer.cluster import PREFILL_SEQUENCES, Ray, RemoteModel, connected
+from edgeinfer.errors import EdgeInferError
 from tests.helpers.command_line import PYTHON, ROOT, edgeinfer, environment
 from tests.helpers.serving import chat_model, serving, until
 from tests.system.test_replicas import all_of
@@ -117,6 +118,33 @@ def test_prompts_that_are_computed_apart_change_no_text(ray: Ray, model: str, ri
         states = running.ask("/status").json["models"][0]["replicas"]
         assert all(one["expected_bytes"] > 1 << 20 for one in states[1:])
         killing(lambda: all_of(running) == right, 2)
+
+
+def test_prompts_of_a_device(ray: Ray, model: str) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    with pytest.raises(EdgeInferError, match="--prefill 1 with --prefill-device cuda needs as many GPUs, and Ray kn"):
+        asyncio.run(ray.replicas(2, "chat", model, OPTIONS, prefill=1, device="cuda"))
+    found = asyncio.run(ray.replicas(2, "chat", model, OPTIONS, prefill=1, device="onnx-cpu"))
+    assert [one.facts.device for one in found] == ["onnx-cpu", "cpu"]
+    assert found[0].facts.plan.request.sequences == PREFILL_SEQUENCES
+    for i, one in enumerate(found):
+        one.facts = one.facts._replace(speeds=one.facts.speeds._replace(prompt=1.0 if i else 1e-5))
+
+    def opened(source: str, left: int | None) -> Any:
+        return RemoteModel(source, list(found), 256, said.append, lambda: ray.end(found), helping=1)
+
+    body = {"prompt": "A fox saw a crow " * 12, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    said, path = list[str](), "/v1/completions"
+    with serving({"chat": model}) as one, serving({"chat": model}, opened) as running:
+        right = one.ask(path, body).json["choices"][0]["text"]
+        first = running.ask(path, body)
+        assert first.headers["edgeinfer-arithmetic"] == "onnxruntime CPUExecutionProvider (prompt)" and not said
+        received = running.ask("/status").json["models"][0]["replicas"][1]["received_bytes"]
+        assert received >= found[1].facts.plan.sequence_bytes(60)
+        found[0]._ray.kill(found[0]._actor, no_restart=False)
+        second = running.ask(path, body)
+        assert first.json["choices"][0]["text"] == second.json["choices"][0]["text"] == right
+        assert until(lambda: len(said) >= 2, 60) and said[-1].endswith("is back."), said
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:

@@ -58,11 +58,14 @@ class _Turn(NamedTuple):
 
 def _turn(op: Attention, rope: Rotation) -> _Turn:
     """The operator turns whole heads, or parts of heads that are multiples of 16 both."""
-    if not rope.rotary:
-        return _Turn(None, False)
+    return _Turn(rope, rotated_inside(op.head_dim, rope)) if rope.rotary else _Turn(None, False)
+
+
+def rotated_inside(head_dim: int, rope: Rotation) -> bool:
+    """Return whether attention itself rotates heads, which are padded in both halves then."""
     width = turned_width(rope)
-    part = width % HEAD_STEP == op.head_dim % HEAD_STEP == 0
-    return _Turn(rope, width == op.head_dim or part)
+    part = width % HEAD_STEP == head_dim % HEAD_STEP == 0
+    return bool(rope.rotary) and (width == head_dim or part)
 
 
 @lower.register

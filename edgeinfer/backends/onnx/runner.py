@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,17 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import CancelledError, RequestError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
-from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, integers, plain_segments, prepare_samples
+from edgeinfer.runner import (
+    BlockForm,
+    Cancellation,
+    Runner,
+    Segment,
+    Sequence,
+    computed_elsewhere,
+    integers,
+    plain_segments,
+    prepare_samples,
+)
 
 from ...base.progress import OnStageProgress
 from .calls import Calls
@@ -26,6 +37,7 @@ from .fitting import fit_device
 from .flavour import kv_layers
 from .pages import PageCalls, Pages
 from .planning import device_planner
+from .prompt_blocks import PromptBlocks
 from .sessions import Sessions
 from .slabs import Slabs
 from .slots import SlotCalls, Slots
@@ -91,6 +103,7 @@ class OnnxRunner(Runner):
             folder = model_folder(bundle, planner.flavour(self.plan.request), names, progress)
             self.sessions = Sessions(folder, provider.for_sequences(sequences), int(self.config.threads or 1))
             opened.pop_all()
+        self._blocks = PromptBlocks(graph, self.slabs, self.sessions)
         self._arrange(planner.paged)
         self._logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
 
@@ -159,6 +172,15 @@ class OnnxRunner(Runner):
     def drop_prefixes(self) -> None:
         """Empty the prefix cache."""
         self.kv.drop_prefixes()
+
+    def read_blocks(self, sequence: Sequence, first: int, complete: bool, form: BlockForm | None = None
+                    ) -> Iterator[bytes]:
+        """Yield parts of a prompt for our own kernels; see `Runner.read_blocks`."""
+        if form is None or form.model != computed_elsewhere(self.bundle.identity):
+            raise RequestError("K and V of this prompt are for our own kernels with the same bundle alone.")
+        self.kv.check_own(sequence)
+        with self._turn:
+            yield from self._blocks.read(sequence, first, complete, form)
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.base.process import check_process
 from edgeinfer.config import ONNX_CPU
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
@@ -59,6 +62,20 @@ class Sessions:
             binding = self._copies.io_binding()
             slabs.bind_copy(binding, source, target)
             self._run(self._copies, binding)
+
+    def read(self, slabs: Slabs, block: int, first: int, end: int) -> list[NDArray[Any]]:
+        """Return rows of a block of the KV cache, copied from its device: (KV heads, rows, elements) for each slab."""
+        self.check_open()
+        found = []
+        with self.translated_errors():
+            for head in range(1 if slabs.paged else slabs.most_heads):
+                binding = self._copies.io_binding()
+                found.append(slabs.bind_read(binding, block, first, end, head))
+                self._run(self._copies, binding)
+        if slabs.paged:
+            return found[0]
+        return [np.concatenate(heads[: shape[0]]) for heads, shape in zip(zip(*found, strict=True), slabs.shapes,
+                                                                          strict=True)]
 
     @contextmanager
     def translated_errors(self, cancel: Cancellation | None = None) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.errors import EdgeInferError
 
@@ -58,6 +59,7 @@ class Slabs:
     def __init__(self, layout: Layout, layers: Mapping[int, Heads], blocks: int, positions: int, kv: str,
                  provider: Provider):
         self.dtype, self.memory = FLOATS[kv], provider.memory
+        self.paged = layout.attention == "paged"
         self.positions = positions
         self.blocks = blocks
         self.names = layout.names(layers)
@@ -98,10 +100,36 @@ class Slabs:
         for number, (name, _) in enumerate(self.names):
             self._bind(binding, number, FROM + name, source, TO + name, target, 1)
 
+    def bind_read(self, binding: Any, block: int, first: int, end: int, head: int) -> list[NDArray[Any]]:
+        """Bind rows of a block as what is copied to the memory of this process.
+
+        Returns
+        -------
+        list of arrays of shape (KV heads, rows, elements)
+            For each slab, where the rows go. Rows of a head follow each other in a slot, so of a slot these are the
+            rows of one head: `head`, or the last where the layer has fewer.
+        """
+        found = []
+        for number, (name, _) in enumerate(self.names):
+            outer, inner, elements = self.shapes[number]
+            at, shape = (first * inner, [1, end - first, inner, elements]) if self.paged else \
+                (min(head, outer - 1) * inner + first, [1, 1, end - first, elements])
+            rows = np.empty(shape, self.dtype)
+            binding.bind_input(FROM + name, self.memory, 0, self.dtype, shape,
+                               self._address(number, block) + at * elements * rows.itemsize)
+            binding.bind_output(TO + name, "cpu", 0, self.dtype, shape, rows.ctypes.data)
+            found.append(rows[0].swapaxes(0, 1) if self.paged else rows[0])
+        return found
+
     def _bind(self, binding: Any, number: int, read: str, source: int, written: str, target: int, count: int) -> None:
         like = self.memory, 0, self.dtype, [count, *self.shapes[number]]
         binding.bind_input(read, *like, self._address(number, source))
         binding.bind_output(written, *like, self._address(number, target))
+
+    @property
+    def most_heads(self) -> int:
+        """KV heads of the layer that has most."""
+        return max(shape[1 if self.paged else 0] for shape in self.shapes)
 
     def close(self) -> None:
         """Free the memory."""

@@ -22,6 +22,7 @@ from ...rules import RULES
 from .. import options
 from ..machines import machine_of, named_nodes
 from ..output import print_json
+from ..replicas import checked_prefill
 from ..reports.decision import described_as_run
 from ..reports.nodes import DEFAULT_LINK, nodes_object, print_nodes
 from ..reports.plan import JSON_FIELDS, print_names, print_report
@@ -76,6 +77,11 @@ def plan(
                                  help="With --nodes: the network between them, 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, "
                                  f"tb4, or a rate such as 50MB/s.  [default: {DEFAULT_LINK}]")
     ] = None,
+    prefill_device: Annotated[
+        str | None, typer.Option("--prefill-device", metavar="DEVICE", show_default=False,
+                                 help="Plan a replica of 'serve --prefill' that computes prompts on this device of "
+                                 "onnxruntime.")
+    ] = None,
     given: options.Given = options.NOTHING,
 ) -> int:
     """Print a model's memory and speed, and whether it fits.
@@ -107,6 +113,8 @@ def plan(
     if model is None:
         raise UsageError("Missing argument 'MODEL': a GGUF file, checkpoint or bundle, an id on the hub, or a built-in "
                          "shape ('edgeinfer plan --list').")
+    if prefill_device is not None:
+        return _prefilling(model, prefill_device, given)
     beams = 1 if serve else options.searching(given)
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
     sequences = _served(given, max_sequences) if serve else max(given.n, beams)
@@ -171,6 +179,24 @@ def _served(given: options.Given, most: int | None) -> int:
         if given.by_flag(name):
             raise UsageError(f"{flag} belongs to one request, and --serve plans for many; use --max-sequences.")
     return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
+
+
+def _prefilling(model: str, device: str, given: options.Given) -> int:
+    """Report on a replica that computes prompts on a device, and return the exit code."""
+    from edgeinfer.devices import served
+
+    from ...backends import PROVIDERS
+    from ...llm.executors import executor_on
+    from ...models.describe import describe
+    from ..reports.plan_device import planned_on
+
+    config, card = checked_prefill(device, model, given), machine_of(given)
+    if card and (device != CUDA or not served(card)):
+        raise UsageError(f"--prefill-device {device} is planned for this machine, or cuda for a card of NVIDIA's, and "
+                         f"--machine is {card.name}; leave --machine out.")
+    description = describe(model, *given.stored(model), Recipe(()))
+    found = executor_on(PROVIDERS[device], description.graph, config)._replace(profile=served(card) if card else None)
+    return _printed(planned_on(found, description, registry.drafting({"speculate": "off"})), given.json)
 
 
 def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:

@@ -19,7 +19,7 @@ from ...rules import RULES
 from .. import options
 from ..help import REST
 from ..output import say
-from ..replicas import open_replicas, replicas_asked
+from ..replicas import checked_prefill, open_replicas, replicas_asked
 from ..served import open_served, short_name
 from ..split import open_split
 from .plan import SERVED_SEQUENCES
@@ -102,6 +102,10 @@ def serve(
     decode: Annotated[int | None, options.option(
         "--decode", metavar="N", help="With --prefill: number of replicas that decode.", group=REST + CLUSTER,
         show_default=False)] = None,
+    prefill_device: Annotated[str | None, options.option(
+        "--prefill-device", metavar="DEVICE", help="With --prefill: a device of onnxruntime that its replicas run on, "
+        "such as cuda or onnx-cpu. Texts then differ a little, and the header edgeinfer-arithmetic says so.  "
+        "[default: cpu]", group=REST + CLUSTER, show_default=False)] = None,
     log_prompts: Annotated[bool, options.option("--log-prompts", help="Write prompts and answers to the log.",
                                                 group=REST + LIMITS)] = False,
     given: options.Given = options.NOTHING,
@@ -132,8 +136,10 @@ def serve(
     sequences = max_sequences
     if sequences is None:
         sequences = SERVED_SEQUENCES if len(sources) == 1 else SHARING
-    asked = replicas_asked(replicas, ray, prefill, decode, given, len(sources))
+    asked = replicas_asked(replicas, ray, prefill, decode, prefill_device, given, len(sources))
     sequences = int(checked("--max-sequences", sequences, RULES["max_sequences"]))
+    if asked and asked.device:
+        checked_prefill(asked.device, model, given)
     if given.split is not None and ray is None:
         return _serve(config, sources, given, sequences, open_split)
     if asked is None and ray is None:

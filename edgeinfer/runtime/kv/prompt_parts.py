@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
@@ -14,17 +12,13 @@ from numpy.typing import NDArray
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import BundleError
 from edgeinfer.kernels import abi
-from edgeinfer.runner import GONE, Sequence
+from edgeinfer.runner import GONE, BlockForm, Sequence
+from edgeinfer.runner.prompt_parts import ALL, SIZE, STATE, WINDOW, blocks_of_tokens, encoded, ranges
 
 from .cache_file import origin
 from .sequence import KVCache
 
-PART_BYTES = 1 << 20
-"""Bytes of a part at most, unless a single block or a recurrent state has more."""
-ALL, WINDOW, STATE = "all", "window", "state"
-"""Contents of a part: blocks of layers that keep all tokens, of layers with a window, or the recurrent state."""
 Buffer = bytes | memoryview
-_SIZE = struct.Struct("<Q")
 
 
 class PromptParts:
@@ -38,31 +32,40 @@ class PromptParts:
     kv : KVCache
     model : str
         Identity that the K and V depend on.
+    elsewhere : str
+        Identity of K and V that another executor computes for this cache; empty if none may.
     """
 
-    def __init__(self, kv: KVCache, model: str):
-        self._kv = kv
+    def __init__(self, kv: KVCache, model: str, elsewhere: str = ""):
+        self._kv, self.elsewhere = kv, elsewhere
         self._origin = origin(kv, model) | {"windows": kv.recent is not None}
+
+    @property
+    def form(self) -> BlockForm:
+        """Blocks as another executor has to make them."""
+        windowed = self._kv.plan.windowed if self._kv.recent else None
+        return BlockForm(**{**self._origin, "model": self.elsewhere}, window=windowed.window if windowed else 0,
+                         windowed=windowed.layers if windowed else ())
 
     def read(self, sequence: Sequence, first: int, complete: bool) -> Iterator[bytes]:
         """Yield the parts of a sequence from block `first` on: its full blocks, or all that it has if it is complete.
         """
         self._kv.check_own(sequence)
         n = len(sequence)
-        end = -(-n // abi.BLOCK_TOKENS) if complete else n // abi.BLOCK_TOKENS
-        ranges = [(ALL, *one) for one in self._ranges(ALL, first, end)] or [(ALL, end, end)] * complete
+        end = blocks_of_tokens(n, complete)
+        parts = ranges(ALL, first, end, self._block_bytes(ALL)) or [(ALL, end, end)] * complete
         if complete and sequence.recent:
-            ranges += [(WINDOW, *one) for one in self._ranges(WINDOW, sequence.recent.gone, end)]
+            parts += ranges(WINDOW, sequence.recent.gone, end, self._block_bytes(WINDOW))
         if complete and sequence.state and n:
-            ranges.append((STATE, 0, 0))
-        for number, (kind, begin, stop) in enumerate(ranges):
+            parts.append((STATE, 0, 0))
+        for number, (kind, begin, stop) in enumerate(parts):
             header: dict[str, Any] = self._origin | {"kind": kind, "first": begin, "end": stop}
             if sequence.recent:
                 header["gone"] = sequence.recent.gone
             if sequence.state:
                 header["base"] = sequence.state.base
-            text = json.dumps(header | {"last": complete and number == len(ranges) - 1}).encode()
-            yield b"".join([_SIZE.pack(len(text)), text, *self._read(sequence, kind, begin, stop)])
+            last = {"last": complete and number == len(parts) - 1}
+            yield encoded(header | last, self._read(sequence, kind, begin, stop))
 
     def write(self, sequence: Sequence, part: Buffer, ids: Items[int]) -> Iterator[None]:
         """Write a part into blocks of a sequence, and stop after each plane, so that the caller can do other things.
@@ -86,6 +89,7 @@ class PromptParts:
             plane[:, places] = given if len(kept) == len(blocks) else given[:, kept]
             start += size
             yield
+        sequence.unlike = header["model"] == self.elsewhere
         if header["last"]:
             sequence.tokens, sequence.cut = list(ids), True
 
@@ -113,16 +117,16 @@ class PromptParts:
 
     def _parsed(self, part: Buffer, n_blocks: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
         """Return the header of a part and the data after it, whose size is that of its planes."""
-        size = _SIZE.unpack_from(part)[0] if len(part) >= _SIZE.size else 0
-        start = _SIZE.size + size
+        size = SIZE.unpack_from(part)[0] if len(part) >= SIZE.size else 0
+        start = SIZE.size + size
         try:
-            header = parse_json(bytes(part[_SIZE.size : start]))
+            header = parse_json(bytes(part[SIZE.size : start]))
             found = {name: header[name] for name in self._origin}
             kind, first, end, last = (header[name] for name in ("kind", "first", "end", "last"))
             numbers = [first, end, header.get("gone", 0), header.get("base", 0)]
         except (ValueError, KeyError, TypeError):
             raise _damaged() from None
-        if found != self._origin:
+        if found != self._origin and (not self.elsewhere or found != self._origin | {"model": self.elsewhere}):
             raise BundleError("KV blocks came from another model or version of edgeinfer, or from one with another "
                               "--kv, --recipe, --ctx or instruction set; start all replicas with the same options.")
         if not all(type(one) is int and one >= 0 for one in numbers) or not first <= end <= n_blocks \
@@ -132,7 +136,7 @@ class PromptParts:
         data = np.frombuffer(part, np.uint8, offset=start)
         if kind == STATE:
             end = first + 1
-        expected = sum(plane[:, 0].size for plane in self._planes(None, kind)) * (end - first)
+        expected = self._block_bytes(kind) * (end - first)
         if data.size != expected:
             raise _damaged()
         return header | {"end": end}, data
@@ -156,11 +160,8 @@ class PromptParts:
                 if (layer in self._kv.window_layers) == (kind == WINDOW):
                     yield from (array[number] for array in planes.arrays)
 
-    def _ranges(self, kind: str, first: int, end: int) -> list[tuple[int, int]]:
-        """Return stretches of blocks, each of which makes a part."""
-        block = sum(plane[:, 0].size for plane in self._planes(None, kind))
-        n = max(1, PART_BYTES // max(block, 1))
-        return [(begin, min(begin + n, end)) for begin in range(first, end, n)]
+    def _block_bytes(self, kind: str) -> int:
+        return sum(plane[:, 0].size for plane in self._planes(None, kind))
 
 
 def _slice(blocks: list[int]) -> slice | list[int]:

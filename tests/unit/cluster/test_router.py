@@ -21,13 +21,13 @@ def load(name: str, prompt: float = 0.001, decode: float = 0.01, sequences: int 
 
 
 def need(ids: list[int], new: int = 32) -> Need:
-    return Need(blocks_of(ids, BLOCK), len(ids), new)
+    return Need(blocks_of(ids), len(ids), new)
 
 
 def test_blocks_are_those_of_all_tokens_before() -> None:
-    one, other = blocks_of(range(40), BLOCK), blocks_of([99, *range(1, 40)], BLOCK)
+    one, other = blocks_of(range(40)), blocks_of([99, *range(1, 40)])
     assert len(one) == 2 and not set(one) & set(other)
-    assert blocks_of(range(33), BLOCK) == one and blocks_of(range(40), BLOCK, b"key") != one
+    assert blocks_of(range(33)) == one and blocks_of(range(40), b"key") != one
 
 
 def test_conversations_stay_where_their_beginning_is() -> None:
@@ -39,7 +39,7 @@ def test_conversations_stay_where_their_beginning_is() -> None:
         found.begin(key, asked)
         found.end(key)
         history[i] += [7] * 20
-        found.has(blocks_of(history[i], BLOCK))
+        found.has(blocks_of(history[i]))
         homes.setdefault(i, []).append(found.name)
     assert all(len(set(names)) == 1 for names in homes.values())
     assert {one.sent for one in loads} == {30}
@@ -47,7 +47,7 @@ def test_conversations_stay_where_their_beginning_is() -> None:
 
 def test_a_long_wait_costs_more_than_a_short_beginning() -> None:
     loads = [load("a"), load("b")]
-    loads[0].has(blocks_of(range(64), BLOCK))
+    loads[0].has(blocks_of(range(64)))
     assert choose(loads, need(list(range(80)))).name == "a"
     loads[0].begin(1, need([5] * 1000))  # a second of prompts, and 64 ms are saved
     assert choose(loads, need(list(range(80)))).name == "b"
@@ -84,10 +84,10 @@ def test_speeds_follow_what_was_measured() -> None:
 def test_beginnings_that_the_cache_has_dropped_are_forgotten() -> None:
     one = load("a", blocks=3)
     first = list(range(48))
-    one.has(blocks_of(first, BLOCK))
+    one.has(blocks_of(first))
     assert one.cached(need(first)) == 47  # the last token is computed in any case
-    one.has(blocks_of([9] * 32, BLOCK))
+    one.has(blocks_of([9] * 32))
     assert one.cached(need(first)) == 0
-    one.has(blocks_of(first, BLOCK))
+    one.has(blocks_of(first))
     one.lose()
     assert one.cached(need(first)) == 0 and not one.there
