@@ -21,10 +21,13 @@ OBJECT_BYTES = 80_000_000
 REACH_SECONDS = 5.0
 """Time in which the head of a cluster has to answer."""
 ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_timeout_ms_task_wait_for_death_info": "20",
-          "RAY_core_worker_internal_heartbeat_ms": "50", "RAY_worker_niceness": "0"}
+          "RAY_core_worker_internal_heartbeat_ms": "50", "RAY_worker_niceness": "0",
+          "RAY_worker_register_timeout_seconds": "600"}
 """Variables of Ray, whatever the shell has. The third and fourth say how long a call to a lost process waits for the
 reason, and how often Ray looks whether that time is over: by default a second each, in which its request could continue
-elsewhere. The last one gives replicas the priority of other programs: by default Ray's workers yield to all of them.
+elsewhere. The fifth gives replicas the priority of other programs: by default Ray's workers yield to all of them. The
+last one is for heavily loaded machines: by default Ray gives up workers that have not started within a minute, and
+`ray.init` then never returns.
 """
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable for clusters of several machines: at 0 its processes listen on 127.0.0.1 alone."""

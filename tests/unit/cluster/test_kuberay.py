@@ -1,13 +1,20 @@
-"""The manifest for Kubernetes, of which only the syntax is checked."""
+"""The manifest for Kubernetes: what the operator and edgeinfer want of it, without either."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+
+from edgeinfer.cli.app import make_app
+from edgeinfer.cluster.connection import ALWAYS
 
 yaml = pytest.importorskip("yaml")
 MANIFEST = Path(__file__).parents[3] / "docs" / "how-to" / "kuberay.yaml"
+METRICS, AGENT = 8080, 52365
+"""Ports that the operator gives to Ray in each pod, and adds to the head's service."""
 
 
 def test_the_manifest_is_yaml_with_a_token_and_no_dashboard() -> None:
@@ -20,3 +27,26 @@ def test_the_manifest_is_yaml_with_a_token_and_no_dashboard() -> None:
         mounted = {one["name"] for one in pod["containers"][0]["volumeMounts"]}
         assert mounted == {one["name"] for one in pod["volumes"]}
         assert all(isinstance(one, str) for one in group["rayStartParams"].values())
+
+
+def test_ray_is_set_as_edgeinfer_sets_it() -> None:
+    """The operator itself sets how tokens are asked for."""
+    spec = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["spec"]
+    wanted = {name: value for name, value in ALWAYS.items() if name != "RAY_AUTH_MODE"}
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        found = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
+        assert found.items() >= wanted.items()
+
+
+def test_the_command_of_its_page_is_one_of_edgeinfers_on_a_port_of_the_head() -> None:
+    page = MANIFEST.with_name("several-machines.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    line = next(line for line in page.splitlines() if line.startswith("kubectl exec"))
+    name, *arguments = shlex.split(line.partition(" -- edgeinfer ")[2])
+    group = typer.main.get_command(make_app())
+    command = group.get_command(typer.Context(group), name)  # type: ignore[attr-defined]
+    context = command.make_context(name, list(arguments))
+    spec = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["spec"]
+    ports = {one["name"]: one["containerPort"] for one in spec["headGroupSpec"]["template"]["spec"]["containers"][0][
+        "ports"]}
+    assert context.params["port"] == ports["http"] and context.params["ray"] == f"HEAD_IP:{ports['gcs']}"
+    assert not {METRICS, AGENT} & set(ports.values()) and len(set(ports.values())) == len(ports)
