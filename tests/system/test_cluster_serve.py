@@ -167,6 +167,9 @@ def test_the_command_leaves_no_process_behind(number: int) -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%s"
                            % (len(body), body))
         assert b" 200 OK" in connection.makefile("rb").readline()
+    if number == signal.SIGTERM:
+        done = edgeinfer("bench", "--serve", f"http://{address}", "--concurrency", "1,2", "-p8", "-n4", "--json")
+        assert done.code == 0 and [one["concurrency"] for one in done.json["serving"]] == [1, 2]
     children = psutil.Process(process.pid).children(recursive=True)
     assert sum(map(is_engine, children)) == 2
     process.send_signal(number)

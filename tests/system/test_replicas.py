@@ -125,9 +125,11 @@ def three(model: str) -> list[Within]:
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_texts_of_one_process(model: str, right: list[Any], n: int) -> None:
     replicas, said = [Within(model, f"replica {i}") for i in range(n)], list[str]()
+    for one in replicas:  # what a busy machine measures differs by more than a factor of ten, and requests follow it
+        one.facts = one.facts._replace(speeds=Speeds(1e-4, 1e-3))
     with serving({"chat": model}, opener(replicas, said)) as running:
         assert all_of(running) == right and not said
-        assert all(len(one.jobs) > 5 for one in replicas) and all(one.free for one in replicas)
+        assert all(len(one.jobs) > 5 for one in replicas) and until(lambda: all(one.free for one in replicas))
         metrics = running.ask("/metrics").body.decode()
         assert 'edgeinfer:generation_tokens_total{model_name="chat"}' in metrics
         for name in ("up", "planned_bytes", "tokens_per_second", "requests_sent_total", "received_bytes_total"):
