@@ -25,7 +25,7 @@ class BlockForm(NamedTuple):
     """KV blocks of a runner of our own kernels, as another executor has to make them."""
 
     model: str
-    """Name of K and V that another executor computes (`computed_elsewhere`)."""
+    """Identity of K and V that another executor computes (`computed_elsewhere`)."""
     kv: str
     block_bytes: int
     layers: int
@@ -44,12 +44,12 @@ class BlockForm(NamedTuple):
 
 
 def computed_elsewhere(bundle: str) -> str:
-    """Return the name of the K and V that another executor computes with the weights of a bundle, by its identity."""
+    """Return the identity of K and V that another executor computes, given that of the bundle."""
     return hashlib.sha256(f"computed elsewhere\0{bundle}".encode()).hexdigest()
 
 
 def why_not_elsewhere(config: ModelConfig, ctx: int) -> str:
-    """Return what keeps an executor that runs a model from computing prompts for our own kernels; empty if nothing."""
+    """Return why an executor that runs a model cannot compute prompts for our own kernels; empty if it can."""
     if config.latent:
         return "it has latent attention, whose keys other executors store in another form"
     if config.rope.kind in ("dynamic", "longrope") and ctx > config.rope.original_max_position_embeddings:
