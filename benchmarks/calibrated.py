@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +39,11 @@ from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.calibration.effects import measure_effects
 from edgeinfer.calibration.hooks import open_plain
 from edgeinfer.calibration.statistics import Covariance, capture
-from edgeinfer.converters import BitBudget, convert
+from edgeinfer.converters import BitBudget, ConversionReport, bit_budget, convert
 from edgeinfer.converters.bit_budget import CANDIDATES
 from edgeinfer.converters.knapsack import choose
+from edgeinfer.converters.packing import WeightReader
+from edgeinfer.graph import Weight
 from edgeinfer.models.calibrated import by_text, calibration_text
 from edgeinfer.quant import TYPES, InputStatistics, WeightType, layouts, packed, rounding
 from edgeinfer.text import Tokenizer
@@ -176,27 +178,41 @@ def against_ggml(folder: Path, known: Statistics, given: argparse.Namespace, tex
     return found, good
 
 
+def divergence_of(bundle: Path, reference: Path, text: str, max_tokens: int | None) -> float:
+    """Return the mean divergence of a bundle's predictions from those of another one."""
+    found = measure(bundle, "f32", reference, text, max_tokens=max_tokens).divergence
+    assert found is not None
+    return found.kld_mean
+
+
 def curve(folder: Path, given: argparse.Namespace, types: list[WeightType], text: str) -> tuple[list[str], bool]:
     """Convert to each type and, with types by budget, to the size of that; False if a type alone was better."""
     stream, found, best = calibration_text(given.model, given.calibrate, given.tokens).stream, list[str](), True
     quiet = by_text(given.model, stream, lambda *_: None, effects=True)
+    options, by_size = dict[str, list[bit_budget.Option]](), dict[int, tuple[ConversionReport, float]]()
+    measured_anew = bit_budget._measured
+
+    def measured_once(reading: WeightReader, weight: Weight, *more: Any) -> list[bit_budget.Option]:
+        if weight.name not in options:  # the same for all sizes
+            options[weight.name] = list(measured_anew(reading, weight, *more))
+        return options[weight.name]
+
+    bit_budget._measured = measured_once  # type: ignore[assignment]
     for stored in types:
-        name, kld = stored.dtype, dict[str, float]()
+        name = stored.dtype
         alone = convert(given.model, folder / "alone", weights=name, group_size=stored.group_size if len(
             stored.storage.groups) > 1 else None, embedding=given.ends or name, head=given.ends or name,
             calibration=quiet, overwrite=True)
         size = (folder / "alone" / "weights.bin").stat().st_size
-        mixed = convert(given.model, folder / "mixed", chooser=BitBudget(size=size), calibration=quiet, overwrite=True)
-        filled = (folder / "mixed" / "weights.bin").stat().st_size / size
-        assert mixed.chosen and mixed.chosen.gap is not None and filled <= 1
-        for which in ("alone", "mixed"):
-            result = measure(folder / which, "f32", folder / "f32", text, max_tokens=given.max_tokens).divergence
-            assert result is not None
-            kld[which] = result.kld_mean
-        best = best and kld["mixed"] <= kld["alone"]  # the same where no types are smaller
-        found.append(row(str(stored), f"{alone.bits:.3f}", f"{kld['alone']:.5f}", f"{kld['mixed']:.5f}",
-                         f"{kld['mixed'] / kld['alone']:.2f}", f"{mixed.chosen.cost:.5f}", f"{mixed.chosen.gap:.1%}",
-                         f"{filled:.2%}"))
+        if size not in by_size:
+            made = convert(given.model, folder / "mixed", chooser=BitBudget(size=size), calibration=quiet,
+                           overwrite=True)
+            by_size[size] = made, divergence_of(folder / "mixed", folder / "f32", text, given.max_tokens)
+        (mixed, kld), kld_alone = by_size[size], divergence_of(folder / "alone", folder / "f32", text, given.max_tokens)
+        assert mixed.chosen and mixed.chosen.gap is not None and mixed.bundle_bytes <= size
+        best = best and kld <= kld_alone  # the same where no types are smaller
+        found.append(row(str(stored), f"{alone.bits:.3f}", f"{kld_alone:.5f}", f"{kld:.5f}", f"{kld / kld_alone:.2f}",
+                         f"{mixed.chosen.cost:.5f}", f"{mixed.chosen.gap:.1%}", f"{mixed.bundle_bytes / size:.2%}"))
         print(found[-1], file=sys.stderr, flush=True)
     return found, best
 

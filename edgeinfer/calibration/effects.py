@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, MatMul, Op, Tensor, cut_before
+from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, Linear, MatMul, Op, Tensor, cut_before
 from edgeinfer.kernels import reference, routes
 from edgeinfer.quant import TILE_ROWS, layouts
 from edgeinfer.runner import PROMPT, Segment
@@ -146,10 +146,15 @@ def _add_noise(session: Session, view: View, op: Op, before: Floats, random: np.
         return
     own = out - before
     noise = random.standard_normal(out.shape, np.float32)
-    if op.layer is None and isinstance(op, MatMul):  # the head: rows of rare tokens are small, and so are their errors
-        norms = np.linalg.norm(_values(session, op), axis=1)[: out.shape[1]]
-        noise *= norms / np.sqrt(np.square(norms).mean())
+    if isinstance(op, Linear):
+        noise *= _sizes(_values(session, op))[: out.shape[1]]
     out += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean())
+
+
+def _sizes(weights: Floats) -> Floats:
+    """Return the sizes of rows relative to all: errors of small rows, as those of v below q and k, are small."""
+    norms = np.linalg.norm(weights, axis=1)
+    return np.asarray(norms / max(float(np.sqrt(np.square(norms).mean())), 1e-30), np.float32)
 
 
 def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated) -> Iterator[tuple[slice, Floats]]:
@@ -170,7 +175,8 @@ def _noisy_gates(session: Session, op: GatedLinear | ExpertsGated, x: Floats, we
                  random: np.random.Generator) -> Floats:
     """Return act(x G^T + noise) * (x U^T + noise), of tiles of gate and up that alternate."""
     own = x[:, : weights.shape[1]] @ weights.T
-    own += random.standard_normal(own.shape, np.float32) * np.sqrt(np.float32(SHARE) * np.square(own).mean())
+    noise = random.standard_normal(own.shape, np.float32) * _sizes(weights)
+    own += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean())
     tiles = own.reshape(len(x), -1, 2, TILE_ROWS)
     gate, up = (tiles[:, :, i].reshape(len(x), -1) for i in (0, 1))
     nothing = np.zeros((len(x), 0)), np.zeros((gate.shape[1], 0))  # the products are in the biases

@@ -29,9 +29,9 @@ MEMORY_BYTES = 900 << 20
 """Most that the sums of a group of layers and the rows between groups take."""
 WIDEST = 14336
 """Columns above which a matrix gets no covariance, whose sums would take a gigabyte by themselves."""
-PRIOR = 4
+PRIOR = 1
 """Inputs of an expert count as much as its own tokens and, of all tokens of the layer, a number of its columns / this
-(`blended`)."""
+(`blended`). With 4, experts that saw fewer tokens than columns lost up to 24 % more than with plain rounding."""
 ROUTE_WORDS = routes.ROUTE_BYTES // 4
 """Words of an entry of the list of (token, expert)."""
 UNROUNDED = ("router", "rows")

@@ -23,7 +23,7 @@ from .effects import Effect
 from .inputs import BLOCK, MatrixInput
 
 INDEX_FILE, EFFECTS_FILE = "statistics.json", "effects.json"
-VERSION = 1
+VERSION = 2
 Arrays = dict[str, NDArray]
 
 

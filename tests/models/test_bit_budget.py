@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle
+from edgeinfer.calibration import effects
 from edgeinfer.calibration.effects import measure_effects
 from edgeinfer.calibration.hooks import open_plain
 from edgeinfer.converters import (
@@ -140,6 +141,14 @@ def test_effects_are_those_of_noise_in_each_matrix(tmp_path: Path, model: ModelC
     assert all(one.output > 0 for name, one in found.items() if name in matrices)
     assert found["embed"].rows > 0 and (found["embed"].output > 0) is model.tie_word_embeddings
     assert steps[-1][0] == steps[-1][1]
+
+
+def test_noise_is_as_unequal_as_rows() -> None:
+    """Of v below q and k, whose outputs are far larger, errors are small."""
+    sizes = effects._sizes(np.array([[3, 4], [0, 0.05], [0, 0]], np.float32))
+    np.testing.assert_allclose(np.square(sizes).mean(), 1, rtol=1e-6)
+    np.testing.assert_allclose(sizes / sizes[0], [1, 0.01, 0], rtol=1e-6)
+    assert not effects._sizes(np.zeros((2, 3), np.float32)).any()
 
 
 @pytest.mark.slow
