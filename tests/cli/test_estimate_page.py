@@ -47,7 +47,7 @@ def test_points_are_where_their_values_are() -> None:
         "t", [0, 256, 512], [4.0, 3.0, 2.0], [3.0, 2.0, 1.0], [5.0, 4.0, 3.0], "x", "y"))[0])
     (line,), (band,) = drawn.findall("polyline"), drawn.findall("polygon")
     points = [tuple(map(float, point.split(","))) for point in str(line.get("points")).split()]
-    assert [x for x, _ in points] == sorted(x for x, _ in points) and points[0][0] == 56.0
+    assert [x for x, _ in points] == sorted(x for x, _ in points) and points[0][0] == 52.0
     assert [y for _, y in points] == sorted(y for _, y in points)  # slower is lower
     assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0])  # a factor of two each
     assert len(str(band.get("points")).split()) == 6 and all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 30, 40
-ROW, BAR_LEFT, TEXT = 24, 150, 190
+WIDTH, HEIGHT = 480, 220
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 30, 40
+ROW, NAME, LETTER = 24, 24, 7.4
+"""Height of a bar; letters of a name, and the width of one."""
 STEPS = (1, 2, 2.5, 5, 10)
 
 
@@ -79,7 +80,9 @@ def bars(title: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None
     """Return horizontal bars, with a line at a limit if there is one."""
     ends = [max(row.value, row.high or 0.0) for row in rows] + ([limit[0]] if limit else [])
     top = max(*ends, 1e-9)
-    room = WIDTH - BAR_LEFT - TEXT
+    names = [row.name[:NAME] for row in rows]
+    start = 16 + LETTER * max(map(len, names), default=0)
+    room = WIDTH - start - 10 - LETTER * max((len(row.text) for row in rows), default=0)
 
     def length(value: float) -> float:
         return room * value / top
@@ -88,18 +91,18 @@ def bars(title: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None
     for i, row in enumerate(rows):
         down = TOP + ROW * i
         kind = "bar pale" if row.quiet else "bar"
-        parts.append(f'<text class="name" x="{BAR_LEFT - 8}" y="{down + 13}" text-anchor="end">'
-                     f'{escape(row.name[:24])}</text>')
-        parts.append(f'<rect class="{kind}" x="{BAR_LEFT}" y="{down + 2}" width="{max(length(row.value), 1):.1f}" '
+        parts.append(f'<text class="name" x="{start - 8:.1f}" y="{down + 13}" text-anchor="end">'
+                     f'{escape(names[i])}</text>')
+        parts.append(f'<rect class="{kind}" x="{start:.1f}" y="{down + 2}" width="{max(length(row.value), 1):.1f}" '
                      f'height="{ROW - 8}"/>')
         if row.low is not None and row.high is not None:
-            parts.append(f'<line class="range" x1="{BAR_LEFT + length(row.low):.1f}" y1="{down + 10}" '
-                         f'x2="{BAR_LEFT + length(row.high):.1f}" y2="{down + 10}"/>')
-        end = BAR_LEFT + length(max(row.value, row.high or 0)) + 6
+            parts.append(f'<line class="range" x1="{start + length(row.low):.1f}" y1="{down + 10}" '
+                         f'x2="{start + length(row.high):.1f}" y2="{down + 10}"/>')
+        end = start + length(max(row.value, row.high or 0)) + 6
         parts.append(f'<text class="tick" x="{end:.1f}" y="{down + 13}">{escape(row.text)}</text>')
     height = TOP + ROW * len(rows) + 8
     if limit:
-        right = BAR_LEFT + length(limit[0])
+        right = start + length(limit[0])
         parts.append(f'<line class="limit" x1="{right:.1f}" x2="{right:.1f}" y1="{TOP - 4}" y2="{height - 4}"/>')
         parts.append(f'<text class="tick" x="{right:.1f}" y="{TOP - 8}" text-anchor="middle">{escape(limit[1])}</text>')
     return _drawn(title, height, parts)
