@@ -27,7 +27,8 @@ form { display: flex; flex-wrap: wrap; gap: .75rem; padding: .75rem; background:
 label { display: grid; font-size: .8rem; color: var(--quiet); }
 select, input, button { font: inherit; padding: .3rem .5rem; color: var(--text); background: var(--back);
   border: 1px solid var(--line); border-radius: .3rem; max-width: 16rem; }
-input { width: 7rem; } button { align-self: end; font-size: .8rem; } table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem; }
+input { width: 7rem; } button { align-self: end; font-size: .8rem; }
+table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); }
 figure { display: inline-block; width: min(100%, 29rem); margin: .5rem .25rem; vertical-align: top; }
 figcaption { font-size: .9rem; font-weight: 600; } svg { width: 100%; height: auto; font-size: 12px; }
