@@ -5,21 +5,22 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+from ..vector.accumulators import in_rows, scale_add, start_int8, zero_products, zero_sums
 from ..vector.instruction import inline
-from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products, zero_sums
-from ..vector.memory import prefetch
+from ..vector.int8_dot import dot_int8
+from ..vector.memory import prefetch, stack_room
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
 from ..vector.packed_formats import FORMS, is_fine
 from ..vector.pair_sums import add_sums, has_pair_sums, widen_pairs
 from ..vector.scalars import opaque
-from ..vector.small_groups import add_scaled, start_of_fine, zero_scaled
+from ..vector.small_groups import add_scaled, start_of_fine, store_offsets, unsigned_codes, zero_scaled
 from ..vector.targets import load_scales
 from ..vector.tiles import load_lines
 
-AHEAD = 4608
-"""Bytes between the weights in work and those asked for (whole packed groups of them): 8 packed groups of q4 in groups
-of 32. The hardware's prefetcher restarts at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the
-time, of 135M 1/1.13."""
+AHEAD, AHEAD_OF_FOUR = 4608, 3456
+"""Bytes between the weights in work and those asked for, of each row tile: of up to two at once, of four. The
+hardware's prefetcher restarts at every page and lags behind. Four streams at 4608 would share the sets of the first
+cache two by two, for that is more than a page: on Zen 5 they take 1.1 times as long as at 3456."""
 
 
 @inline
@@ -53,13 +54,14 @@ def _asking_lines(ask, lines):
 
 
 @cache
-def distance_of(record_bytes):
-    """Return a function that computes an instruction's prefetch distance."""
-    near = (AHEAD + record_bytes // 2) // record_bytes
+def distance_of(record_bytes, m=1):
+    """Return a function that computes a record's prefetch distance: into its row tile, at the end into the following.
+    """
+    ahead = AHEAD_OF_FOUR if m > 2 else AHEAD
 
     @inline
     def distance(left, records, following):
-        return near * record_bytes if left > near else following - (records - near) * record_bytes
+        return ahead if (left - 1) * record_bytes >= ahead else following - records * record_bytes + ahead
 
     return distance
 
@@ -137,24 +139,48 @@ def _group_sums(name, group, m, n, ask):
 @cache
 def _fine_sums(name, group, m, n, ask):
     """Return the `_group_sums` of both groups of a part, each a run, that are multiplied by scales of their own."""
-    form, start, zero = FORMS[name], start_of_fine(name, group), zero_scaled()
+    form, start, zero = FORMS[name], start_of_fine(name), zero_scaled()
     run_bytes, factors = 64 * form.run_lines, form.factors_at(group)
     add_run, ask_run = dot_run(name, has_pair_sums()), _asking_lines(ask, form.run_lines)
 
     @inline
-    def add_group(total, w, number, apart, x, far, inst):
+    def add_group(total, w, number, apart, x, offsets, far, inst):
         at = w + run_bytes * number
         ask_run(at, far, apart)
-        return add_scaled(m, total, add_run(start(m, n, x), m, at, apart, x, inst), w + factors + 16 * number, apart)
+        ints = add_run(start(m, n, x, offsets), m, at, apart, x, inst)
+        return add_scaled(m, total, ints, w + factors + 16 * number, apart)
 
     @inline
     def sums(w, part, apart, x, offsets, far, inst):
         total = zero(m, n)
         for k in range(opaque(2)):
-            total = add_group(total, w, 2 * part + k, apart, x + group * n * k, far, inst)
+            total = add_group(total, w, 2 * part + k, apart, x + group * n * k, offsets + 4 * n * (part + k), far, inst)
         return total
 
     return sums
+
+
+@cache
+def _own_offsets(name, group, n):
+    """Return a function that gives the address of a record's offsets, of which rows of activations have none for small
+    groups. A single token needs none: it makes them group by group.
+    """
+    form = FORMS[name]
+    if not (is_fine(form) and unsigned_codes() and n > 1):
+        return _of_the_row
+    store, groups = store_offsets(name, group), form.record_groups(group)
+
+    @inline
+    def own(x, offsets, room):
+        store(n, groups, x, room)
+        return opaque(room)
+
+    return own
+
+
+@inline
+def _of_the_row(x, offsets, room):
+    return offsets
 
 
 def _all_parts(add_part, parts, values, n):
@@ -195,7 +221,7 @@ def matmul_packed(name, group, m, n, alone=False):
     """
     form = FORMS[name]
     record, parts, values = form.record_bytes(group), form.parts(group), form.input_group(group) * n
-    ask, distance, finish = _leave if alone else asking(m), distance_of(record), _finish(form, group, m)
+    ask, distance, finish = _leave if alone else asking(m), distance_of(record, m), _finish(form, group, m)
     part_sums, factors = (_fine_sums if is_fine(form) else _group_sums)(name, group, m, n, ask), form.factors_at(group)
     ask_factors = _asking_lines(ask, (record - factors) // 64)
 
@@ -204,14 +230,15 @@ def matmul_packed(name, group, m, n, alone=False):
         ints = part_sums(w, part, apart, x, offsets, far, inst)
         return finish(acc, ints, w, part, apart, scales, offsets)
 
-    add_parts = _all_parts(add_part, parts, values, n)
+    add_parts, own = _all_parts(add_part, parts, values, n), _own_offsets(name, group, n)
+    room_bytes = 4 * n * form.record_groups(group)
 
     @inline
     def matmul(w, apart, records, x, stride, scales, offsets, following, inst):
-        acc = zero_products(m, n)
+        acc, room = zero_products(m, n), stack_room(room_bytes)
         for r in range(records):
             far = distance(records - r, records, following)
-            acc = add_parts(acc, w, apart, x, scales, offsets, far, inst)
+            acc = add_parts(acc, w, apart, x, scales, own(x, offsets, room), far, inst)
             x += parts * values
             scales += 4 * n * parts
             offsets += 4 * n * parts
@@ -225,7 +252,7 @@ def matmul_packed(name, group, m, n, alone=False):
 @cache
 def matmul_int8(group, m, n, alone=False):
     """Do `matmul_packed` for weights of bytes."""
-    lines, ask, distance = group // 4, _leave if alone else asking(m), distance_of(32 * group + 64)
+    lines, ask, distance = group // 4, _leave if alone else asking(m), distance_of(32 * group + 64, m)
 
     @inline
     def add_part(acc, w, part, apart, x, scales, offsets, far, inst):

@@ -6,8 +6,9 @@ from numba.extending import intrinsic
 
 from ..isa import INT8_CHAINS
 from ..registry import kernel
+from ..vector.accumulators import scale_add, start_u4
 from ..vector.instruction import claim, operand, parameter
-from ..vector.int8_dot import dot_u8, scale_add, start_u4
+from ..vector.int8_dot import dot_u8
 from ..vector.lanes import splat_f32, splat_i32, sum_lanes_i32
 from ..vector.memory import load_f32, load_i32, load_line, prefetch, store_i32
 from ..vector.simd import VI, F32x16, I8x64, I32x16, Tile, define, per_row

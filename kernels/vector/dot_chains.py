@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from . import neon
-from .int8_dot import dot_block, dot_s8_line, line_list
+from .accumulators import line_list
+from .int8_dot import dot_block, dot_s8_line
 from .simd import I32x16, Tile, literal, row
 
 

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
-from .simd import F32, F64, I8, I16, I32, I64, VB, VF, VI, F32x16, I8x64, I32x16, call, define, pointer, row, splat
+from .simd import (
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    VB,
+    VF,
+    VI,
+    F32x16,
+    I8x64,
+    I32x16,
+    call,
+    define,
+    literal,
+    pointer,
+    row,
+    splat,
+)
 
 
 def _loader(name, llvm, result, align, widen=None):
@@ -47,6 +67,21 @@ def store_first(b, address, v, n):
     """Store lanes 0 .. n-1 and touch nothing else."""
     keep = b.icmp_signed("<", ir.Constant(VI, list(range(16))), splat(b, b.trunc(n, I32), VI))
     call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, pointer(b, address), ir.Constant(I32, 4), keep)
+
+
+@intrinsic(prefer_literal=True)
+def stack_room(context, nbytes):
+    """Address of so many bytes of the stack, a constant, which are the caller's until it returns."""
+    size = literal(nbytes)
+    if size is None:
+        return None
+
+    def lower(context, b, sig, args):
+        room = cgutils.alloca_once(b, ir.ArrayType(I8, size))
+        room.align = 64
+        return b.ptrtoint(room, I64)
+
+    return types.int64(nbytes), lower
 
 
 @define(types.none, types.int64)

@@ -17,18 +17,10 @@ from edgeinfer.quant import StorageType
 
 from ..abi import INST_LEVELS, N_LEVELS
 from . import neon
-from .int8_dot import (
-    PairTile,
-    dot_block,
-    dot_s8_line,
-    dot_u8_line,
-    in_pairs,
-    nibbles,
-    start_codes,
-    start_int8,
-)
-from .packed_formats import FORMS, chain_of, is_fine
-from .pair_sums import has_pair_sums, is_vnni, pair_block
+from .accumulators import PairTile, in_pairs, start_codes
+from .int8_dot import dot_block, dot_s8_line, dot_u8_line, nibbles
+from .packed_formats import FORMS, chain_of, is_fine, lift_of
+from .pair_sums import has_pair_sums, is_vnni, pair_block, widen_block
 from .simd import (
     F32,
     I8,
@@ -67,15 +59,19 @@ def _piece(b, line, bits: int, step: int, low: int):
     return b.and_(b.bitcast(moved, VB), constant(VB, ((1 << bits) - 1) << low))
 
 
+def _lift(form: StorageType) -> int:
+    """What is added to a table's levels; a byte of its own has the sign bit flipped, which adds 128."""
+    return 128 if is_vnni() else lift_of(form) if has_pair_sums() else 0
+
+
 def _table(b, form: StorageType, inst):
     """The 16 levels of codes, perhaps fewer, in a register: those of the type, or of the instruction's matrix.
 
-    Where weights are multiplied as unsigned bytes, their sign bits are flipped here and not in each line.
+    Where weights are multiplied as unsigned bytes, they become so here and not in each line.
     """
     kind = ir.VectorType(I8, N_LEVELS)
     if not form.fitted:
-        flip = -128 if is_vnni() else 0
-        return ir.Constant(kind, [level ^ flip for level in form.table])
+        return ir.Constant(kind, [level + _lift(form) for level in form.table])
     load = b.load(pointer(b, inst, INST_LEVELS), typ=kind, align=8)
     load.set_metadata("invariant.load", b.module.add_metadata([]))  # an instruction never changes
     return b.xor(load, constant(kind, -128)) if is_vnni() else load
@@ -118,7 +114,8 @@ def _steps(b, form: StorageType, line, further, at: int, table):
 
 
 def paired_runs(name: str, group: int) -> int:
-    """Runs whose products are added in sums of 16 bits (`pair_sums.has_pair_sums`) from one to the next; 0: none."""
+    """Runs whose products are added in sums of 16 bits (`pair_sums.has_pair_sums`) from one to the next; 0: not even
+    those of one."""
     form = FORMS[name]
     return min(chain_of(form) // form.run_steps, form.group_runs(group)) if has_pair_sums() else 0
 
@@ -131,7 +128,8 @@ def dot_run(name: str, paired: bool = False):
     block has sums of 16 bits, as `zero_sums` starts and `widen_pairs` ends them.
     """
     form = FORMS[name]
-    signed = form.indexed and not is_vnni()
+    signed = form.indexed and not _lift(form)
+    few = chain_of(form) // 2 if has_pair_sums() and not paired else 0
     dot, small = (dot_s8_line, neon.by_smull) if signed else (dot_u8_line, neon.by_smlal)
 
     @intrinsic(prefer_literal=True)
@@ -149,12 +147,18 @@ def dot_run(name: str, paired: bool = False):
                 return b.load(pointer(b, tiles[i], 64 * number), typ=VB, align=64)
 
             more = [line(i, form.first_lines) if len(form.planes) > 1 else None for i in range(count)]
+            pairs = ir.Constant(block.llvm, None)
             for at in range(form.run_steps // 2):
                 both = [_steps(b, form, line(i, at * form.planes[0] // 4), more[i], at, table) for i in range(count)]
                 address = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
                     else activations
                 if paired:
                     block_value = pair_block(b, block, block_value, both, address, signed)
+                elif few:
+                    pairs = pair_block(b, block, pairs, both, address, signed)
+                    if (at + 1) % few == 0 or at + 1 == form.run_steps // 2:
+                        block_value = widen_block(b, block, block_value, pairs)
+                        pairs = ir.Constant(block.llvm, None)
                 else:
                     block_value = dot_block(b, block, block_value, both, address, dot, small)
             return block_value
@@ -168,9 +172,7 @@ def dot_run(name: str, paired: bool = False):
 def start_of(name: str):
     """Intrinsic ``(m, n, offsets)``: what the sums of a group start at, because codes are above their levels."""
     form = FORMS[name]
-    if form.indexed:
-        return start_int8
-    return start_codes(form.offset.bit_length() - 4 if form.offset else None)
+    return start_codes(_lift(form) if form.indexed else form.offset)
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,19 @@ def is_fine(form: StorageType) -> bool:
     return form.groups[0] < INPUT_COLUMNS
 
 
+def lift_of(form: StorageType) -> int:
+    """Return what makes a table's levels unsigned, if sums of two such products go into 16 bits, with others; else 0.
+    """
+    lift = -min(form.table, default=0)
+    return lift if _products_in(lift + max(form.table, default=0)) > 1 else 0
+
+
 def chain_of(form: StorageType) -> int:
     """Products of two codes each with activations (-128 .. 127) that a sum of 16 bits holds."""
-    largest = max(map(abs, form.table or (127,))) if form.indexed else (1 << form.bits) - 1
-    return 32767 // (2 * 128 * largest)
+    if form.indexed:
+        return _products_in(lift_of(form) + max(form.table) if lift_of(form) else 127)
+    return _products_in((1 << form.bits) - 1)
+
+
+def _products_in(largest: int) -> int:
+    return 32767 // (2 * 128 * largest) if largest else 0

@@ -76,19 +76,20 @@ def _widened(b, words):
     return join(b, *(wide_pairs(b, half(b, words, start, 16)) for start in (0, 16)))
 
 
+def widen_block(b, block, ints, pairs):
+    """ints + the sums of 16 bits, two by two."""
+    def step(b, v, k):
+        return b.add(v, _widened(b, b.bitcast(b.extract_value(pairs, k), ir.VectorType(I16, 32))))
+
+    return per_row(b, block, ints, step)
+
+
 @intrinsic
 def widen_pairs(context, ints, pairs):
-    """ints + the sums of 16 bits, two by two."""
+    """As `widen_block`."""
     if not isinstance(ints, Tile) or type(ints) is not type(pairs):
         return None
-
-    def lower(context, b, sig, args):
-        def step(b, v, k):
-            return b.add(v, _widened(b, b.bitcast(b.extract_value(args[1], k), ir.VectorType(I16, 32))))
-
-        return per_row(b, ints, args[0], step)
-
-    return ints(ints, pairs), lower
+    return ints(ints, pairs), lambda context, b, sig, args: widen_block(b, ints, *args)
 
 
 @intrinsic

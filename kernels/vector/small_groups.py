@@ -15,11 +15,13 @@ from __future__ import annotations
 from functools import cache
 
 from llvmlite import ir
+from numba.core import types
 from numba.extending import intrinsic
 
-from .int8_dot import PairTile, in_pairs, products_tile, vpdpbusd, zero_products, zero_sums
+from .accumulators import PairTile, in_pairs, products_tile, zero_products, zero_sums
+from .int8_dot import vpdpbusd
 from .packed_formats import FORMS
-from .pair_sums import YB, YI, YW, has_pair_sums, pairs_unsigned, wide_pairs
+from .pair_sums import YB, YI, has_pair_sums, pairs_unsigned, wide_pairs
 from .simd import (
     I8,
     I16,
@@ -45,34 +47,90 @@ def unsigned_codes():
     return has("avx2")
 
 
-def _lanes(b, v, lanes):
-    """As many lanes; further ones are zeros."""
-    n = v.type.count
-    indices = [min(i, n) for i in range(lanes)]
-    return b.shuffle_vector(v, ir.Constant(v.type, None), ir.Constant(ir.VectorType(I32, lanes), indices))
+def _words():
+    """Lanes of 32 bits of what `_add_offsets` gives."""
+    return YI if has_pair_sums() else VI
 
 
-def _offsets(b, x, n, steps, offset):
-    """- offset x the sums of the activations of n tokens, a lane each: whole ones, or both of two in 16 bits."""
-    words, bytes_, of_words = (YI, YB, YW) if has_pair_sums() else (VI, VB, VI)
-    total = constant(of_words, 0)
-    for step in range(steps):
-        four = b.load(pointer(b, x, 4 * n * step), typ=ir.VectorType(I32, n), align=4)
-        four = b.bitcast(_lanes(b, four, words.count) if n < words.count else four, bytes_)
-        if has_pair_sums():
-            total = b.add(total, pairs_unsigned(b, constant(YB, offset), four))
-        else:
-            total = vpdpbusd(b, total, constant(VB, offset), four)
-    return b.bitcast(b.sub(constant(of_words, 0), total), words)
+def _add_offsets(b, offset, x, total=None):
+    """Sums of four activations times the offset, a lane each, added to others: whole ones, or both of two in 16 bits.
+    """
+    if has_pair_sums():
+        sums = pairs_unsigned(b, constant(YB, offset), b.bitcast(x, YB))
+        return b.add(total, sums) if total else sums
+    return vpdpbusd(b, total or constant(VI, 0), constant(VB, offset), x)
+
+
+def _negated(b, total):
+    return b.bitcast(b.sub(constant(total.type, 0), total), _words())
+
+
+def _in_lanes(b, lanes, *vectors):
+    """The lanes with these numbers of one vector, or of two one after the other; -1: 0."""
+    other = vectors[1] if len(vectors) > 1 else ir.Constant(vectors[0].type, None)
+    count = vectors[0].type.count
+    numbers = ir.Constant(ir.VectorType(I32, len(lanes)), [count if lane < 0 else lane for lane in lanes])
+    return b.shuffle_vector(vectors[0], other, numbers)
+
+
+def _of_one_token(b, offset, x):
+    """The start of a group's sums of one token, in all lanes: four activations follow each other four times."""
+    four, count = ir.VectorType(I32, 4), _words().count
+    x = _in_lanes(b, [*range(4), *[-1] * (count - 4)], b.load(pointer(b, x), typ=four, align=4))
+    total = _add_offsets(b, offset, x)
+    sums = _in_lanes(b, range(4), b.bitcast(total, _words()))
+    kind = ir.VectorType(I16, 8) if has_pair_sums() else four
+    for other in (1, 2):
+        turned = _in_lanes(b, [lane ^ other for lane in range(4)], sums)
+        sums = b.bitcast(b.add(b.bitcast(sums, kind), b.bitcast(turned, kind)), four)
+    start = b.bitcast(b.sub(constant(kind, 0), b.bitcast(sums, kind)), four)
+    return _in_lanes(b, [0] * 16, start)
 
 
 @cache
-def start_of_fine(name: str, group: int):
-    """Intrinsic ``(m, n, x)``: what the sums of a group start at, whose activations are at x."""
+def store_offsets(name: str, group: int):
+    """Intrinsic ``(n, groups, x, address)``: store what the sums of groups start at, whose activations are at x.
+
+    That is -offset x the sum of each token's activations, n lanes of 32 bits for each group. A whole record's are
+    stored at once: computed beside the products, they would keep those of every group waiting.
+    """
+    offset, steps = FORMS[name].offset, group // 4
+
+    @intrinsic(prefer_literal=True)
+    def store(context, n, groups, x, address):
+        tokens, count = literal(n), literal(groups)
+        if tokens is None or count is None:
+            return None
+        kind, both = ir.VectorType(I32, tokens), 2 * tokens
+
+        def lower(context, b, sig, args):
+            lanes = [*range(both), *[-1] * (_words().count - both)] if both < _words().count else range(both)
+            for first in range(0, count, 2):
+                total = None
+                for step in range(steps):
+                    parts = [b.load(pointer(b, args[2], 4 * tokens * (steps * g + step)), typ=kind, align=4)
+                             for g in (first, first + 1)]
+                    four = _in_lanes(b, range(both), *parts)
+                    total = _add_offsets(b, offset, _in_lanes(b, lanes, four), total)
+                found = _in_lanes(b, range(both), _negated(b, total))
+                b.store(found, pointer(b, args[3], 4 * tokens * first), align=4)
+            return context.get_dummy_value()
+
+        return types.none(n, groups, x, address), lower
+
+    return store
+
+
+@cache
+def start_of_fine(name: str):
+    """Intrinsic ``(m, n, x, offsets)``: what the sums of a group start at, whose activations are at x.
+
+    Those of several tokens `store_offsets` has stored. They are 0 where codes are signed.
+    """
     form = FORMS[name]
 
     @intrinsic(prefer_literal=True)
-    def start(context, m, n, x):
+    def start(context, m, n, x, offsets):
         row_tiles, tokens = literal(m), literal(n)
         if row_tiles is None or tokens is None:
             return None
@@ -80,14 +138,13 @@ def start_of_fine(name: str, group: int):
 
         def lower(context, b, sig, args):
             out = ir.Constant(tile.llvm, None)
-            if unsigned_codes():
-                offsets = _offsets(b, args[2], tokens, group // 4, form.offset)
-                for k in range(tile.n):
-                    lane = b.extract_element(offsets, ir.Constant(I32, k % tokens))
-                    out = b.insert_value(out, splat(b, lane, VI), k)
+            alone = _of_one_token(b, form.offset, args[2]) if unsigned_codes() and tokens == 1 else None
+            for k in range(tile.n if unsigned_codes() else 0):
+                lane = alone or splat(b, b.load(pointer(b, args[3], 4 * (k % tokens)), typ=I32, align=4), VI)
+                out = b.insert_value(out, lane, k)
             return out
 
-        return tile(m, n, x), lower
+        return tile(m, n, x, offsets), lower
 
     return start
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS
+from ...vector.accumulators import scale_add, start_s8
 from ...vector.dot_chains import add_chains, dot_chains, sum_chains
 from ...vector.instruction import inline
-from ...vector.int8_dot import scale_add, start_s8
 from ...vector.lanes import first_lane, max_lanes, splat_f32
 from ...vector.memory import load_f32x16, prefetch, store_f32
 from ...vector.scalars import div_f32, div_i64, max_f32

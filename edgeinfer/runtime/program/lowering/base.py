@@ -21,7 +21,7 @@ RESOLVE_KERNEL, EXPERTS_KERNEL, RELEASE_KERNEL = "neuron_resolve", "experts_reso
 """Kernels that wait for weights from storage, or give their memory back."""
 CHUNK_BYTES = 64 << 10
 """Weights of a claimed chunk: long enough to stream, short enough to balance."""
-STREAM_BYTES = 16 << 10
+STREAM_BYTES = 32 << 10
 """Least weights of each of the streams that a chunk is read in: shorter ones end before prefetchers have settled."""
 STREAMS = 4
 """Units that a few tokens take together (Isa.streams)."""
