@@ -17,7 +17,7 @@ from edgeinfer.base.lazy_import import lazily
 if TYPE_CHECKING:
     from . import abi, catalogue, parameters, reference, routes, sampling
     from .catalogue import extend, reference_of
-    from .isa import ISA_LEVELS, Isa, available, choose, machine
+    from .isa import ISA_LEVELS, Isa, available, choose, halves_streams, machine
     from .parameters import (
         ACTIVATIONS,
         ATTENTION,
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "GATED_NORM", "ISA_LEVELS", "LATENT",
            "LINEAR", "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE",
            "ROPE", "ROUTE", "ROWS", "RULE", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi",
-           "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine",
-           "package_directory", "parameters", "reference", "reference_of", "routes", "sampling"]
+           "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "halves_streams",
+           "machine", "package_directory", "parameters", "reference", "reference_of", "routes", "sampling"]
 __getattr__ = lazily(__name__, {
-    "isa": "Isa available choose machine ISA_LEVELS",
+    "isa": "Isa available choose halves_streams machine ISA_LEVELS",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION CONV GATED_NORM RULE SAMPLE EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN "

@@ -107,6 +107,19 @@ def available() -> tuple[Isa, ...]:
     return tuple(isa for isa in ISA_LEVELS if isa.machine == machine() and isa.needs <= host_features())
 
 
+@functools.cache
+def halves_streams() -> bool:
+    """Return whether a single token reads weights faster in half as many streams as kernels are made for (Isa.streams).
+
+    Measured on Zen 5; an Intel Xeon needs all of them.
+    """
+    if machine() != "x86_64":
+        return False
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_name() == "znver5")
+
+
 def choose(name: str | None = None) -> Isa:
     """The best ISA level, or the one forced by `name` or EDGEINFER_ISA; one that the CPU lacks is refused.
 

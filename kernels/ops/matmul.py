@@ -129,6 +129,27 @@ def of_heights(make_step):
     return [(n, *make_step(n)) for n in (*token_tiles(), 1)]
 
 
+def chunk_of(make_step, group):
+    """Return a function that computes units unit .. end for all tokens; `following` is the thread's next unit.
+
+    `make_step` gives a step for `in_blocks`: for so many tokens, so many row tiles at once.
+    """
+    streams = row_tiles(group, 1)
+    chunk = in_streams(in_blocks(of_heights(lambda n: make_step(n, row_tiles(group, n)))), streams)
+    if streams <= 2:
+        return chunk
+    halved = in_streams(in_blocks([(1, *make_step(1, streams // 2))]), streams // 2)
+
+    @inline
+    def run(at, unit, end, following, tokens):
+        if tokens == 1 and parameter(at.inst, LINEAR.halved):
+            halved(at, unit, end, following, tokens)
+        else:
+            chunk(at, unit, end, following, tokens)
+
+    return run
+
+
 def row_tiles(group, n):
     """Row tiles that a block of n tokens takes at once."""
     m, streams = row_blocks() if group else (1, 1)
@@ -141,9 +162,8 @@ def between(units, gap):
     return gap * min(units - 1, 1), gap * (min(units - 1, 2) & 2)
 
 
-def _rows(make_matmul, group, n):
+def _rows(make_matmul, group, n, m):
     """Row tiles for the n tokens from t on, as many as are computed together: matmul, bias, residual, store."""
-    m = row_tiles(group, n)
     matmul = make_matmul(group, m, n)
 
     @inline
@@ -169,9 +189,8 @@ def _rows(make_matmul, group, n):
 
 
 def chunk_of_rows(make_matmul, group):
-    """Make the function that computes row tiles tile .. end for all tokens; `following` is the tile that this thread
-    takes next."""
-    return in_streams(in_blocks(of_heights(lambda n: _rows(make_matmul, group, n))), row_tiles(group, 1))
+    """Do `chunk_of` for row tiles."""
+    return chunk_of(lambda n, m: _rows(make_matmul, group, n, m), group)
 
 
 def in_streams(blocks, units):
@@ -231,10 +250,9 @@ def _act(gate, up, n, kind, limit, out, stride):
         store_f32x16(out + row * stride, gated(load_f32x16(gate + 64 * row), load_f32x16(up + 64 * row), kind, limit))
 
 
-def _gated(make_matmul, group, n):
+def _gated(make_matmul, group, n, m):
     """Units of a gate and an up row tile for n tokens: both tiles of a unit at once, or m gates and then their ups."""
-    m = row_tiles(group, n)
-    together, parts = (1, 1) if m == 2 else (m, 2)
+    together, parts = (1, 1) if m == 2 and n > FEW else (m, 2)
     matmul = make_matmul(group, m, n)
 
     @inline
@@ -263,8 +281,8 @@ def _gated(make_matmul, group, n):
 
 
 def chunk_of_units(make_matmul, group):
-    """Do `chunk_of_rows` for units of two row tiles."""
-    return in_streams(in_blocks(of_heights(lambda n: _gated(make_matmul, group, n))), row_tiles(group, 1))
+    """Do `chunk_of` for units of two row tiles."""
+    return chunk_of(lambda n, m: _gated(make_matmul, group, n, m), group)
 
 
 MATMULS = {

@@ -60,6 +60,8 @@ class _Linear(NamedTuple):
     """FUSED_LEFT_OUT: elements of the source, named by operand 6, that become zeros."""
     bias_stride: int
     """Gated: bytes from the addend of one token's matmuls to the next's; 0 = a bias."""
+    halved: int
+    """Whether a single token goes through half as many row tiles at once as kernels are made for (Isa.streams)."""
 
 
-LINEAR = _Linear(*range(27))
+LINEAR = _Linear(*range(28))

@@ -60,7 +60,7 @@ def _piece(b, line, bits: int, step: int, low: int):
 
 
 def _lift(form: StorageType) -> int:
-    """What is added to a table's levels; a byte of its own has the sign bit flipped, which adds 128."""
+    """Return how far a table's levels are lifted; a byte of its own has the sign bit flipped, which adds 128."""
     return 128 if is_vnni() else lift_of(form) if has_pair_sums() else 0
 
 

@@ -47,7 +47,7 @@ from ...vector.scalars import div_i64
 from ...vector.targets import fma
 from ...vector.tiles import add_block, store_block
 from ..elementwise import fused_input
-from ..matmul import MATMULS, Addresses, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+from ..matmul import MATMULS, Addresses, between, chunk_of, chunk_of_units
 
 
 class Part(NamedTuple):
@@ -179,9 +179,8 @@ def clear(out, rows, stride, tiles):
             store_f32x16(out + t * stride + 64 * i, splat_f32(0.0))
 
 
-def _added(make_matmul, group, n):
+def _added(make_matmul, group, n, m):
     """Row tiles for the n entries from t on: matmul, bias, and addition to the tokens' rows."""
-    m = row_tiles(group, n)
     matmul = make_matmul(group, m, n)
 
     @inline
@@ -202,7 +201,7 @@ def _added(make_matmul, group, n):
 
 def chunk_added(make_matmul, group):
     """Do `linear.chunk_of_rows` for rows that are added."""
-    return in_streams(in_blocks(of_heights(lambda n: _added(make_matmul, group, n))), row_tiles(group, 1))
+    return chunk_of(lambda n, m: _added(make_matmul, group, n, m), group)
 
 
 def _register_down(name, chunk_of):

@@ -27,6 +27,7 @@ from edgeinfer.kernels import (
     SCREEN,
     abi,
     fill,
+    halves_streams,
 )
 
 from ..program import Instruction
@@ -73,7 +74,7 @@ def _matmul(op: Linear | GatedLinear, at: Lowering, units: int, unit_tiles: int,
     size = stored.tile_bytes(cols)
     chunk = matmul_chunk(unit_tiles * size, unit_tiles, units, at.threads)
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
-                      token_tiles=at.token_tiles, **_input(op, at), **more)
+                      token_tiles=at.token_tiles, halved=int(halves_streams()), **_input(op, at), **more)
     onto = op.onto if isinstance(op, GatedLinear) else None
     operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(onto or op.bias), at.scratch, at.at(op.source),
                 at.at(op.norm or op.order or op.left_out)]
