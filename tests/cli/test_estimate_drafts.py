@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edgeinfer.devices import Traffic, chosen, constants_of, load_profile, pass_ms, tokens_per_pass
 from edgeinfer.errors import UsageError
+from edgeinfer.models.describe import describe
 from tests.helpers.command_line import edgeinfer
 
 ASKED = ("estimate", "llama-3.1-8b", "--machine", "m4 16gb")
@@ -65,6 +68,19 @@ def test_of_a_mixture_of_experts_each_token_adds_experts() -> None:
     stored = Traffic(weight_bytes=2e9, layers=32, streamed_bytes=1e9)
     board = chosen(load_profile("rpi5"))
     assert pass_ms(board, stored, 0, 4) == pytest.approx(1e9 / 0.837e9 * 1000)  # layers are read once for all
+
+
+def test_few_rows_reach_less_of_the_peak_than_prompts() -> None:
+    """8 tokens of 1.1B beside one as measured on two cores of a Zen 3 and of a Xeon (docs/measurements/speculation.md):
+    3.47 and 1.56 of its time; prompts reached 0.74 of the peak there.
+    """
+    model = describe("tinyllama-1.1b").traffic()
+    for isa, peak, gbs, ratio in (("avx2", 422.0, 23.7, 3.47), ("avx512vnni", 1792.0, 24.3, 1.56)):
+        device = replace(load_profile("ryzen-5800x"), device_class="local", isa=isa, int8_peak_gops=peak,
+                         bandwidth_gbs=gbs, effective_gbs=None, processor={}, measured="2026-11-23T12:00:00",
+                         constants={"f_w": 1.0, "t0_ms": 0.0, "mfu": 0.74})
+        one, eight = (pass_ms(device, model, 16, n) for n in (1, 8))
+        assert eight / one == pytest.approx(ratio, rel=0.2), isa
 
 
 def test_lookup_by_kind_of_text() -> None:
