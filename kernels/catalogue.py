@@ -46,6 +46,7 @@ from .parameters import (
 _TILES = tuple(row for row in TYPES.values() if "tile16" in row.layouts)
 WEIGHTS = tuple(end for row in _TILES for end in row.suffixes)
 """Ends of the names of kernels that read weights in tile16."""
+_UNUSUAL = tuple(name for name in NEURON_TYPES if not TYPES[name].usual)
 FOREIGN = tuple(end for row in _TILES if not row.usual for end in row.suffixes)
 """Those of types that few models have: `warmup` leaves them to the first run that needs them."""
 SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
@@ -97,9 +98,10 @@ FAMILIES = (
            ("qkv", "out", "kv", "scratch", "partial", "scores", "pruned", "means", "sinks", "slopes"),
            ATTENTION),
     Family("neuron_gated", tuple(f"neuron_gated_{name}" for name in NEURON_TYPES),
-           ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),
+           ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots", "by"),
+           NEURON_GATED),
     Family("neuron_down", tuple(f"neuron_down_{name}" for name in NEURON_TYPES),
-           ("weights", "f", "out", "scratch", "bias", "sums", "table", "slots"), NEURON_DOWN),
+           ("weights", "f", "out", "scratch", "bias", "sums", "table", "slots", "by"), NEURON_DOWN),
     Family("neuron_mask", ("neuron_mask_scores", "neuron_mask_signs"),
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),
     Family("neuron_resolve", ("neuron_resolve",), ("masks", "table", "slots", "owners", "uses", "stamps", "words"),
@@ -189,7 +191,7 @@ def family_of(kernel: str) -> Family | None:
 
 def is_foreign(kernel: str) -> bool:
     """Return whether few models need a kernel: mixtures of experts, or weights in types of other formats' files."""
-    return kernel.startswith("experts_") or kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
+    return kernel.startswith("experts_") or kernel.endswith(tuple(f"_{end}" for end in (*FOREIGN, *_UNUSUAL)))
 
 
 def is_known(kernel: str) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Graph, Weight, build_graph, expected_types
+from edgeinfer.graph import F_NORM, Graph, Weight, build_graph, expected_types
 from edgeinfer.quant import WeightType, holds, layouts, quantise
 
 from .ffn import Ffn, apart, biases, down_matrix, stored_bytes
@@ -44,9 +44,10 @@ def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None =
     """
     types = {f"layers.{ffn.layer}.ffn": bundle.weight_type(ffn.weight.name) for ffn in networks}
     for stored in types.values():
-        if stored.dtype not in holds("neuron"):
+        if stored.group_size not in stored.storage.neuron_groups:
             raise UnsupportedModelError(f"The FFNs of {bundle.path} are {stored}, and neurons are stored apart in "
-                                        f"{' or '.join(holds('neuron'))} only; convert with --weights q4.")
+                                        f"{', '.join(holds('neuron'))} (q2 in groups of 64 or 128) only; convert with "
+                                        "--weights q4.")
 
     def type_of(weight: Weight) -> WeightType:
         if weight.name in types:
@@ -82,6 +83,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
     """
     by_name = {f"layers.{ffn.layer}.ffn": (ffn, orders[ffn.layer]) for ffn in networks}
     by_bias = {ffn.matmul.bias.name: (ffn, orders[ffn.layer]) for ffn in networks if ffn.matmul.bias}
+    by_norm = {f"layers.{ffn.layer}.{F_NORM}": orders[ffn.layer] for ffn in networks}
     added, strides = quantise.ErrorSums(), graph.strides
     with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
         writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
@@ -98,6 +100,9 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
                 ffn, order = by_bias[weight.name]
                 values = np.ascontiguousarray(biases(bundle, ffn)[:, order], "<f4")
                 writer.add(weight.name, stored, weight.shape, values.reshape(-1).view(np.uint8))
+            elif weight.name in by_norm:
+                norm = stored_bytes(bundle, weight.name).view("<f4")[by_norm[weight.name]]
+                writer.add(weight.name, stored, weight.shape, norm.view(np.uint8))
             else:
                 home = tiles if tiles and weight.name not in bundle.tensors else bundle
                 writer.add(weight.name, stored, weight.shape, home.stored(weight.name), weight.pieces,

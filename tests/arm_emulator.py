@@ -45,7 +45,8 @@ PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree after it."""
-TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py", "tests/kernels/test_neuron_mask.py",
+TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_rows.py", "tests/kernels/test_neuron.py",
+         "tests/kernels/test_neuron_mask.py",
          "tests/kernels/test_screen.py", "tests/kernels/test_norms.py", "tests/kernels/test_experts.py",
          "tests/kernels/test_latent.py", "tests/kernels/test_attention.py", "tests/kernels/test_sample.py",
          "tests/kernels/test_recurrent.py", "tests/kernels/test_causal_conv.py", "tests/kernels/test_gated_norm.py")
@@ -55,7 +56,9 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              f"(({_TAKEN}) and (exact or (agrees and 33))) or neuron_mask or "
              "(test_screen.py and not q4-64 and not int8-128) or (test_norms.py and (33 or cap)) or "
              "(test_experts.py and (routing or chosen or numbers or sorted or shared_expert or "
-             "(slots_give and not f32))) or "
+             "(slots_give and not f32) or (matmuls_of_experts and q2-128 and 33-8))) or "
+             "(test_rows.py and 33 and (outliers or order or gather)) or "
+             "norm_of_f or (q2-128 and (same_bits or mask_computes)) or "
              "(test_latent.py and int8 and not size1 and not size2) or "
              "(test_attention.py and distance and not f32) or "
              "(test_sample.py and (33 or 1023 or damage or share)) or "
@@ -63,14 +66,14 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(test_causal_conv.py and (19 or rejected or zeros)) or (test_gated_norm.py and (33 or zeros))")
 MATMULS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py")
 """Tests that run on cores other than `WHOLE`, by the same selection."""
-MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
-                   "gated_int8_g32")
+MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_gated_q2",
+                  "neuron_down_q2", "linear_int8_g32", "gated_int8_g32")
 """Kernels of these that the first of `MODELS` does not need."""
-OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
-          "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
-          "norm_f32", "norm_q8", "activate", "add_positions", "route", "sort_routes", "sigmoid_gate",
-          "experts_input_q8", "experts_input_f32", "experts_resolve", "experts_gated_q4_g32",
-          "experts_down_q4_g32", "experts_gated_int8_g32", "experts_down_int8_g32", "store_latent_int8",
+OTHERS = ("gather_columns", "gather_outputs", "neuron_mask_scores", "neuron_mask_signs", "neuron_resolve", "reader",
+          "screen_maxima", "screen_least_int8_g32", "head_int8_g32", "norm_f32", "norm_q8", "activate",
+          "add_positions", "route", "sort_routes", "sigmoid_gate", "experts_input_q8", "experts_input_f32",
+          "experts_resolve", "experts_gated_q4_g32", "experts_down_q4_g32", "experts_gated_int8_g32",
+          "experts_down_int8_g32", "experts_gated_q2_g128", "experts_down_q2_g128", "store_latent_int8",
           "causal_conv", "delta_rule", "delta_rule_rows", "selective_scan", "state_journal", "gated_norm")
 """Kernels of `TESTS` that no model of `MODELS` needs."""
 

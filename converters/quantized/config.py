@@ -269,13 +269,13 @@ def _mlx_numbers(section: ConfigReader) -> tuple[int, int, str]:
 
 
 def _bitnet(section: ConfigReader) -> Scheme:
-    for name, read in (("quantization_mode", "offline"), ("use_rms_norm", False)):
-        if section.get(name, read) != read:
+    for name, known in (("quantization_mode", ("offline", "online")), ("use_rms_norm", (False,)),
+                        ("linear_class", ("bitlinear", "autobitlinear"))):
+        if section.get(name, known[0]) not in known:
             raise _refused(section, name, section.get(name))
-    kind = section.get("linear_class", "bitlinear")
-    if kind not in ("bitlinear", "autobitlinear"):
-        raise _refused(section, "linear_class", kind)
-    return Scheme("bitnet", 2, divided=kind == "bitlinear", left_out=("lm_head", "embed", *_names(
+    divided = section.get("linear_class", "bitlinear") == "bitlinear"
+    online = not divided and section.get("quantization_mode") == "online"  # the other class has codes alone
+    return Scheme("bitnet", 2, divided=divided, online=online, left_out=("lm_head", "embed", *_names(
         section, "modules_to_not_convert")))
 
 

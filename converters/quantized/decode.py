@@ -163,6 +163,22 @@ def bitnet(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTen
     return PackedTensor(name, PackedKind("BitNet", "int2"), (4 * quarter, columns), parts, load, recent)
 
 
+def bitnet_online(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
+    """Floats that training rounds: the scale is the mean of |w|, codes are w / scale, -1 to 1 (arXiv 2402.17764)."""
+    rows, columns = parts.check("weight", ("F32", "F16", "BF16"), (None, None))
+
+    def load(parts: Parts) -> Loaded:
+        mean = np.abs(parts.floats("weight", "weight")).mean(dtype=np.float64)
+        inverse = np.float32(1) / np.float32(max(mean, 1e-5))
+
+        def codes(start: int, stop: int) -> Codes:
+            return np.clip(np.rint(parts.float_rows("weight", start, stop) * inverse), -1, 1).astype(np.int8)
+
+        return Loaded(codes, np.reciprocal(inverse).reshape(1, 1))
+
+    return PackedTensor(name, PackedKind("BitNet", "int2"), (rows, columns), parts, load, recent)
+
+
 def mxfp4(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
     """Floats of 4 bits; 32 of them share an exponent; matrices of experts are stacked."""
     leading = parts.stored("blocks").shape[:-1]

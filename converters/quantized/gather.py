@@ -28,7 +28,8 @@ _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ..
         (".weight", ("I8", "F8_E4M3"), ("weight", *_COMPRESSED), compressed.bytewise),
     ),
     "fp8": ((".weight", ("F8_E4M3",), ("weight", "weight_scale_inv"), compressed.fp8),),
-    "bitnet": ((".weight", ("U8",), ("weight", "weight_scale"), decode.bitnet),),
+    "bitnet": ((".weight", ("U8",), ("weight", "weight_scale"), decode.bitnet),
+               (".weight", ("F32", "F16", "BF16"), ("weight",), decode.bitnet_online)),
     "mxfp4": (("_blocks", ANY, ("blocks", "scales"), decode.mxfp4),),
     "mlx": ((".weight", ("U32",), ("weight", "scales", "biases"), decode.mlx),),
 }
@@ -54,6 +55,9 @@ def gathered(files: Mapping[str, TensorFile], scheme: Scheme
                 continue
             joint = end[0]
             module = name[: name.rindex(joint)]
+            if form is decode.bitnet_online and not (scheme.online and len(files[name].tensors[name].shape) == 2
+                                                     and not scheme.leaves_out(module)):
+                continue
             stored = {kind: module + joint + kind for kind in kinds}
             found = {kind: (file, part) for kind, part in stored.items()
                      if isinstance(file := files.get(part), SafetensorsFile)}

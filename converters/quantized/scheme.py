@@ -40,6 +40,8 @@ class Scheme:
     """compressed-tensors: whether codes are floats of 8 bits."""
     divided: bool = False
     """BitNet: whether codes are divided by their scale."""
+    online: bool = False
+    """BitNet: whether weights are the floats of training, which are rounded when they are used."""
     left_out: tuple[str, ...] = ()
     """Names of modules that are not quantised, or patterns of them (``re:``); a part of a name is enough."""
 

@@ -167,6 +167,12 @@ class Parts:
         shape = file.tensors[name].shape
         return file.read_rows_as(name, start, stop, dtype, axes).reshape(stop - start, *shape[axes:])
 
+    def float_rows(self, part: str, start: int, stop: int) -> Floats:
+        """Return some rows of a matrix of floats as float32."""
+        file, name = self._found[part]
+        columns = file.tensors[name].shape[1]
+        return file.read(name, [start * columns], (stop - start) * columns).reshape(-1, columns)
+
     def floats(self, part: str, what: str = "scale") -> Floats:
         """All elements of a part that has floats, which must be finite."""
         file, name = self._found[part]

@@ -35,7 +35,7 @@ from ..checkpoint.sources import BLOCK_WEIGHTS
 Codes = tuple[NDArray[np.int8], NDArray[np.float16]]
 Floats = NDArray[np.float32]
 NORMAL = NormalDist()
-DEVIATION = {4: 4.6, 8: 73.5}
+DEVIATION = {2: 0.82, 4: 4.6, 8: 73.5}
 """Of evenly distributed codes by their bits, about: scales are divided by it."""
 SAMPLED_SIZE = 1.05
 """Deviation of the weights that `random_codes` samples, times sqrt(columns)."""
@@ -204,7 +204,10 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, int], stored: Weigh
     rows, cols = shape
     raw = np.frombuffer(rng.bytes(rows * cols), np.uint8).reshape(shape)
     lowest, bits = np.int8(stored.storage.grid[0]), stored.storage.bits
-    codes = (raw & 15).view(np.int8) + lowest if bits == 4 else np.maximum(raw.view(np.int8), lowest)
+    if bits == 2:  # ternary, as models have them: the fourth code is left out
+        codes = (raw % 3).view(np.int8) + lowest
+    else:
+        codes = (raw & 15).view(np.int8) + lowest if bits == 4 else np.maximum(raw.view(np.int8), lowest)
     size = rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size))) / (DEVIATION[bits] * np.sqrt(cols))
     return codes, (size * rng.choice((-1, 1), size.shape)).astype(np.float16)
 

@@ -131,7 +131,8 @@ class FfnBench:
         """All FFNs in layout neuron."""
         s, instructions = self.shape, []
         groups = -(-s.hidden // s.group)
-        rows, lines = abi.neuron_chunks(s.neurons, s.part_bytes, abi.neuron_lines(s.hidden, s.group, s.dtype), threads)
+        lines = abi.neuron_lines(s.hidden, s.group, s.dtype)
+        rows, lines = abi.neuron_chunks(s.neurons, s.part_bytes, lines, threads, s.dtype)
         common = {"neurons": s.neurons, "part_bytes": s.part_bytes, "groups": groups,
                   "rows": abi.COUNT_TOKENS, "scratch": self.scratch, "block": abi.neuron_block(s.neurons)}
         for layer in range(s.layers):

@@ -46,8 +46,12 @@ def requested_types(
     follow = embedding_type(weights)
     chosen = {"matrix": weights, "embedding": asked["embedding"] or follow, "head": asked["head"] or follow}
     if weights not in holds(ffn_layout):
-        raise UsageError(f"ffn_layout {ffn_layout} holds {' and '.join(holds(ffn_layout))}, but weights is {weights}; "
+        raise UsageError(f"ffn_layout {ffn_layout} holds {', '.join(holds(ffn_layout))}, but weights is {weights}; "
                          "choose one, or tile16.")
+    groups = TYPES[weights].neuron_groups
+    if ffn_layout == "neuron" and asked["group_size"] not in groups:
+        raise UsageError(f"ffn_layout neuron holds {weights} in groups of {' or '.join(map(str, groups))}, but "
+                         f"group_size is {asked['group_size']}; choose one of these.")
     types = {kind: WeightType.of(name, asked["group_size"]) for kind, name in chosen.items()}
     types |= {"ffn": replace(types["matrix"], layout=ffn_layout), "part": ABSENT, "order": ABSENT,
               "experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"], "router": ROUTER}

@@ -10,7 +10,8 @@ product:
 
 neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Neurons without a gate
 have two parts, and their row is where a gate would be. Each part is codes, then fp16 scales, padded to 64 bytes. In q4
-byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
+byte b of a group holds column b (low nibble) and column b + g/2 (high nibble); in q2 it holds columns b, b + g/4,
+b + g/2 and b + 3g/4, the lowest bits first.
 
 Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
 rows.
@@ -75,8 +76,15 @@ def pack_tile16(values: NDArray, dtype: str, group_size: int = 0, scales: Scales
 
 
 def tile16_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int]) -> tuple[Codes, Scales]:
-    """Codes (int8, (rows, cols)) and scales (float16, (rows, groups)) of a q4 or int8 matrix in layout tile16."""
+    """Codes (int8, (rows, cols)) and scales (float16, (rows, groups)) of a matrix in layout tile16.
+
+    Its type has a uniform grid and no factors but scales in fp16.
+    """
     rows, cols = shape
+    if not TYPES[dtype].simple:
+        stored = WeightType(dtype, group_size)
+        found, factors = packed.unpack(_checked(data, stored.nbytes(shape)), stored, shape)
+        return found, factors.scales
     n_tiles, n_records = -(-rows // TILE_ROWS), -(-cols // (2 * group_size))
     records = _checked(data, WeightType(dtype, group_size).nbytes(shape)).reshape(n_tiles, n_records, -1)
     lines = records[:, :, :-LINE_BYTES].reshape(n_tiles, n_records, -1, TILE_ROWS, 4).transpose(0, 3, 1, 2, 4)
@@ -110,10 +118,11 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
     Parameters
     ----------
     codes : int8 array of shape (n_neurons, parts, hidden_size)
-        Gate row, up row and down column of each neuron, or without a gate row and column, in [-8, 7] (q4) or
-        [-127, 127] (int8).
-    dtype : {'q4', 'int8'}
+        Gate row, up row and down column of each neuron, or without a gate row and column, in [-8, 7] (q4),
+        [-127, 127] (int8) or [-1, 2] (q2).
+    dtype : {'q4', 'int8', 'q2'}
     group_size : {32, 64, 128}
+        32 is too few columns for q2.
     scales : float16 array of shape (n_neurons, parts, ceil(hidden_size / group_size))
 
     Returns
@@ -133,7 +142,7 @@ def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Byt
     Parameters
     ----------
     codes : int8 array of shape (..., hidden_size)
-    dtype : {'q4', 'int8'}
+    dtype : {'q4', 'int8', 'q2'}
     group_size : {32, 64, 128}
     scales : float16 array of shape (..., ceil(hidden_size / group_size))
 
@@ -146,9 +155,9 @@ def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Byt
         raise ValueError(f"{dtype} codes of shape {codes.shape} need float16 scales for each group of {group_size}.")
     rows = codes.reshape(-1, hidden)
     padded = _padded_codes(rows, dtype, group_size, len(rows), groups * group_size)
-    if TYPES[dtype].bits == 4:
-        halves = padded.reshape(len(rows), groups, 2, group_size // 2)
-        padded = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(rows), -1)
+    if TYPES[dtype].bits < 8:
+        pieces = padded.reshape(len(rows), groups, 8 // TYPES[dtype].bits, -1)
+        padded = np.bitwise_or.reduce(pieces << _shifts(dtype), axis=2).reshape(len(rows), -1)
     out = np.zeros((len(rows), WeightType(dtype, group_size, "neuron").part_bytes(hidden)), np.uint8)
     end = padded.shape[1]
     out[:, :end] = padded
@@ -164,11 +173,16 @@ def neuron_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
     parts = np.concatenate([parts[:n, None], parts[n:].reshape(n, of_one - 1, -1)], axis=1).reshape(rows, -1)
     end = groups * group_size * TYPES[dtype].bits // 8
     codes = parts[:, :end]
-    if TYPES[dtype].bits == 4:
-        halves = codes.reshape(rows, groups, 1, group_size // 2)
-        codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(rows, -1) - np.uint8(TYPES[dtype].offset)
+    if TYPES[dtype].bits < 8:
+        together, mask = codes.reshape(rows, groups, 1, -1), np.uint8((1 << TYPES[dtype].bits) - 1)
+        codes = (together >> _shifts(dtype) & mask).reshape(rows, -1) - np.uint8(TYPES[dtype].offset)
     scales = np.ascontiguousarray(parts[:, end : end + 2 * groups]).view(np.float16)
     return np.ascontiguousarray(codes[:, :hidden]).view(np.int8).reshape(shape), scales.reshape(n, of_one, groups)
+
+
+def _shifts(dtype: str) -> Bytes:
+    """Bits of a byte at which its codes begin: (rows, groups, codes of a byte, bytes of a group)."""
+    return np.arange(0, 8, TYPES[dtype].bits, dtype=np.uint8)[None, None, :, None]
 
 
 def unpack_neuron(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int, int]) -> Floats:

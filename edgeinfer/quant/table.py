@@ -119,6 +119,11 @@ class StorageType:
         """Lines of a run."""
         return self.run_steps * self.bits // 8
 
+    @property
+    def neuron_groups(self) -> tuple[int, ...]:
+        """Groups in layout neuron, whose kernels scale 16 bytes of codes together."""
+        return tuple([group for group in self.groups if group * self.bits >= 128]) if "neuron" in self.layouts else ()
+
     def group_runs(self, group: int) -> int:
         """Runs of a group."""
         return group // 4 // self.run_steps
@@ -156,10 +161,11 @@ class StorageType:
         return self.outer_at(group) + (LINE_BYTES if self.nested else 0)
 
 
-def _further(name: str, bits: int, groups: int | tuple[int, ...], scale: str = "f16", **more: Any) -> StorageType:
+def _further(name: str, bits: int, groups: int | tuple[int, ...], scale: str = "f16",
+             layouts: tuple[str, ...] = _TILES, **more: Any) -> StorageType:
     """A type of matrices that few models have, or those that other formats have quantised."""
     groups = groups if isinstance(groups, tuple) else (groups,)
-    return StorageType(name, bits, _TILES, groups=groups, scale=scale, usual=False, **more)
+    return StorageType(name, bits, layouts, groups=groups, scale=scale, usual=False, **more)
 
 
 TYPES = {
@@ -179,7 +185,7 @@ TYPES = {
         _further("iq4", 4, 32, "f16", table=IQ4_LEVELS),
         _further("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
         _further("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
-        _further("q2", 2, (32, 64, 128), grid=(-1, 2)),
+        _further("q2", 2, (32, 64, 128), layouts=_ALL, grid=(-1, 2)),
         _further("tableq", 4, 32, fitted=True),
         _further("tableq3", 3, (32, 64), fitted=True),
     )

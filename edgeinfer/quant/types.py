@@ -70,10 +70,12 @@ class WeightType:
         if self.dtype not in holds(self.layout):
             raise BundleError(f"type {self.dtype!r} does not exist in layout {self.layout}; it holds "
                               f"{', '.join(holds(self.layout))}.")
-        groups = [str(group) for group in self.storage.groups]
+        groups = [str(group) for group in (self.storage.neuron_groups if self.layout == "neuron" else
+                                           self.storage.groups)]
         if groups and str(self.group_size) not in groups:
             several = f"{', '.join(groups[:-1])} or " if groups[1:] else ""
-            raise BundleError(f"group size {self.group_size} is unknown; {self.dtype} has groups of "
+            where = " in layout neuron" if self.layout == "neuron" else ""
+            raise BundleError(f"group size {self.group_size} is unknown{where}; {self.dtype} has groups of "
                               f"{several}{groups[-1]}.")
         if not groups and self.group_size != 0:
             raise BundleError(f"group size {self.group_size} makes no sense for {self.dtype}; it must be 0.")

@@ -48,6 +48,9 @@ FLAG_EARLY = 128
 """neuron_resolve: it is before the layer's attention and only requests the neurons that a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
+FLAG_NORM_OF_F = 4
+"""neuron kernels: columns are multiplied by the RMS norm of f, whose weight, a float for each neuron, is operand 11 of
+neuron_gated and operand 8 of neuron_down."""
 FLAG_PRUNED = 8
 """attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""

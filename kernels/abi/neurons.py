@@ -19,6 +19,8 @@ NEURON_CLAIM = 2048
 """Most neurons that are claimed together."""
 NEURON_LINES = 16
 """Most 64-byte lines of a down column in a chunk."""
+NEURON_COLUMNS = 2048
+"""Most outputs in a chunk."""
 
 
 def neuron_line_columns(dtype: str) -> int:
@@ -42,10 +44,11 @@ def neuron_sums_bytes(neurons: int, width: int, group_size: int, dtype: str) -> 
     return -(-neurons // neuron_block(neurons)) * row
 
 
-def neuron_chunks(neurons: int, part_bytes: int, lines: int, threads: int) -> tuple[int, int]:
+def neuron_chunks(neurons: int, part_bytes: int, lines: int, threads: int, dtype: str) -> tuple[int, int]:
     """Neurons of a chunk of several tokens (64 KiB of rows, four chunks a thread), and lines of a chunk of columns."""
+    most = min(NEURON_LINES, NEURON_COLUMNS // neuron_line_columns(dtype))
     return (max(1, min((64 << 10) // (2 * part_bytes), neurons // (4 * threads))),
-            max(2, min(NEURON_LINES, -(-lines // (4 * threads)) * 2)))
+            max(2, min(most, -(-lines // (4 * threads)) * 2)))
 
 
 def neuron_mask_bytes(neurons: int) -> int:
@@ -65,4 +68,4 @@ def neuron_down_scratch_bytes() -> int:
     """Scratch of a thread in neuron_down: sums and totals of a chunk, factors of a batch, values of a block."""
     factors = NEURON_BATCH * NEURON_TOKENS * NEURON_LINES * 16
     entries = (NEURON_WINDOW + 1) * (8 + 4 * NEURON_TOKENS)
-    return 2 * 4 * NEURON_TOKENS * NEURON_LINES * 128 + factors + entries + 64
+    return 2 * 4 * NEURON_TOKENS * NEURON_COLUMNS + factors + entries + 64

@@ -83,6 +83,8 @@ class _NeuronDown(NamedTuple):
     cluster_bytes: int
     ungated: int
     """See neuron_gated."""
+    eps: int
+    """With FLAG_NORM_OF_F: epsilon of the norm of f, float32 bits."""
 
 
 class _NeuronMask(NamedTuple):
@@ -132,6 +134,6 @@ class _NeuronResolve(NamedTuple):
 
 
 NEURON_GATED = _NeuronGated(*range(25))
-NEURON_DOWN = _NeuronDown(*range(15))
+NEURON_DOWN = _NeuronDown(*range(16))
 NEURON_MASK = _NeuronMask(*range(10))
 NEURON_RESOLVE = _NeuronResolve(*range(12))

@@ -1,10 +1,10 @@
 """Steps on 64-byte lines of the layout neuron: one row of weights at a time, as it is.
 
-A line of q4 has 128 columns, a line of int8 64; 16 bytes of it (a quarter) belong to one group. Two uses:
+A line of q2 has 256 columns, of q4 128, of int8 64; 16 bytes of it (a quarter) belong to one group. Two uses:
 
 * rows (gate, up) meet activations that were laid out as lines before (`as_lines` in `ops/neuron_ffn/neuron_parts.py`):
   for each line the activations of its codes (q4: 64 of the low nibbles, 64 of the high ones), 16 int32 that the sums
-  start at, 16 float scales. A sum has 16 lanes of 4 (8) columns each, all exact integers, scaled lane by lane.
+  start at, 16 float scales. A sum has 16 lanes of 4 (8, 16) columns each, all exact integers, scaled lane by lane.
 * columns (down) are added to floats: acc + code * (scale * activation), output by output.
 """
 
@@ -120,17 +120,34 @@ def _row_step(codes, dot, small):
     return step
 
 
+def _pieces_q2(b, line):
+    """The four codes of 2 bits of each byte, as vectors of bytes."""
+    three = constant(VB, 3)
+    if has("neon"):
+        return [b.and_(b.lshr(line, constant(VB, shift)), three) for shift in (0, 2, 4, 6)]
+    words = ir.VectorType(I16, 32)  # x86 has no shift of bytes
+    whole = b.bitcast(line, words)
+    return [b.and_(b.bitcast(b.lshr(whole, constant(words, shift)), VB), three) for shift in (0, 2, 4, 6)]
+
+
+row_q2 = _row_step(_pieces_q2, dot_u8_line, neon.by_smlal)
 row_q4 = _row_step(nibbles, dot_u8_line, neon.by_smlal)
 row_int8 = _row_step(lambda b, line: [line], dot_s8_line, neon.by_smull)
 
 
-@define(types.none, types.int64)
-def start_q4(b, x):
-    """Store after the two vectors at x where sums start: codes are 8 too large."""
-    eights = constant(VB, 8)
-    operands = [(eights, _line(b, x)), (eights, _line(b, x, 64))]
-    total = _sum_products(b, constant(VI, 0), operands, dot_u8_line, neon.by_smlal)
-    b.store(b.neg(total), pointer(b, x, 128), align=64)
+def _start_unsigned(vectors, offset):
+    """Intrinsic ``(x)``: store after the vectors at x where sums start: codes are `offset` too large."""
+
+    @define(types.none, types.int64)
+    def start(b, x):
+        operands = [(constant(VB, offset), _line(b, x, 64 * k)) for k in range(vectors)]
+        total = _sum_products(b, constant(VI, 0), operands, dot_u8_line, neon.by_smlal)
+        b.store(b.neg(total), pointer(b, x, 64 * vectors), align=64)
+
+    return start
+
+
+start_q2, start_q4 = _start_unsigned(4, 1), _start_unsigned(2, 8)
 
 
 @define(types.none, types.int64)
@@ -152,26 +169,26 @@ def next_quarters(b, scales):
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
-def _addresses(b, q, sides, first, half_group, address, stride, tokens):
+def _addresses(b, q, sides, first, piece, address, stride, tokens):
     """Pointers to a part's sums: per token, quarter and side (low nibbles, high nibbles) a vector of 16 outputs.
 
-    Low nibbles of byte p of a line are output 2 p - p % half_group, high ones half_group further; bytes of int8 (one
-    side) are their output.
+    A byte has a code of each side, and those of a group are `piece` outputs apart: the first code of byte p of a line
+    is of output sides p - (sides - 1) (p % piece). Bytes of int8 (one side) are their output.
     """
     for t in range(tokens):
         base = row(b, address, stride, t)
         for i in range(q):
             at = b.add(first, ir.Constant(I64, 16 * i))
-            if sides == 2:
-                inner = b.and_(at, b.sub(half_group, ir.Constant(I64, 1)))
-                at = b.sub(b.shl(at, ir.Constant(I64, 1)), inner)
+            if sides > 1:
+                inner = b.and_(at, b.sub(piece, ir.Constant(I64, 1)))
+                at = b.sub(b.mul(at, ir.Constant(I64, sides)), b.mul(inner, ir.Constant(I64, sides - 1)))
             for side in range(sides):
-                there = b.add(at, half_group) if side else at
+                there = b.add(at, b.mul(piece, ir.Constant(I64, side))) if side else at
                 yield pointer(b, b.add(base, b.shl(there, ir.Constant(I64, 2))))
 
 
 @intrinsic(prefer_literal=True)
-def load_columns(context, tokens, q, sides, first, half_group, address, stride):
+def load_columns(context, tokens, q, sides, first, piece, address, stride):
     """Sums of q quarters from byte `first` of a line on, for some tokens, as a tile; see `_addresses`."""
     n, quarters, both = literal(tokens), literal(q), literal(sides)
     if n is None or quarters is None or both is None:
@@ -185,11 +202,11 @@ def load_columns(context, tokens, q, sides, first, half_group, address, stride):
             out = b.insert_value(out, b.load(address, typ=VF, align=4), k)
         return out
 
-    return tile(tokens, q, sides, first, half_group, address, stride), lower
+    return tile(tokens, q, sides, first, piece, address, stride), lower
 
 
 @intrinsic(prefer_literal=True)
-def store_columns(context, tile, tokens, q, sides, first, half_group, address, stride):
+def store_columns(context, tile, tokens, q, sides, first, piece, address, stride):
     """The inverse of `load_columns`."""
     n, quarters, both = literal(tokens), literal(q), literal(sides)
     if n is None or quarters is None or both is None or not isinstance(tile, Tile):
@@ -201,18 +218,22 @@ def store_columns(context, tile, tokens, q, sides, first, half_group, address, s
             b.store(b.extract_value(args[0], k), address, align=4)
         return context.get_dummy_value()
 
-    return types.none(tile, tokens, q, sides, first, half_group, address, stride), lower
+    return types.none(tile, tokens, q, sides, first, piece, address, stride), lower
 
 
-def _codes_q4(b, address):
-    """Low and high nibbles of 16 bytes as floats, less 8."""
-    wide = b.zext(b.load(pointer(b, address), typ=_QUARTER, align=16), VI)
-    sides = [wide, b.lshr(wide, constant(VI, 4))]
-    if has("avx512f"):  # a table of 16 floats by the low 4 bits of each lane
-        table = ir.Constant(VF, [float(code - 8) for code in range(16)])
-        return [call(b, "llvm.x86.avx512.permvar.sf.512", VF, table, side) for side in sides]
-    sides[0] = b.and_(sides[0], constant(VI, 15))
-    return [b.sitofp(b.sub(side, constant(VI, 8)), VF) for side in sides]
+def _codes_below_8_bits(bits, offset):
+    """Return the function that makes floats of the codes of 16 bytes, `offset` less: a vector for each side."""
+
+    def codes(b, address):
+        wide = b.zext(b.load(pointer(b, address), typ=_QUARTER, align=16), VI)
+        sides = [b.lshr(wide, constant(VI, shift)) if shift else wide for shift in range(0, 8, bits)]
+        if has("avx512f"):  # a table of 16 floats by the low 4 bits of each lane
+            table = ir.Constant(VF, [float(code % (1 << bits) - offset) for code in range(16)])
+            return [call(b, "llvm.x86.avx512.permvar.sf.512", VF, table, side) for side in sides]
+        sides[:-1] = [b.and_(side, constant(VI, (1 << bits) - 1)) for side in sides[:-1]]
+        return [b.sitofp(b.sub(side, constant(VI, offset)), VF) for side in sides]
+
+    return codes
 
 
 def _codes_int8(b, address):
@@ -251,13 +272,19 @@ def _column_step(codes, sides):
     return step
 
 
-column_q4 = _column_step(_codes_q4, 2)
+column_q2 = _column_step(_codes_below_8_bits(2, 1), 4)
+column_q4 = _column_step(_codes_below_8_bits(4, 8), 2)
 column_int8 = _column_step(_codes_int8, 1)
 
+def block_tokens() -> int:
+    """Tokens of a block."""
+    return 4 if has("avx512f") else 2
 
-def column_shape() -> tuple[int, int, int]:
-    """(tokens of a block, parts of a line for one token, parts for a block): registers hold the sums of a part."""
-    return (4, 1, 2) if has("avx512f") else (2, 2, 4)
+
+def column_parts(sides: int, tokens: int) -> int:
+    """Parts in which a line of columns is added to the sums of some tokens: registers hold those of a part."""
+    vectors = 16 if has("avx512f") else 4
+    return max(1, min(4, 4 * max(sides, 2) * tokens // vectors))
 
 
 @define(types.none, types.int64, types.float32)

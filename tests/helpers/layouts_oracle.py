@@ -100,12 +100,15 @@ def neuron(codes: np.ndarray, dtype: str, group: int, scales: np.ndarray) -> byt
 
             def code(c: int, i: int = i, part: int = part) -> int:
                 value = int(codes[i, part, c]) if c < hidden else 0
-                return value + 8 if dtype == "q4" else value & 255
+                return value + {"q4": 8, "q2": 1}[dtype] if dtype != "int8" else value & 255
 
             for g in range(groups):
                 if dtype == "q4":
                     half = group // 2
                     out += bytes(code(g * group + b) | code(g * group + b + half) << 4 for b in range(half))
+                elif dtype == "q2":
+                    four = group // 4
+                    out += bytes(sum(code(g * group + b + i * four) << 2 * i for i in range(4)) for b in range(four))
                 else:
                     out += bytes(code(g * group + b) for b in range(group))
             out += b"".join(f16_bytes(scales[i, part, g]) for g in range(groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,14 @@ def bitnet(rng: np.random.Generator, shape: tuple[int, int], auto: bool = False)
     return {".weight": ("U8", data.shape, data.tobytes()), ".weight_scale": factor}, (codes / scale).astype(np.float32)
 
 
+def bitnet_online(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+    """Floats with a mean magnitude of a quarter, which is the scale; those below an eighth become 0."""
+    apart = rng.integers(0, 16, prod(shape) // 2) / 64
+    floats = np.concatenate([0.25 + apart, 0.25 - apart]) * rng.choice([-1, 1], prod(shape))
+    floats = rng.permutation(floats).reshape(shape).astype(np.float32)
+    return {".weight": bf16(floats)}, 0.25 * np.clip(np.rint(4 * floats), -1, 1)
+
+
 AUTOROUND = {"autoround_version": "0.15.0", "provider": "auto-round", "data_type": "int", "iters": 50, "lr": 0.02,
              "nsamples": 8, "seqlen": 64, "batch_size": 4, "low_gpu_mem_usage": True, "supported_types": ["Linear"]}
 FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] = {
@@ -252,6 +261,8 @@ FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] =
     "bitnet": (bitnet, {}, {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}),
     "bitnet auto": (bitnet, {"auto": True}, {"quant_method": "bitnet", "linear_class": "autobitlinear",
                                              "quantization_mode": "offline", "use_rms_norm": False}),
+    "bitnet online": (bitnet_online, {}, {"quant_method": "bitnet", "linear_class": "autobitlinear",
+                                          "quantization_mode": "online"}),
     "mlx": (mlx, {}, {"group_size": 32, "bits": 4}),
     "mlx 8 bits": (mlx, {"bits": 8}, {"group_size": 32, "bits": 8}),
     "mlx 2 bits": (mlx, {"bits": 2}, {"group_size": 32, "bits": 2}),

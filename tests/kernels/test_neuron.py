@@ -8,11 +8,13 @@ import pytest
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED, PAIRED, fill
 from edgeinfer.kernels.reference import REFERENCES, Expected
-from edgeinfer.quant import layouts
+from edgeinfer.quant import TYPES, layouts
 from tests.helpers.kernel_bench import ISAS, Bench, token_tiles
 from tests.kernels.test_matmul import Activations, activations
 
-WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128)]
+WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128),
+           *(pytest.param("q2", group, marks=pytest.mark.slow) for group in (128, 64))]
+LEVELS = {name: TYPES[name].grid for name in ("q4", "int8", "q2")}
 WIDTHS = (6, 33, 64, 172, 288, 576, 1023)
 NEURONS = {6: 1, 33: 9, 64: 20, 172: 17, 288: 8, 576: 40, 1023: 11}
 TOKENS = (1, 2, 3, 4, 6, 7, 13)
@@ -21,9 +23,9 @@ TOKENS = (1, 2, 3, 4, 6, 7, 13)
 def random_neurons(rng: np.random.Generator, dtype: str, group: int, neurons: int, width: int,
                    parts: int = 3) -> np.ndarray:
     """Bytes in layout neuron."""
-    low, high = (-8, 8) if dtype == "q4" else (-127, 128)
-    codes = rng.integers(low, high, (neurons, parts, width), dtype=np.int8)
-    scales = (rng.standard_normal((neurons, parts, -(-width // group))) / high).astype(np.float16)
+    low, high = LEVELS[dtype]
+    codes = rng.integers(low, high + 1, (neurons, parts, width), dtype=np.int8)
+    scales = (rng.standard_normal((neurons, parts, -(-width // group))) / (high + 1)).astype(np.float16)
     return layouts.pack_neuron(codes, dtype, group, scales)
 
 
@@ -32,7 +34,7 @@ class Ffn:
 
     def __init__(self, dtype: str, group: int, weights: np.ndarray, neurons: int, width: int,
                  x: Activations, masks: np.ndarray | None = None, bias: np.ndarray | None = None,
-                 threshold: float | None = None, parts: int = 3):
+                 threshold: float | None = None, parts: int = 3, norm: np.ndarray | None = None):
         self.bench, self.x, self.dtype, self.group = Bench(), x, dtype, group
         self.neurons, self.width, self.tokens = neurons, width, len(x.values)
         self.roles: list[int] = [abi.ROLE_DECODE] * self.tokens
@@ -52,10 +54,11 @@ class Ffn:
         if threshold is not None:
             self.masks, self.mask_stride = self.bench.put("constants", np.full(1, threshold, np.float32)), 0
         self.bias = self.bench.put("constants", np.zeros(1, np.float32) if bias is None else bias)
+        self.norm = self.bench.put("constants", np.zeros(1, np.float32) if norm is None else norm)
         self.sums = self.bench.reserve("activations", abi.neuron_sums_bytes(neurons, width, group, dtype))
         self.scratch_operand = self.bench.scratch(self.scratch, 3)
         self.flags = abi.FLAG_MASK * (masks is not None) | abi.FLAG_BIAS * (bias is not None)
-        self.flags |= abi.FLAG_THRESHOLD * (threshold is not None)
+        self.flags |= abi.FLAG_THRESHOLD * (threshold is not None) | abi.FLAG_NORM_OF_F * (norm is not None)
         self.values = {"neurons": neurons, "part_bytes": weights.size // (parts * neurons), "ungated": 3 - parts,
                        "groups": -(-width // group), "group": group, "rows": abi.COUNT_TOKENS,
                        "scratch": self.scratch, "block": abi.neuron_block(neurons)}
@@ -73,7 +76,8 @@ class Ffn:
                           activation=ACTIVATIONS[activation], limit=0.25, mask_stride=self.mask_stride,
                           token_tiles=abi.pack_token_tiles(token_tiles(isa)))
         operands = [self.weights, self.x_operand, self.f_operand + first * self.f_stride,
-                  self.masks + first * self.mask_stride, self.scratch_operand, self.bias, self.sums]
+                  self.masks + first * self.mask_stride, self.scratch_operand, self.bias, self.sums, 0, 0, 0, 0,
+                  self.norm]
         return self.bench.run(isa, f"neuron_gated_{self.dtype}", operands, parameters, self.flags, threads, keep)["f"]
 
     def down(self, isa: str, f: np.ndarray, threads: int = 1, chunk: int = 2,
@@ -86,8 +90,9 @@ class Ffn:
             shape = (tokens, 16 * -(-self.width // 16))
             self.bench.array(self.out_operand, np.float32, shape, (self.out_stride, 4))[:] = residual
         parameters = fill(NEURON_DOWN, **self.values, x_stride=self.f_stride, out_stride=self.out_stride,
-                          width=self.width, chunk=chunk)
-        operands = [self.weights, self.f_operand, self.out_operand, self.scratch_operand, self.bias, self.sums]
+                          width=self.width, chunk=chunk, eps=1e-5)
+        operands = [self.weights, self.f_operand, self.out_operand, self.scratch_operand, self.bias, self.sums, 0, 0,
+                    self.norm]
         flags = self.flags | abi.FLAG_RESIDUAL * (residual is not None)
         return self.bench.run(isa, f"neuron_down_{self.dtype}", operands, parameters, flags, threads)["out"]
 
@@ -138,6 +143,26 @@ def test_activations_and_biases(dtype: str, group: int, activation: str) -> None
             ffn.gated(isa, activation)
             more.gated(isa, activation, keep=True)
             more.down(isa, sparse(rng, (tokens, 24), 0.5), residual=residual)
+
+
+@pytest.mark.parametrize("parts", [3, 2])
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[1::5])
+def test_columns_are_multiplied_by_a_norm_of_f(dtype: str, group: int, parts: int) -> None:
+    """Both halves agree with their references; one token, several and threads have the same bits."""
+    rng = np.random.default_rng(9)
+    neurons, width, tokens = 150, 288, 6  # three blocks, the last not whole
+    norm = rng.uniform(0.5, 2, neurons).astype(np.float32)
+    ffn = random_ffn(rng, dtype, group, neurons, width, tokens, parts=parts, norm=norm)
+    for isa in ISAS:
+        whole = ffn.outputs(isa, "relu2")
+        f = ffn.gated(isa, "relu2", keep=True)
+        assert (f == 0).any(axis=1).all() and np.abs(whole).max() > 0
+        normed = f * norm / np.sqrt((f.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
+        weights = ffn.bench.array(ffn.weights, np.uint8, (parts * neurons * ffn.values["part_bytes"],))
+        columns = layouts.unpack_neuron(weights, dtype, group, (neurons, parts, width))[:, -1]
+        np.testing.assert_allclose(whole[:, :width], normed @ columns, rtol=1e-3, atol=1e-3 * np.abs(whole).max())
+        for first, n in ((0, 1), (5, 1), (1, 2), (2, 4)):
+            np.testing.assert_array_equal(ffn.outputs(isa, "relu2", first, n, 2), whole[first : first + n])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -200,9 +225,9 @@ def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.M
     """Scales that are NaN in the up rows and down columns of dead neurons change nothing, unless all are computed."""
     rng = np.random.default_rng(5)
     neurons, width = 40, 288
-    low, high = (-8, 8) if dtype == "q4" else (-127, 128)
-    codes = rng.integers(low, high, (neurons, 3, width), dtype=np.int8)
-    scales = (rng.random((neurons, 3, -(-width // group))) / high).astype(np.float16)
+    low, high = LEVELS[dtype]
+    codes = rng.integers(low, high + 1, (neurons, 3, width), dtype=np.int8)
+    scales = (rng.random((neurons, 3, -(-width // group))) / (high + 1)).astype(np.float16)
     packed = layouts.pack_neuron(codes, dtype, group, scales)
     for tokens in (1, 2):
         x = activations(np.repeat(rng.standard_normal((1, width)).astype(np.float32), tokens, axis=0), group)
@@ -240,7 +265,7 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
     """With scales of 1 all sums are integers below 2^24; extremes are where 16-bit sums would saturate."""
     rng = np.random.default_rng(6)
     neurons, width = 12, 4 * group
-    low, high = (-8, 7) if dtype == "q4" else (-127, 127)
+    low, high = LEVELS[dtype]
     for tokens in TOKENS:
         w = rng.integers(low, high + 1, (neurons, 3, width))
         x = rng.integers(-127, 128, (tokens, width))
@@ -286,8 +311,10 @@ def test_chunks_fit_their_scratch(dtype: str, group: int, hidden: int) -> None:
         assert neurons <= 64 or abi.neuron_block(neurons) % abi.NEURON_BATCH == 0
         assert abi.neuron_block(neurons) <= abi.NEURON_WINDOW
         for threads in (1, 2, 64):
-            rows, lines = abi.neuron_chunks(neurons, 3 * hidden, abi.neuron_lines(hidden, group, dtype), threads)
+            lines = abi.neuron_lines(hidden, group, dtype)
+            rows, lines = abi.neuron_chunks(neurons, 3 * hidden, lines, threads, dtype)
             assert rows >= 1 and 2 <= lines <= abi.NEURON_LINES and lines % 2 == 0
+            assert lines * abi.neuron_line_columns(dtype) <= abi.NEURON_COLUMNS
 
 
 @pytest.mark.parametrize("dtype", ["q4", "int8"])

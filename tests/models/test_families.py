@@ -97,14 +97,15 @@ def test_chosen_rows_of_v_see_capped_scores_and_alibi(name: str, kv: str, tmp_pa
     assert rows[0].tobytes() == rows[1].tobytes()
 
 
-@pytest.mark.parametrize("model_type", ["bamboo", "sparsellama"])
+@pytest.mark.parametrize("model_type", ["bamboo", "sparsellama", "bitnet"])
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])
 def test_relufied_models(model_type: str, layout: str, tmp_path: Path) -> None:
     """Against the oracle in floats; in layout neuron, dense and with dead neurons left out, the same bits."""
-    own = {"hidden_act": "fatrelu", "hidden_act_param": 0.05} if model_type == "sparsellama" else {"hidden_act": "relu"}
+    acts = {"bamboo": "relu", "sparsellama": "fatrelu", "bitnet": "relu2"}
+    own = {"hidden_act": acts[model_type], **({"hidden_act_param": 0.05} if model_type == "sparsellama" else {})}
     source = make_checkpoint(tmp_path / "hf", model_type, auto_map={"AutoModelForCausalLM": "m.M"}, **own)
     config = read_config(json.loads((source / "config.json").read_text()))
-    assert config.hidden_act == ("fatrelu" if model_type == "sparsellama" else "drelu")
+    assert config.hidden_act == (acts | {"bamboo": "drelu"})[model_type]
     ids = tokens(40)
     golden = forward(build_graph(config, requested_types("f32")), read_tensors(source), ids)
     plain = forward(build_graph(replace(config, hidden_act="relu"), requested_types("f32")), read_tensors(source), ids)

@@ -142,7 +142,7 @@ def test_a_column_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytes
 def test_requests_that_make_no_sense() -> None:
     with pytest.raises(UsageError, match="ffn_layout is 'rows'; choose one of tile16, neuron"):
         requested_types(ffn_layout="rows")
-    with pytest.raises(UsageError, match="ffn_layout neuron holds q4 and int8, but weights is f16; choose one"):
+    with pytest.raises(UsageError, match="ffn_layout neuron holds q4, int8, q2, but weights is f16; choose one"):
         requested_types("f16", ffn_layout="neuron")
 
 

@@ -1,4 +1,6 @@
-"""Layout neuron beyond Llama's block: FFNs without a gate (OPT), and those whose output is normed (Gemma, OLMo 2)."""
+"""Layout neuron beyond Llama's block: FFNs without a gate (OPT), those whose output is normed (Gemma, OLMo 2), and
+those with a norm in front of down (BitNet), also with ternary weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 from edgeinfer.bundle import Bundle, read_cold, read_statistics
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.converters.synthetic.random_neurons import Sparsity
-from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import ModelConfig, build_graph, expected_types, read_config
 from edgeinfer.kernels import abi
 from edgeinfer.models.describe import describe
@@ -19,7 +21,7 @@ from edgeinfer.quality.evaluate import Stream
 from edgeinfer.registry import recipe_with
 from edgeinfer.runtime import everywhere
 from edgeinfer.sparse import ffns, parts, sparsify
-from edgeinfer.sparse.ffn import biases
+from edgeinfer.sparse.ffn import biases, stored_bytes
 from tests.helpers import golden_cases
 from tests.helpers.offloaded import COLD, HOT, IDS, MIXED, OPTIONS, offloaded, resident
 from tests.helpers.sessions import TINY, logits_of, scored, session, tokens
@@ -50,7 +52,7 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [
-    "opt", "opt-no-bias", "opt-projected", "gpt-neox", "gemma2", "gemma4", "olmo2", "exaone4", "glm4"])
+    "opt", "opt-no-bias", "opt-projected", "gpt-neox", "gemma2", "gemma4", "olmo2", "exaone4", "glm4", "bitnet"])
 def test_transformers_logits_by_neuron(name: str, tmp_path: Path) -> None:
     """As near to transformers' logits as in tiles."""
     case, rows = golden_cases.load(name), {}
@@ -144,3 +146,44 @@ def test_layers_of_several_sizes_get_none(tmp_path: Path) -> None:
     convert(checkpoint, tmp_path / "m", weights="q4", ffn_layout="neuron")
     with Bundle.open(tmp_path / "m") as source, pytest.raises(UnsupportedModelError, match="layers of one size alone"):
         sparsify(source, tmp_path / "sparse", STREAM)
+
+
+TERNARY = replace(read_config(golden_cases.config_of("bitnet")), vocab_size=300, hidden_size=200, intermediate_size=328,
+                  num_attention_heads=5, num_key_value_heads=5, head_dim=40, num_hidden_layers=2,
+                  max_position_embeddings=256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [64, 128])
+def test_a_ternary_bitnet_leaves_out_dead_neurons_with_the_same_bits(
+    group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """References agree; neurons of a bundle in tiles keep their codes, and their scales go to another order."""
+    monkeypatch.setenv("EDGEINFER_CHECK", "1")
+    for layout in ("neuron", "tile16"):
+        write_random_bundle(TERNARY, tmp_path / layout, "q2", group, ffn_layout=layout)
+    rows = []
+    for mode in ("off", "exact"):
+        for threads, chunk in ((1, 64), (2, 7)):
+            with session(tmp_path / "neuron", ctx=64, threads=threads, prefill_chunk=chunk,
+                         recipe=recipe_with(sparse=mode)) as opened:
+                assert {"neuron_gated_q2", "neuron_down_q2"} <= set(opened.program.kernels)
+                rows.append(logits_of(opened, tokens(12, vocab_size=300), n_decoded=2))
+    assert rows[0].any() and all((row == rows[0]).all() for row in rows)
+    monkeypatch.delenv("EDGEINFER_CHECK")
+    with Bundle.open(tmp_path / "tile16") as source:
+        made = sparsify(source, tmp_path / "sparse", STREAM, kind="sign", threads=1)
+        with Bundle.open(tmp_path / "sparse") as bundle:
+            statistics = read_statistics(bundle)
+            assert statistics is not None and bundle.weight_type("layers.0.ffn").dtype == "q2"
+            old, new = (ffns(build_graph(b.config, expected_types(b.types)))[0] for b in (source, bundle))
+            order = statistics.order[0]
+            assert np.array_equal(parts(source, old).gate[order], parts(bundle, new).gate)
+            norms = [stored_bytes(b, "layers.0.f_norm").view("<f4") for b in (source, bundle)]
+            assert np.array_equal(norms[0][order], norms[1])
+    assert made.against_source.divergence is not None
+
+
+def test_neurons_of_two_bits_are_not_in_groups_of_32(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neuron holds q2 in groups of 64 or 128, but group_size is 32; choose one of"):
+        write_random_bundle(TERNARY, tmp_path / "m", "q2", 32, ffn_layout="neuron")

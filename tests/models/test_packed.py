@@ -37,7 +37,7 @@ from tests.helpers.sessions import logits_of, session
 EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m",
          "mlx 2 bits": "q4m", "mlx 3 bits": "q4m", "mlx 5 bits": "q5m", "mlx mxfp4": "mxfp4",
          "mxfp4-pack-quantized": "mxfp4", "autoround gptq": "q4",
-         "bitnet": "q2", "bitnet auto": "q2",
+         "bitnet": "q2", "bitnet auto": "q2", "bitnet online": "q2",
          "mlx nvfp4": "f16", "mlx mxfp8": "f16", "nvfp4-pack-quantized": "f16"}
 WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric", "autoround awq")
 ROUNDED = ("float-quantized", "fp8", "mlx 8 bits", "mlx 6 bits")

@@ -54,7 +54,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "it must be a list of names of modules"),
     ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation is 'hadamard'"),
-    ({"quant_method": "bitnet", "quantization_mode": "online"}, "quantization_mode is 'online'"),
+    ({"quant_method": "bitnet", "quantization_mode": "later"}, "quantization_mode is 'later'"),
     ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm is True"),
     ({"quant_method": "bitnet", "linear_class": "linear"}, "linear_class is 'linear'"),
 ]

@@ -187,7 +187,7 @@ def test_dense_models_and_other_types_are_refused(bundles: Path, tmp_path: Path,
     assert sentence.endswith("It runs as it is, dense.")
     write_random_bundle(MODEL, tmp_path / "f32", "f32")
     made = edgeinfer("sparsify", tmp_path / "f32", tmp_path / "none", "--text", bundles / "text.txt")
-    assert made.code == 1 and "are f32, and neurons are stored apart in q4 or int8 only" in made.err
+    assert made.code == 1 and "are f32, and neurons are stored apart in q4, int8, q2 (q2 in groups" in made.err
 
 
 def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ try:
     requested_types("w6", ffn_layout="neuron")
     raise SystemExit("not refused")
 except UsageError as error:
-    assert str(error) == "ffn_layout neuron holds q4 and int8, but weights is w6; choose one, or tile16."
+    assert str(error) == "ffn_layout neuron holds q4, int8, q2, but weights is w6; choose one, or tile16."
 weights = np.random.default_rng(0).standard_normal((4, 64), np.float32)
 codes, scales, errors = quantise.quantise(weights, "w6", 32)
 assert abs(codes).max() == 31 and errors.relative < 0.001

@@ -128,6 +128,9 @@ def part_codes(parts: Bytes, stored: WeightType, hidden: int) -> Bytes:
     codes = parts[:, : groups * stored.group_size * stored.storage.bits // 8].reshape(n, groups, -1)
     if stored.storage.bits == 8:
         return codes ^ np.uint8(0x80)
+    if stored.storage.bits == 2:
+        pieces = np.concatenate([codes >> np.uint8(shift) & np.uint8(3) for shift in range(0, 8, 2)], axis=2)
+        return pieces + np.uint8(0x80 - stored.storage.offset)
     halves = np.concatenate([codes & 15, codes >> 4], axis=2)  # a group's first half was in the low nibbles
     return halves[:, :, 0::2] | halves[:, :, 1::2] << np.uint8(4)
 
@@ -141,7 +144,7 @@ def part_scales(parts: Bytes, stored: WeightType, hidden: int) -> NDArray[np.flo
 
 def part_values(parts: Bytes, stored: WeightType, hidden: int) -> NDArray[np.float32]:
     """The weights that parts of neurons stand for: float32 (n, hidden)."""
-    codes, half = part_codes(parts, stored, hidden), 1 << stored.storage.bits - 1
+    codes, half = part_codes(parts, stored, hidden), 1 << code_bits(stored) - 1
     if stored.storage.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=3).reshape(*codes.shape[:2], -1)
     values = codes.astype(np.float32) - np.float32(half)

@@ -82,4 +82,5 @@ def _(op: NeuronDown, at: Lowering) -> None:
     stored, (neurons, parts, hidden) = at.graph.types[op.weight.name], op.weight.shape
     matrix = weights.down(op.weight, stored, op.weight.name.removesuffix("ffn") + "down", at.dtype)
     at.remark(BY_COLUMN, stored.nbytes((neurons, parts, hidden)) // parts, matrix.nbytes)
-    _added(at.node("MatMul", at.value(op.f), at.store(matrix)), op, at)
+    f = at.norm(op.f, op.f_norm, op.eps) if op.f_norm else at.value(op.f)
+    _added(at.node("MatMul", f, at.store(matrix)), op, at)

@@ -35,9 +35,12 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = Fa
     return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
 
 
-def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False, wide_norm: bool = False
-           ) -> Tensor:
-    """The first half of a block; norms of queries and keys are those of each head, or wide: of all heads as one."""
+def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False, wide_norm: bool = False,
+           out_norm: str = "") -> Tensor:
+    """The first half of a block; norms of queries and keys are those of each head, or wide: of all heads as one.
+
+    `out_norm` names one of what all heads give.
+    """
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     attn = hf + "self_attn."
     g.layer = i
@@ -51,6 +54,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = F
         h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
     h = g.rope_store(h, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
     h = g.attention(h, attn + "sinks" if c.attention_sinks else "")
+    h = g.rms_norm(h, name + "o_norm", out_norm) if out_norm else h
     return g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                     bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 

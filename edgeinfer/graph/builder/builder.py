@@ -37,6 +37,10 @@ FOLD_COLUMNS = 64
 """Of a piece of a folded row, a multiple of these: two groups of 32, as an instruction of most types has."""
 
 
+F_NORM = "f_norm"
+"""End of the name of the weight of a norm between the halves of an FFN."""
+
+
 class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
     """Collects operations and weights.
 
@@ -142,22 +146,24 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
         return self.linear(f, name + "down", (down,), (c.hidden_size,), bias[1:], residual, in_ffn=True)
 
     def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source],
-            residual: Tensor | None = None, bias: bool | tuple[str | Source, ...] = False) -> Tensor:
+            residual: Tensor | None = None, bias: bool | tuple[str | Source, ...] = False,
+            norm: str | Source = "") -> Tensor:
         """residual + (act(x gate^T) * (x up^T)) down^T; `modules` are gate, up and down in a checkpoint.
 
-        Instead of modules there may be sources of their weights, and of biases. As matrices, or neuron by neuron where
-        the weights are stored so.
+        Instead of modules there may be sources of their weights, and of biases; `norm` names an RMS norm of what down
+        multiplies. As matrices, or neuron by neuron where the weights are stored so.
         """
         c = self.config
         gate, up, down = (module if isinstance(module, Source) else module + ".weight" for module in modules)
         biases = bias if isinstance(bias, tuple) else tuple(f"{module}.bias" for module in modules if bias)
         if self._ffn_type(name).layout != "neuron":
             f = self.gated(x, name + "gate_up", gate, up, biases[:2])
+            f = self.rms_norm(f, name + F_NORM, norm) if norm else f
             return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual, in_ffn=True)
-        return self._by_neuron(x, name, (gate, up, down), residual, biases)
+        return self._by_neuron(x, name, (gate, up, down), residual, biases, norm)
 
     def _by_neuron(self, x: Tensor, name: str, parts: tuple[str | Source, ...], residual: Tensor | None,
-                   bias: tuple[str | Source, ...]) -> Tensor:
+                   bias: tuple[str | Source, ...], norm: str | Source = "") -> Tensor:
         """An FFN of gate, up and down, or of up and down, stored neuron by neuron; biases are named as `parts` are."""
         c, size = self.config, self.config.ffn_size(self.layer or 0)
         weight = self._ffn_weight(name, parts)
@@ -167,11 +173,12 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
             first = name + ("gate_up_bias" if len(parts) == 3 else "up_bias")
             inner = self._vector(first, bias[:-1], (size,) * (len(parts) - 1))
             outer = self._vector(name + "down_bias", bias[-1:], (c.hidden_size,))
+        f_norm = self._vector(name + F_NORM, (norm,), (size,)) if norm else None
         f = self._op(NeuronGated(out=self._tensor("f", size), x=x, weight=weight, bias=inner,
-                                 activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
+                                 activation=c.hidden_act, limit=c.hidden_act_limit, f_norm=f_norm, layer=self.layer))
         return self._op(NeuronDown(out=self._after(residual) if residual else self._tensor("down", c.hidden_size), f=f,
                                    residual=residual, weight=weight, bias=outer, activation=c.hidden_act,
-                                   layer=self.layer))
+                                   f_norm=f_norm, eps=c.rms_norm_eps if norm else 0.0, layer=self.layer))
 
     def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
                norm_bias: str | Source = "", head_bias: str | Source = "", project: str | Source = "",

@@ -162,6 +162,8 @@ class NeuronGated(MatMul):
     """Mask of the neurons that decoded tokens compute; None: all."""
     threshold: Weight | None = None
     """One value: decoded tokens take gates whose activation is no larger for 0 (CATS, arXiv 2404.08763)."""
+    f_norm: Weight | None = None
+    """Weight of the RMS norm of f in front of the columns, whose sums this makes for one token."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
@@ -213,7 +215,7 @@ class NeuronGated(MatMul):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronDown(Op):
-    """f D^T (+ bias) (+ residual), from an FFN stored neuron by neuron."""
+    """f D^T (+ bias) (+ residual), or norm(f) D^T, from an FFN stored neuron by neuron."""
 
     KERNELS = ("neuron_down_{stored.dtype}",)
     OVER = "residual"
@@ -225,11 +227,15 @@ class NeuronDown(Op):
     """Activation of the gates, which decides whether there are inactive neurons."""
     dense: bool = False
     """True if their columns are read too."""
+    f_norm: Weight | None = None
+    """Weight of an RMS norm of f."""
+    eps: float = 0.0
+    """Epsilon of that norm."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
-        """Down columns: a part of each neuron."""
-        return _parts(self, 1, types)
+        """Down columns: a part of each neuron; and the weight of a norm, which `NeuronGated` has read before."""
+        return (*_parts(self, 1, types), *([Read.whole(self.f_norm, types)] if self.f_norm else []))
 
     def read_share(self, mode: str, density: float) -> float:
         """The columns of live neurons."""

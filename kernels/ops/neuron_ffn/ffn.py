@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...abi import FLAG_BIAS, FLAG_MASK, FLAG_THRESHOLD, NEURON_TOKENS, ROLE_DECODE, TOKEN_ROLE
+from ...abi import FLAG_BIAS, FLAG_MASK, FLAG_NORM_OF_F, FLAG_THRESHOLD, NEURON_TOKENS, ROLE_DECODE, TOKEN_ROLE
 from ...parameters import NEURON_GATED
 from ...vector.instruction import flags, inline, operand, outlined, parameter, token
 from ...vector.memory import load_f32, load_i32, load_i64, prefetch, store_f32, store_i32, store_i64
@@ -50,6 +50,8 @@ class Ffn(NamedTuple):
     """Bytes of a slot."""
     shift: int
     """A cluster holds 1 << shift neurons: of each its gate row, up row and down column."""
+    by: int
+    """Address of what each neuron's value is multiplied by in front of its column, 0: nothing."""
 
 
 class Tokens(NamedTuple):
@@ -68,7 +70,7 @@ class Tokens(NamedTuple):
 def open_ffn(inst, ctx, family, bits, bias, table):
     """Read an instruction whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`.
 
-    The slots of cold neurons are the operand after `table`.
+    The slots of cold neurons are the operand after `table`, then comes the weight of the norm of f.
     """
     neurons, part, weights = parameter(inst, family.neurons), parameter(inst, family.part_bytes), operand(inst, ctx, 0)
     groups, group = parameter(inst, family.groups), parameter(inst, family.group)
@@ -77,7 +79,14 @@ def open_ffn(inst, ctx, family, bits, bias, table):
     up = 1 - parameter(inst, family.ungated)
     return Ffn(inst, weights, weights + resident * part, up, biases, neurons, part, codes, groups, group,
                group * bits >> 7, (codes + 63) >> 6, resident, operand(inst, ctx, table), operand(inst, ctx, table + 1),
-               parameter(inst, family.cluster_bytes), parameter(inst, family.shift))
+               parameter(inst, family.cluster_bytes), parameter(inst, family.shift),
+               operand(inst, ctx, table + 2) if flags(inst) & FLAG_NORM_OF_F else 0)
+
+
+@inline
+def for_column(ffn, neuron, value):
+    """Return what a neuron's column is multiplied by, of its value in f."""
+    return value * load_f32(ffn.by + 4 * neuron) if ffn.by else value
 
 
 @inline

@@ -11,7 +11,7 @@ from ...vector.lanes import sum_lanes
 from ...vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_f32, store_f32x16, store_i32, store_i64
 from ...vector.scalars import abs_f32, f32_from_bits, max_f32
 from ...vector.vecmath import activate
-from .ffn import THRESHOLDS, chosen, column_at, fetch_pair, row_at
+from .ffn import THRESHOLDS, chosen, column_at, fetch_pair, for_column, row_at
 
 DRELU = ACTIVATIONS["drelu"]
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
@@ -142,15 +142,18 @@ def all_alive(form, ffn, areas, tokens, window):
 def ups(form, ffn, areas, tokens, window, first, stop, live):
     """Put the values of live neurons first .. stop, gates times ups, into f and scratch.
 
-    Half of the batch that follows, of `live` neurons in all, is fetched. Without ups the gates are the values.
+    Half of the batch that follows, of `live` neurons in all, is fetched. Without ups the gates are the values. Those in
+    scratch are for columns (`for_column`).
     """
     scratch = areas.scratch
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * (window.first + k))
         if ffn.up == 0:
             for j in range(tokens.present):
-                value = load_f32(scratch + VALUES + 4 * (form.n * k + j))
+                at = scratch + VALUES + 4 * (form.n * k + j)
+                value = load_f32(at)
                 store_f32(tokens.f + j * tokens.stride + 4 * neuron, value)
+                store_f32(at, for_column(ffn, neuron, value))
             continue
         ahead = upcoming(ffn, areas, window, live, 2 * stop + k - first)
         form.row_sums(ffn, column_at(ffn, neuron) - ffn.part, areas.x, ahead, scratch)
@@ -163,7 +166,7 @@ def ups(form, ffn, areas, tokens, window, first, stop, live):
                     up += load_f32(ffn.bias + 4 * (ffn.neurons + neuron))
                 if parameter(ffn.inst, NEURON_GATED.activation) == DRELU:
                     up = max_f32(up, f32_from_bits(0))
-                store_f32(at, value * up)
+                store_f32(at, for_column(ffn, neuron, value * up))
                 store_f32(tokens.f + j * tokens.stride + 4 * neuron, value * up)
 
 

@@ -1,23 +1,36 @@
 """The second half of an FFN in layout neuron, f D^T, by outputs; see `neuron_gated.py`.
 
-Operands: 0 weights, 1 f, 2 out, 3 scratch, 4 bias, 5 sums of blocks, 6 slot of each cluster of cold neurons, 7 slots.
-Parameters: parameters.NEURON_DOWN. Reference: reference/neuron_ffn/ffn.py.
+With FLAG_NORM_OF_F it is norm(f) D^T. A column is multiplied by its neuron's value and weight, and the sums of a token
+by 1 / sqrt(mean(f^2) + eps): a neuron whose value is 0 still has nothing to add.
+
+Operands: 0 weights, 1 f, 2 out, 3 scratch, 4 bias, 5 sums of blocks, 6 slot of each cluster of cold neurons, 7 slots,
+8 weight of the norm of f. Parameters: parameters.NEURON_DOWN. Reference: reference/neuron_ffn/ffn.py.
 """
 
 from __future__ import annotations
 
-from ...abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_TYPES, NEURON_WINDOW
+from ...abi import (
+    FLAG_DENSE,
+    FLAG_RESIDUAL,
+    NEURON_BATCH,
+    NEURON_COLUMNS,
+    NEURON_LINES,
+    NEURON_TOKENS,
+    NEURON_TYPES,
+    NEURON_WINDOW,
+)
 from ...parameters import NEURON_DOWN
 from ...registry import kernel
-from ...vector.instruction import claim, count, flags, inline, operand, outlined, parameter
+from ...vector.instruction import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ...vector.lanes import splat_f32
 from ...vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
 from ...vector.scalars import div_i64, f32_from_bits
-from .ffn import Tokens, column_at, fetch, open_ffn
+from ..elementwise import norm_scale
+from .ffn import Tokens, column_at, fetch, for_column, open_ffn
 from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
 
 # A thread's scratch: sums of a block, totals, factors of a batch, addresses of a block's live columns, their values.
-TOTALS = 4 * NEURON_TOKENS * NEURON_LINES * 128
+TOTALS = 4 * NEURON_TOKENS * NEURON_COLUMNS
 FACTORS = 2 * TOTALS
 FACTOR_BYTES = 16 * NEURON_LINES
 FOUND = FACTORS + NEURON_BATCH * NEURON_TOKENS * FACTOR_BYTES
@@ -32,7 +45,7 @@ def find(ffn, tokens, scratch, first, end):
         live = flags(ffn.inst) & FLAG_DENSE
         for j in range(TOKENS):
             value = load_f32(tokens.f + j * tokens.stride + 4 * neuron) if j < tokens.present else f32_from_bits(0)
-            store_f32(scratch + VALUES + 4 * (TOKENS * n + j), value)
+            store_f32(scratch + VALUES + 4 * (TOKENS * n + j), for_column(ffn, neuron, value))
             live |= value != 0
         store_i64(scratch + FOUND + 8 * n, column_at(ffn, neuron))
         n += live != 0
@@ -47,8 +60,16 @@ def fetch_ahead(ffn, scratch, begin, m, at, nbytes):
 
 
 @inline
-def finish(ffn, column, y, out):
+def factor_of(ffn, f):
+    """Return what a token's outputs are multiplied by: of a norm of its f 1 / sqrt(mean(f^2) + eps), else nothing."""
+    return norm_scale(f, ffn.neurons, float_parameter(ffn.inst, NEURON_DOWN.eps)) if ffn.by else f32_from_bits(0)
+
+
+@inline
+def finish(ffn, column, y, factor, out):
     """Store 16 outputs from `column` on, with bias and residual."""
+    if ffn.by:
+        y = y * splat_f32(factor)
     if ffn.bias:
         y = load_f32x16(ffn.bias + 4 * column) + y
     if flags(ffn.inst) & FLAG_RESIDUAL:
@@ -81,14 +102,16 @@ def outputs(form, ffn, tokens, scratch, first, stop, out):
         for at in range(0, TOKENS * stride, 64):
             store_f32x16(totals + at, load_f32x16(totals + at) + load_f32x16(scratch + at))
     for j in range(tokens.present):
+        factor = factor_of(ffn, tokens.f + j * tokens.stride)
         for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.inst, NEURON_DOWN.width)), 16):
-            finish(ffn, c, load_f32x16(totals + j * stride + 4 * (c - form.columns * first)),
+            finish(ffn, c, load_f32x16(totals + j * stride + 4 * (c - form.columns * first)), factor,
                    out + j * parameter(ffn.inst, NEURON_DOWN.out_stride))
 
 
 @inline
-def merge(form, ffn, sums, first, stop, out):
+def merge(form, ffn, f, sums, first, stop, out):
     """Add up the sums of blocks, for one token."""
+    factor = factor_of(ffn, f)
     stride, height = 4 * form.columns * ffn.lines, parameter(ffn.inst, NEURON_DOWN.block)
     blocks = div_i64(ffn.neurons + height - 1, height)
     for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.inst, NEURON_DOWN.width)), 16):
@@ -96,7 +119,7 @@ def merge(form, ffn, sums, first, stop, out):
         for _ in range(blocks):
             total = total + load_f32x16(at)
             at += stride
-        finish(ffn, c, total, out)
+        finish(ffn, c, total, factor, out)
 
 
 def _register(dtype):
@@ -112,7 +135,7 @@ def _register(dtype):
         while first < ffn.lines:
             stop = min(first + chunk, ffn.lines)
             if tokens == 1:
-                merge(form, ffn, operand(inst, ctx, 5), first, stop, out)
+                merge(form, ffn, f, operand(inst, ctx, 5), first, stop, out)
             else:
                 for t in range(0, tokens, TOKENS):
                     some = Tokens(min(TOKENS, tokens - t), f + t * x_stride, x_stride, 0)

@@ -17,8 +17,8 @@ then block by block, and adding 0 changes nothing. So no bit depends on the numb
 skipped, or on the masks of other tokens.
 
 Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 masks, 4 scratch, 5 bias (gates', then ups'), 6 sums of blocks,
-7 source and 8 norm weight of a fused input, 9 slot of each cluster of cold neurons, 10 slots. Parameters:
-parameters.NEURON_GATED. Reference: reference/neuron_ffn/ffn.py.
+7 source and 8 norm weight of a fused input, 9 slot of each cluster of cold neurons, 10 slots, 11 weight of a norm of
+f (`neuron_down.py`). Parameters: parameters.NEURON_GATED. Reference: reference/neuron_ffn/ffn.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from edgeinfer.quant import TYPES
+
+from ...abi import neuron_line_columns
 from ...vector import neuron_rows
 from ...vector.instruction import inline, outlined
 from ...vector.lanes import keep_first, splat_f32
@@ -13,7 +16,7 @@ from ...vector.tiles import store_tile, zero_tile
 from ..elementwise import block_of
 from .ffn import fetch
 
-TOKENS, ONE_PARTS, MANY_PARTS = neuron_rows.column_shape()
+TOKENS = neuron_rows.block_tokens()
 
 
 class Form(NamedTuple):
@@ -46,12 +49,17 @@ class Columns(NamedTuple):
     """Bytes of the factors of a column for one token."""
 
 
+STEPS = {"q2": (neuron_rows.row_q2, neuron_rows.start_q2, neuron_rows.column_q2),
+         "q4": (neuron_rows.row_q4, neuron_rows.start_q4, neuron_rows.column_q4),
+         "int8": (neuron_rows.row_int8, neuron_rows.start_int8, neuron_rows.column_int8)}
+
+
 def make_form(dtype, n):
-    """Make the form of weights of a type ("q4", "int8") and n tokens (1 or TOKENS)."""
-    bits, columns, x_bytes = (4, 128, 256) if dtype == "q4" else (8, 64, 192)
-    column = neuron_rows.column_q4 if dtype == "q4" else neuron_rows.column_int8
-    return Form(n, bits, columns, x_bytes, _as_lines(dtype, bits, columns, x_bytes), _row_sums(dtype, n, x_bytes),
-                _add(column, 8 // bits, n, ONE_PARTS if n == 1 else MANY_PARTS))
+    """Make the form of weights of a type (one of STEPS) and n tokens (1 or TOKENS)."""
+    bits, columns, (row, start, column) = TYPES[dtype].bits, neuron_line_columns(dtype), STEPS[dtype]
+    sides, x_bytes = 8 // bits, columns + 128
+    return Form(n, bits, columns, x_bytes, _as_lines(start, sides, columns, x_bytes), _row_sums(row, n, x_bytes),
+                _add(column, sides, n, neuron_rows.column_parts(sides, n)))
 
 
 @inline
@@ -87,22 +95,19 @@ def q8_block(x, stride, t, tokens):
     return x + first * stride, t - first, n
 
 
-def _as_lines(dtype, bits, columns, x_bytes):
+def _as_lines(start, sides, columns, x_bytes):
     """Write x of token j of a q8 block of n as lines `stride` bytes apart: values, sums' starts, scales."""
-    sides, start = 8 // bits, neuron_rows.start_q4 if dtype == "q4" else neuron_rows.start_int8
 
     @outlined
     def as_lines(ffn, block, j, n, to, stride):
-        group, padded, half = ffn.group, ((ffn.groups + 1) & -2) * ffn.group, ffn.group // 2
+        group, padded, piece = ffn.group, ((ffn.groups + 1) & -2) * ffn.group, ffn.group // sides
         shift = 5 if group == 32 else 6 if group == 64 else 7
         scales, column = block + n * padded + 4 * j, 0
         while column < ffn.groups * group:
             for quarter in range(4):
-                c = column + 16 * quarter
-                if sides == 2:
-                    c = column + 32 * quarter - ((16 * quarter) & (half - 1))
+                c = column + 16 * sides * quarter - (sides - 1) * ((16 * quarter) & (piece - 1))
                 for k in range(4 * sides):
-                    at = c + 4 * (k & 3) + (half if k > 3 else 0)
+                    at = c + 4 * (k & 3) + piece * (k >> 2)
                     word = load_i32(block + at * n + 4 * j) if at < padded else 0
                     store_i32(to + 64 * (k >> 2) + 16 * quarter + 4 * (k & 3), word)
                 scale = load_f32(scales + 4 * n * (c >> shift)) if c < padded else f32_from_bits(0)
@@ -114,12 +119,11 @@ def _as_lines(dtype, bits, columns, x_bytes):
     return as_lines
 
 
-def _row_sums(dtype, n, x_bytes):
+def _row_sums(step, n, x_bytes):
     """Multiply the row at w with n tokens, whose lines are at x; 16 lanes of each go to `sums`.
 
     The row at `ahead` is fetched meanwhile.
     """
-    step = neuron_rows.row_q4 if dtype == "q4" else neuron_rows.row_int8
 
     @outlined
     def row_sums(ffn, w, x, ahead, sums):
@@ -168,11 +172,12 @@ def _add(step, sides, n, parts, part=0):
 
     @inline
     def add(ffn, columns, line, factors, sums, stride):
-        acc = neuron_rows.load_columns(n, quarters, sides, 16 * quarters * part, ffn.group // 2, sums, stride)
+        piece = ffn.group // sides
+        acc = neuron_rows.load_columns(n, quarters, sides, 16 * quarters * part, piece, sums, stride)
         for k in range(columns.n):
             acc = step(acc, n, part, load_i64(columns.found + 8 * k) + 64 * line, factors, columns.size)
             factors += n * columns.size
-        neuron_rows.store_columns(acc, n, quarters, sides, 16 * quarters * part, ffn.group // 2, sums, stride)
+        neuron_rows.store_columns(acc, n, quarters, sides, 16 * quarters * part, piece, sums, stride)
 
     if part + 1 == parts:
         return add

@@ -1,6 +1,7 @@
 """References of the FFN in layout neuron: `neuron_gated_*` is act(x G^T) * (x U^T), `neuron_down_*` is f D^T.
 
-Of neurons without a gate the first is act(x G^T), where G has their one row each.
+Of neurons without a gate the first is act(x G^T), where G has their one row each. With a norm of f columns are
+multiplied by f and the norm's weight, and the outputs by 1 / sqrt(mean(f^2) + eps).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from edgeinfer.quant import layouts
 from ...abi import (
     FLAG_BIAS,
     FLAG_MASK,
+    FLAG_NORM_OF_F,
     FLAG_RESIDUAL,
     FLAG_THRESHOLD,
     ROLE_DECODE,
@@ -67,6 +69,21 @@ def _parts(view: InstructionView, p: Any, dtype: str, table: int) -> Doubles:
     return layouts.unpack_neuron(data, dtype, p.group, shape).transpose(1, 0, 2).astype(np.float64)
 
 
+def _by(view: InstructionView, p: Any, operand: int) -> Doubles:
+    """Return the weights of a norm of f; ones where there is none."""
+    if not view.flags & FLAG_NORM_OF_F:
+        return np.ones(p.neurons)
+    return view.array(operand, np.float32, (p.neurons,)).astype(np.float64)
+
+
+def _factors(view: InstructionView, p: Any, tokens: int) -> Doubles:
+    """Return the factors of the outputs of tokens, (tokens, 1)."""
+    if not view.flags & FLAG_NORM_OF_F:
+        return np.ones((tokens, 1))
+    f = view.array(1, np.float32, (tokens, p.neurons), (p.x_stride, 4)).astype(np.float64)
+    return 1 / np.sqrt((f**2).mean(axis=1, keepdims=True) + float_of(p.eps))
+
+
 def neuron_gated_reference(dtype: str) -> Callable[[InstructionView], list[Expected]]:
     """The reference of ``neuron_gated_<dtype>``."""
     names = {number: name for name, number in ACTIVATIONS.items()}
@@ -92,7 +109,7 @@ def neuron_gated_reference(dtype: str) -> Callable[[InstructionView], list[Expec
         own = slice(p.before, p.neurons - p.behind)
         expected = [Expected("f", out[:, own], y[:, own], exact=False, tolerance=tolerance[:, own])]
         if tokens == 1:
-            expected.append(_sums(view, p, dtype, down, out, y, tolerance))
+            expected.append(_sums(view, p, dtype, down * _by(view, p, 11)[:, None], out, y, tolerance))
         return expected
 
     return reference
@@ -138,7 +155,8 @@ def neuron_down_reference(dtype: str) -> Callable[[InstructionView], list[Expect
         columns = _parts(view, p, dtype, 6)[-1, :, :width]
         f = view.array(1, np.float32, (tokens, p.neurons), (p.x_stride, 4)).astype(np.float64)
         bias = view.array(4, np.float32, (width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
-        y, tolerance = linear_values(f, columns.T, bias)
+        factors = _factors(view, p, tokens)
+        y, tolerance = linear_values(f * _by(view, p, 8) * factors, columns.T, bias)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         if view.flags & FLAG_RESIDUAL:
             tolerance += 1e-7 * np.abs(out)
@@ -151,7 +169,7 @@ def neuron_down_reference(dtype: str) -> Callable[[InstructionView], list[Expect
 def _merged(view: InstructionView, p: Any, dtype: str, width: int) -> Expected:
     """One token: the sums of blocks are added up."""
     row = neuron_line_columns(dtype) * neuron_lines(p.groups * p.group, p.group, dtype)
-    sums = view.array(5, np.float32, (-(-p.neurons // p.block), row))[:, :width].astype(np.float64)
+    sums = view.array(5, np.float32, (-(-p.neurons // p.block), row))[:, :width] * _factors(view, p, 1)
     y, tolerance = sums.sum(axis=0, keepdims=True), TOLERANCES["linear"] * np.abs(sums).sum(axis=0, keepdims=True)
     out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
     if view.flags & FLAG_BIAS:

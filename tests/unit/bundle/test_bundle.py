@@ -126,6 +126,7 @@ def test_verify_reports_progress(tmp_path: Path) -> None:
         ("neuron", "q4", 32, (5, 3, 64), 5 * 3 * 64),
         ("neuron", "q4", 32, (5, 3, 128), 5 * 3 * 128),
         ("neuron", "int8", 128, (5, 3, 129), 5 * 3 * 320),
+        ("neuron", "q2", 128, (5, 3, 256), 5 * 3 * 128),
     ],
 )
 def test_bytes_of_a_tensor(layout: str, dtype: str, group: int, shape: tuple[int, ...], nbytes: int) -> None:
@@ -139,8 +140,9 @@ def test_bytes_of_a_tensor(layout: str, dtype: str, group: int, shape: tuple[int
         ("tile16", "q3", 32, (1, 1), "type 'q3' does not exist in layout tile16; it holds q4, int8, f16, f32, q4m,"),
         ("tile16", "q6", 32, (1, 1), "group size 32 is unknown; q6 has groups of 16."),
         ("tile16", "q4k", 32, (1, 255), "shape [1, 255] does not fit type q4k, whose rows are whole blocks of 256 col"),
-        ("neuron", "q6", 16, (1, 3, 256), "type 'q6' does not exist in layout neuron; it holds q4, int8."),
-        ("neuron", "f16", 0, (1, 3, 1), "type 'f16' does not exist in layout neuron; it holds q4, int8."),
+        ("neuron", "q6", 16, (1, 3, 256), "type 'q6' does not exist in layout neuron; it holds q4, int8, q2."),
+        ("neuron", "f16", 0, (1, 3, 1), "type 'f16' does not exist in layout neuron; it holds q4, int8, q2."),
+        ("neuron", "q2", 32, (1, 3, 64), "group size 32 is unknown in layout neuron; q2 has groups of 64 or 128."),
         ("tile16", "q4", 48, (1, 1), "group size 48 is unknown; q4 has groups of 32, 64 or 128."),
         ("tile16", "f16", 32, (1, 1), "group size 32 makes no sense for f16; it must be 0."),
         ("tile16", "q4", 32, (1,), "shape [1] does not fit layout tile16."),

@@ -29,7 +29,7 @@ GROUPS = (32, 64, 128)
 
 def random_codes(shape: tuple[int, ...], dtype: str, group: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(sum(shape) + group)
-    low, high = (-8, 7) if dtype == "q4" else (-127, 127)
+    low, high = TYPES[dtype].grid
     codes = rng.integers(low, high + 1, shape, dtype=np.int8)
     scales = rng.standard_normal((*shape[:-1], -(-shape[-1] // group))).astype(np.float16)
     return codes, scales
@@ -70,8 +70,8 @@ def test_tile16_packs_by_blocks_of_rows(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 31, 33, 127, 160, 1023])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dtype", ["q4", "int8"])
+@pytest.mark.parametrize(("dtype", "group"), [(name, group) for name, row in TYPES.items()
+                                              for group in row.neuron_groups])
 def test_neuron(dtype: str, group: int, hidden: int) -> None:
     shape = (5, 3, hidden)
     codes, scales = random_codes(shape, dtype, group)

@@ -110,7 +110,7 @@ def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int]
     return {"neurons": neurons, "part_bytes": part, "group": stored.group_size,
             "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons),
             "ungated": 3 - of_one, **cold}, \
-        abi.neuron_chunks(neurons, part, lines, at.threads)
+        abi.neuron_chunks(neurons, part, lines, at.threads, stored.dtype)
 
 
 def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
@@ -125,9 +125,10 @@ def _(op: NeuronGated, at: Lowering) -> list[Instruction]:
         **_input(op, at), **more, "chunk": chunk, "activation": ACTIVATIONS[op.activation], "limit": op.limit,
         "token_tiles": at.token_tiles, "mask_stride": at.stride(op.mask) if op.mask else 0}
     operands = [_ffn(op, at), at.at(op.x), at.at(op.out), at.at(op.mask or op.threshold), at.scratch, at.at(op.bias),
-                at.shared, at.at(op.source), at.at(op.norm), *slots_of(op, at)]
+                at.shared, at.at(op.source), at.at(op.norm), *slots_of(op, at), at.at(op.f_norm)]
     flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0) \
-        | (abi.FLAG_MASK if op.mask else 0) | (abi.FLAG_THRESHOLD if op.threshold else 0)
+        | (abi.FLAG_MASK if op.mask else 0) | (abi.FLAG_THRESHOLD if op.threshold else 0) \
+        | (abi.FLAG_NORM_OF_F if op.f_norm else 0)
 
     def gated(step: int, label: str = "", event: int | None = None, **part: int) -> Instruction:
         return at.instruction(op, op.kernels(at.types, at.kv)[0], operands, fill(NEURON_GATED, **given, **part), flags,
@@ -167,10 +168,11 @@ def _(op: SignMask, at: Lowering) -> list[Instruction]:
 def _(op: NeuronDown, at: Lowering) -> list[Instruction]:
     more, (_, chunk) = _neurons(op, at)
     parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
-                      chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
-    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared, *slots_of(op, at)]
+                      chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes, eps=op.eps)
+    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared, *slots_of(op, at),
+                at.at(op.f_norm)]
     flags = (abi.FLAG_RESIDUAL if op.residual else 0) | (abi.FLAG_BIAS if op.bias else 0) \
-        | (abi.FLAG_DENSE if op.dense else 0)
+        | (abi.FLAG_DENSE if op.dense else 0) | (abi.FLAG_NORM_OF_F if op.f_norm else 0)
     return [at.instruction(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
