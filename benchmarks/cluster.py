@@ -35,7 +35,7 @@ from benchmarks.peers.http_server import HOST, HttpServer, ask_all, free_port, r
 COMMAND = [sys.executable, "-m", "edgeinfer"]
 KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
 SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE, TURNS = 16, 32, 48, 8, 2
-LEAST_GAP = 0.05
+MIN_GAP = 0.05
 
 
 def served(model: str, *more: str) -> tuple[list[str], int]:
@@ -84,7 +84,7 @@ def recovery(model: str) -> list[Row]:
             times = [answer.began + one for one in answer.arrivals]
             gaps.append(min(one for one in times if one > killed[0]) - killed[0])
             assert answer.tokens == KILLED_TOKENS
-            if gaps[-1] < LEAST_GAP:  # the idle one was killed
+            if gaps[-1] < MIN_GAP:  # the idle one was killed
                 gaps.pop()
             print(f"recovery: {gaps}", file=sys.stderr)
     return [("from a kill to the next token of its stream", f"{statistics.median(gaps):.2f} s, at most "

@@ -37,7 +37,7 @@ KINDS = ("matrix", "experts", "embedding", "head", "inputs", "rows")
 """Kinds of weights that have a choice."""
 SAMPLE_ROWS = 512
 """Rows of a matrix that are rounded to each type to know its error."""
-MOST_PIECES = 8
+MAX_PIECES = 8
 """Experts of a layer that are looked at."""
 UNMEASURED, OF_LAYERS = {"embedding": (1.2, 0.35), "head": (1.2, 0.0), "rows": (0.0, 0.015)}, 0.015
 """Effects of errors of rows, and of the share by which weights are off, where no text was run: about those of
@@ -192,7 +192,7 @@ def _sample(reading: WeightReader, weight: Weight, statistics: Statistics
     pieces = len(statistics) if statistics else 1
     tiles = list(block_ranges(weight, prod(weight.shape[1:]), 1))
     of_piece = max(1, len(tiles) // pieces)
-    step = -(-pieces // MOST_PIECES)
+    step = -(-pieces // MAX_PIECES)
     for piece in range(0, pieces, step):
         own = statistics[piece] if statistics else None
         mine = tiles[piece * of_piece :][:of_piece]

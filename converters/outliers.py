@@ -28,7 +28,7 @@ FAR = 6.0
 """Root mean square of an outlier's column over the median of all columns, at least."""
 MOST = 0.02
 """Largest share of the columns, if the outliers are found."""
-MOST_ASKED = 0.1
+MAX_ASKED = 0.1
 """Largest share that can be asked for."""
 
 
@@ -98,9 +98,9 @@ def share_of(asked: str) -> float | None:
         share = float(asked.removesuffix("%")) / 100
     except ValueError:
         share = 0.0
-    if not 0 < share <= MOST_ASKED:
+    if not 0 < share <= MAX_ASKED:
         raise UsageError(f"--outliers is {asked!r:.40}; give auto, or a percentage of the columns above 0 and up to "
-                         f"{MOST_ASKED:.0%}, such as 0.5%.")
+                         f"{MAX_ASKED:.0%}, such as 0.5%.")
     return share
 
 

@@ -32,9 +32,9 @@ SHARES = (0.02, 1.0)
 """Shares that are believed: nothing is read or multiplied faster than the machine reads or multiplies."""
 SLACK = 1.1
 """A run may beat the reading beside it by this much: both are short."""
-MOST_IMPOSSIBLE = 0.2
+MAX_IMPOSSIBLE = 0.2
 """Part of the runs that may be impossible, and are left out then."""
-LEAST_READING = 0.5
+MIN_READING = 0.5
 """Median of the readings of the peak as a share of the best, below which they measured other programs."""
 
 
@@ -97,10 +97,10 @@ def contradictions(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -
     said = []
     for runs, kind, limit in ((decodes, "tokens", "bandwidth"), (prompts, "prompts", "int8 peak")):
         shares = [run.share for run in runs]
-        if sum(share > SLACK for share in shares) > MOST_IMPOSSIBLE * len(shares):
+        if sum(share > SLACK for share in shares) > MAX_IMPOSSIBLE * len(shares):
             said.append(f"{kind} reached up to {max(shares):.2f} of the {limit} that was read beside them")
     peaks = [run.int8_peak_gops for run in prompts]
-    if peaks and statistics.median(peaks) < LEAST_READING * max(peaks):
+    if peaks and statistics.median(peaks) < MIN_READING * max(peaks):
         said.append(f"the int8 peak was read as {min(peaks):.0f} to {max(peaks):.0f} GOPS")
     return said
 

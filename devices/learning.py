@@ -26,17 +26,17 @@ from .store import local_path, local_profile, save_profile
 
 SWITCH = "EDGEINFER_LEARN"
 """Environment variable; 0 keeps the local profile as the probe saved it."""
-LEAST_RUNS = 12
+MIN_RUNS = 12
 """Runs of decoding that take the place of a probe which found no constants."""
-MOST_RUNS = 64
+MAX_RUNS = 64
 """Runs of each kind that are kept, the newest."""
 FAR_OFF = 1.5
 """A run that took this many times longer or shorter than predicted was disturbed, or is of another kind."""
-LEAST_BYTES = 32e6
+MIN_BYTES = 32e6
 """Weights below this may stay in the caches, and say nothing of the memory."""
-LEAST_OPERATIONS = 5e9
+MIN_OPERATIONS = 5e9
 """Prompts of fewer operations are mostly waiting."""
-MOST_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 TYPICAL = ((30, 1.1e8, 2.3e4, 2.1e8, 6.9e4, 2.5e5), (22, 6.5e8, 2.4e4, 1.9e9, 1.8e5, 6.5e5),
            (32, 3.8e9, 2.7e5, 1.3e10, 5.2e5, 2.1e6))
 """Layers, bytes of weights, of KV a position, operations of matrices, of attention a position, values between matrices:
@@ -90,10 +90,10 @@ def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceP
         kept_prompts = [run for run in prompts if _plausible_prompt(run, constants)]
         if not kept and not kept_prompts:
             return None
-        runs.decodes = [*runs.decodes, *kept][-MOST_RUNS:]
-        runs.prompts = [*runs.prompts, *kept_prompts][-MOST_RUNS:]
+        runs.decodes = [*runs.decodes, *kept][-MAX_RUNS:]
+        runs.prompts = [*runs.prompts, *kept_prompts][-MAX_RUNS:]
         _write(_runs_path(), runs)
-        if "f_w" not in runs.base and len(runs.decodes) < LEAST_RUNS:
+        if "f_w" not in runs.base and len(runs.decodes) < MIN_RUNS:
             return None
         learned = with_runs(profile, runs.base, runs.decodes, runs.prompts)
         save_profile(learned, local_path())
@@ -162,11 +162,11 @@ def fit_errors(
 
 
 def _plausible_decode(run: DecodeRun, constants: Constants) -> bool:
-    return run.weight_bytes >= LEAST_BYTES and _near(run.seconds, decode_seconds(run, constants))
+    return run.weight_bytes >= MIN_BYTES and _near(run.seconds, decode_seconds(run, constants))
 
 
 def _plausible_prompt(run: PromptRun, constants: Constants) -> bool:
-    return run.operations >= LEAST_OPERATIONS and _near(run.seconds, prompt_seconds(run, constants))
+    return run.operations >= MIN_OPERATIONS and _near(run.seconds, prompt_seconds(run, constants))
 
 
 def _near(seconds: float, predicted: float) -> bool:
@@ -182,7 +182,7 @@ def _read(path: Path, profile: DeviceProfile) -> _Runs:
     fresh = _Runs(profile.measured, dict(profile.constants))
     try:
         with open_plain(path) as file:
-            data = parse_json(file.read(MOST_FILE_BYTES + 1))  # a longer one is cut, and no JSON
+            data = parse_json(file.read(MAX_FILE_BYTES + 1))  # a longer one is cut, and no JSON
         base = {name: float(value) for name, value in data["base"].items()}
         runs = _Runs(data["probe"], base, _parsed(DecodeRun, data["decodes"]), _parsed(PromptRun, data["prompts"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -192,7 +192,7 @@ def _read(path: Path, profile: DeviceProfile) -> _Runs:
 
 def _parsed(kind: type[Run], rows: list[dict[str, Any]]) -> list[Run]:
     names = [item.name for item in fields(kind)]
-    found = [kind(int(row["layers"]), *(float(row[name]) for name in names[1:])) for row in rows[-MOST_RUNS:]]
+    found = [kind(int(row["layers"]), *(float(row[name]) for name in names[1:])) for row in rows[-MAX_RUNS:]]
     if any(not 0 <= getattr(run, name) < 1e18 for run in found for name in names):
         raise ValueError("a run with impossible figures")
     return found

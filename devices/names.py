@@ -64,7 +64,7 @@ _STORES = (64, 128, 256, 512, 1024)
 _POCKET = ("arm-phone", "apple-cpu")
 """Sizes that a name states of a phone's storage, and classes of phones."""
 Key = tuple[str, ...]
-MOST_CHARACTERS = 200
+MAX_CHARACTERS = 200
 """Length limit of a name."""
 
 
@@ -102,7 +102,7 @@ def unit_in_words(profile: DeviceProfile) -> str:
 
 def plain(text: str) -> str:
     """Return a name in lower case and one spelling, without screens, storage and marks."""
-    text = _PLUS.sub(" plus", _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " ")))
+    text = _PLUS.sub(" plus", _SCREEN.sub(" ", text[:MAX_CHARACTERS].lower().replace("_", " ")))
     for spelling, one in _REWRITTEN:
         text = spelling.sub(one, text)
     return _GENERATION.sub(" ", _STORAGE.sub(" ", text))

@@ -26,7 +26,7 @@ DEFAULT_DENSE = 0.84
 GATES = 1 / 3
 """Share of an FFN's bytes that say which neurons live. Of one without a gate it is a half; it is taken to have the same
 curves."""
-LEAST_DENSITY = 1e-3
+MIN_DENSITY = 1e-3
 BISECTIONS = 20
 
 
@@ -86,7 +86,7 @@ def _last(pays: Callable[[float], bool]) -> float:
     if pays(1.0):
         return 1.0
     low, high = 0.0, 1.0
-    if not pays(LEAST_DENSITY):
+    if not pays(MIN_DENSITY):
         return 0.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

@@ -10,7 +10,7 @@ from edgeinfer.base.dataclass import dataclass
 
 from .profile_checks import CONSTANTS as CONSTANTS
 from .profile_checks import LEAST as LEAST
-from .profile_checks import MOST_BYTES, MOST_CORES, MOST_GBS, MOST_OPERATIONS, Checker
+from .profile_checks import MAX_BYTES, MAX_CORES, MAX_GBS, MAX_OPERATIONS, Checker
 from .profile_checks import Curve as Curve
 
 CLASSES = (
@@ -135,9 +135,9 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     check = Checker(where)
     check.keys(table, TABLE_KEYS)
     numbers = {
-        "bandwidth_gbs": MOST_GBS, "effective_gbs": MOST_GBS, "storage_sequential_gbs": MOST_GBS,
-        "int8_peak_gops": MOST_OPERATIONS, "f32_peak_gflops": MOST_OPERATIONS,
-        "f16_peak_gflops": MOST_OPERATIONS,
+        "bandwidth_gbs": MAX_GBS, "effective_gbs": MAX_GBS, "storage_sequential_gbs": MAX_GBS,
+        "int8_peak_gops": MAX_OPERATIONS, "f32_peak_gflops": MAX_OPERATIONS,
+        "f16_peak_gflops": MAX_OPERATIONS,
     }
     values: dict[str, Any] = {
         key: check.number(key, table[key], most) for key, most in numbers.items() if key in table
@@ -147,8 +147,8 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     values["title"] = check.name("title", table["title"])
     values["device_class"] = check.choice("device_class", table["device_class"], CLASSES)
     values["isa"] = check.choice("isa", table["isa"], ISAS)
-    values["memory_bytes"] = check.whole("memory_bytes", table["memory_bytes"], MOST_BYTES, "bytes")
-    values["cores"] = check.whole("cores", table["cores"], MOST_CORES, "cores")
+    values["memory_bytes"] = check.whole("memory_bytes", table["memory_bytes"], MAX_BYTES, "bytes")
+    values["cores"] = check.whole("cores", table["cores"], MAX_CORES, "cores")
     values["constants"] = check.constants(table.get("constants", {}))
     values["sources"] = {key: check.text(f"sources.{key}", value)
                          for key, value in check.table("sources", table.get("sources", {})).items()}
@@ -159,11 +159,11 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     values["curves"] = {key: check.curve(f"curves.{key}", value)
                         for key, value in check.table("curves", table.get("curves", {})).items()}
     values["figures"] = check.figures(table.get("figures", {}))
-    values["memory_gib"] = tuple(check.whole("a capacity in memory_gib", item, MOST_BYTES >> 30, "GiB")
+    values["memory_gib"] = tuple(check.whole("a capacity in memory_gib", item, MAX_BYTES >> 30, "GiB")
                                  for item in check.items("memory_gib", table.get("memory_gib", [])))
     values["processor"] = check.processor(table.get("processor", {}))
     for key in ("programs", "versions"):
-        values[key] = {check.name(f"a name in {key}", label): check.number(f"{key}.{label}", value, MOST_GBS)
+        values[key] = {check.name(f"a name in {key}", label): check.number(f"{key}.{label}", value, MAX_GBS)
                        for label, value in check.table(key, table.get(key, {})).items()}
     effective = values.setdefault("effective_gbs", None)
     if effective is not None and effective > values["bandwidth_gbs"]:

@@ -15,16 +15,16 @@ from edgeinfer.errors import ProfileError
 
 from .cores import core_kinds
 
-MOST_GBS = 1e6
+MAX_GBS = 1e6
 LEAST = 1e-6
 """Fields that cannot be zero: rates in their units, and shares."""
-MOST_OPERATIONS = 1e9
+MAX_OPERATIONS = 1e9
 """In 1e9 per second."""
-MOST_BYTES = 1 << 50
-MOST_CORES = 1 << 20
-MOST_CLOCK = 100.0
+MAX_BYTES = 1 << 50
+MAX_CORES = 1 << 20
+MAX_CLOCK = 100.0
 """In GHz."""
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 """Characters of a wrong value that a complaint quotes."""
 SHARES = ("f_w", "f_kv", "mfu", "mfu_attention")
 CONSTANTS = {**dict.fromkeys(SHARES, 1.0), "t0_ms": 1e4, "token_ms": 1e4, "activation_cost": 1e5, "attention_ms": 1e4}
@@ -63,7 +63,7 @@ class Checker:
     def fail(self, name: str, value: object, want: str) -> NoReturn:
         """Raise `ProfileError` for a value."""
         text = repr(value)
-        shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
         raise ProfileError(f"{self.where}: {name} is {shown}; {want}.")
 
     def keys(self, table: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class Checker:
         """Return the table of further figures."""
         figures = {}
         for key, figure in self.table("figures", value).items():
-            least, most = FIGURES.get(key, (LEAST, MOST_OPERATIONS))
+            least, most = FIGURES.get(key, (LEAST, MAX_OPERATIONS))
             figures[key] = self.number(f"figures.{key}", figure, most, key not in FIGURES, least)
         return figures
 
@@ -156,8 +156,8 @@ class Checker:
             self.choice("a kind of core in processor", kind, tuple(core_kinds()))
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 self.fail(f"processor.{kind}", pair, "it must be a number of cores and their clock in GHz: [4, 2.4]")
-            found[kind] = (self.whole(f"processor.{kind}", pair[0], MOST_CORES, "cores"),
-                           self.number(f"processor.{kind}", pair[1], MOST_CLOCK))
+            found[kind] = (self.whole(f"processor.{kind}", pair[0], MAX_CORES, "cores"),
+                           self.number(f"processor.{kind}", pair[1], MAX_CLOCK))
         return found
 
     def curve(self, name: str, value: Any) -> Curve:
@@ -165,8 +165,8 @@ class Checker:
         if not isinstance(value, list) or not value or \
                 not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             self.fail(name, value, "it must be a list of pairs, as in [[4096, 0.4], [65536, 1.5]]")
-        points = [(self.whole(f"a size in {name}", size, MOST_BYTES, "bytes"),
-                   self.number(f"a value in {name}", speed, MOST_OPERATIONS)) for size, speed in value]
+        points = [(self.whole(f"a size in {name}", size, MAX_BYTES, "bytes"),
+                   self.number(f"a value in {name}", speed, MAX_OPERATIONS)) for size, speed in value]
         for (before, _), (size, _) in itertools.pairwise(points):
             if size <= before:
                 self.fail(f"a size in {name}", size, f"sizes must ascend, and it follows {before}")

@@ -11,7 +11,7 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.base.strict_json import check_depth
 from edgeinfer.errors import ProfileError
 
-MOST_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -23,8 +23,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > MOST_FILE_BYTES:
-                raise ProfileError(f"{path} has {size} bytes; a profile has at most {MOST_FILE_BYTES}.")
+            if size > MAX_FILE_BYTES:
+                raise ProfileError(f"{path} has {size} bytes; a profile has at most {MAX_FILE_BYTES}.")
             table = tomllib.loads(file.read().decode("utf-8"))
         check_depth(table)
         return table

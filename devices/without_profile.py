@@ -9,11 +9,11 @@ from edgeinfer.errors import UsageError
 
 from .cores import core_kinds, cores_peak
 from .profile import PROCESSORS, DeviceProfile
-from .profile_checks import MOST_CORES, MOST_GBS
+from .profile_checks import MAX_CORES, MAX_GBS
 
 UNLISTED = "unlisted"
 """Name of such a device."""
-LEAST_MEMORY = 64 << 20
+MIN_MEMORY = 64 << 20
 ASSUMED_GIB = 16
 """Memory where none is given."""
 
@@ -60,12 +60,12 @@ def unlisted(bandwidth_gbs: float, cores: int, kind: str, memory_bytes: int | No
     UsageError
         A figure is absurd, or there is no such kind.
     """
-    if not (math.isfinite(bandwidth_gbs) and 0 < bandwidth_gbs <= MOST_GBS):
-        raise UsageError(f"--bandwidth is {bandwidth_gbs:g}; it must be above 0 and at most {MOST_GBS:g} GB/s.")
-    if not 1 <= cores <= MOST_CORES:
-        raise UsageError(f"--cores is {cores}; it must be from 1 to {MOST_CORES}.")
-    if memory_bytes is not None and memory_bytes < LEAST_MEMORY:
-        raise UsageError(f"--memory is {memory_bytes} bytes; a device has {LEAST_MEMORY >> 20} MiB or more.")
+    if not (math.isfinite(bandwidth_gbs) and 0 < bandwidth_gbs <= MAX_GBS):
+        raise UsageError(f"--bandwidth is {bandwidth_gbs:g}; it must be above 0 and at most {MAX_GBS:g} GB/s.")
+    if not 1 <= cores <= MAX_CORES:
+        raise UsageError(f"--cores is {cores}; it must be from 1 to {MAX_CORES}.")
+    if memory_bytes is not None and memory_bytes < MIN_MEMORY:
+        raise UsageError(f"--memory is {memory_bytes} bytes; a device has {MIN_MEMORY >> 20} MiB or more.")
     if kind not in KINDS:
         raise UsageError(f"--class is {kind!r}; choose one of {', '.join(KINDS)}.")
     row = KINDS[kind]

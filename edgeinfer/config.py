@@ -34,7 +34,7 @@ SPECULATIONS = ("auto", "off", "lookup", "draft", "self", "mtp")
 """Sources of draft tokens that one pass verifies: automatic (the draft model if given, otherwise prompt lookup), none,
 prompt lookup, the draft model, or a part of the model itself.
 """
-DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
+DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS = 7, 64
 """Draft tokens that a forward pass verifies for a text at most: where nothing else is said, and of all that may be
 said.
 """
@@ -113,7 +113,7 @@ class GenerationConfig:
     best beam, at its length now, is no better than the worst of them; "never" when it cannot become better either."""
     speculate: str | None = option(None, choice(SPECULATIONS))
     """Speculative decoding: auto, off, lookup, draft or self. The text is the same; None is as the model was opened."""
-    draft_tokens: int | None = option(None, integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"))
+    draft_tokens: int | None = option(None, integer(1, MAX_DRAFT_TOKENS, f"from 1 to {MAX_DRAFT_TOKENS}"))
     """Most draft tokens verified by one forward pass; None is as the model was opened."""
     ignore_eos: bool = option(False, FLAG)
     """Continue after an end-of-text token (for measurements)."""
@@ -266,7 +266,7 @@ class RuntimeConfig:
     """Give a KV pool without a size the rest of the budget: from one context to one for each sequence."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
     """Rows of logits kept per forward pass; evaluation asks for more than one."""
-    draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))
+    draft_tokens: int = option(0, integer(0, MAX_DRAFT_TOKENS, f"from 0 to {MAX_DRAFT_TOKENS}"))
     """Draft tokens that a forward pass may verify for a sequence; sizes rows of logits."""
     verified_sequences: int | None = option(None, integer(1, 64, "from 1 to 64"))
     """Sequences for whose draft tokens a forward pass has rows of logits; None is `max_sequences`."""

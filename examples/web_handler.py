@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from edgeinfer import LLM
 from edgeinfer.errors import EdgeInferError
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def serve(llm: LLM, port: int) -> ThreadingHTTPServer:
@@ -25,7 +25,7 @@ def serve(llm: LLM, port: int) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             try:
                 size = int(self.headers.get("Content-Length") or 0)
-                options = json.loads(self.rfile.read(min(size, MOST_BYTES)))
+                options = json.loads(self.rfile.read(min(size, MAX_BYTES)))
                 stream = llm.stream(options.pop("prompt"), **options)
             except (EdgeInferError, ValueError, KeyError, TypeError, AttributeError) as error:
                 self.send_error(400, explain=f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget, serving_share
 from .budget_fit import fit, fits, fitting, refusal
 from .cold import ColdPlan, masked
-from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, moes
+from .expert_slots import MAX_READ_BYTES, MIN_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, moes
 from .kv_pool import largest
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
@@ -43,9 +43,9 @@ __all__ = [
     "DEVICE",
     "EXPERTS",
     "FLASH",
-    "LEAST_READ_BYTES",
     "MARGIN_TOKENS",
-    "MOST_READ_BYTES",
+    "MAX_READ_BYTES",
+    "MIN_READ_BYTES",
     "PAGE_BYTES",
     "PYTHON_RESERVE_BYTES",
     "READERS",

@@ -14,7 +14,7 @@ PAGE_BYTES, READ_BYTES = 4096, 1 << 20
 (docs/explanation/streaming.md)."""
 READERS = 8
 """Threads that read experts and neurons: a disk answers faster with several reads at a time."""
-LEAST_READ_BYTES, MOST_READ_BYTES = 256 << 10, 4 << 20
+MIN_READ_BYTES, MAX_READ_BYTES = 256 << 10, 4 << 20
 """Of experts: those wanted are as many reads as keep all readers busy, within these limits
 (docs/explanation/experts.md)."""
 
@@ -142,7 +142,7 @@ class ExpertsPlan:
     @property
     def pieces(self) -> int:
         """Reads that may be under way: those of all experts of a layer."""
-        return self.experts * (2 + -(-self.slot_bytes // LEAST_READ_BYTES))
+        return self.experts * (2 + -(-self.slot_bytes // MIN_READ_BYTES))
 
     @property
     def queue_bytes(self) -> int:

@@ -179,7 +179,7 @@ class Planner:
         listed = 4 * -(-request.ctx // abi.BLOCK_TOKENS) * (2 if windowed else 1)
         return abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES
                                                  + 24) + abi.INSTRUCTION_BYTES * self._instructions[request.kv] \
-            + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
+            + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MAX_STEPS + listed)
 
 
 def boundaries_of(request: Request) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .plan import MemoryPlan, Request
 from .planner import DraftMemory, Planner
 
 DEFAULT_CTX = 4096
-MOST_VERIFIED = 16
+MAX_VERIFIED = 16
 """Rows of logits for draft tokens of several sequences together: forward passes of more tokens do not pay."""
 RESIDENT = (("*", "resident"), ("rows", "resident"))
 """Homes of weights without mapped ones."""
@@ -116,7 +116,7 @@ def _outputs(config: RuntimeConfig) -> int:
     """Rows of logits: one for each sequence, and with draft tokens one after each of them."""
     checked = 1 + config.draft_tokens
     sequences = config.verified_sequences or config.max_sequences
-    return max(config.outputs, config.max_sequences, min(sequences * checked, max(checked, MOST_VERIFIED)))
+    return max(config.outputs, config.max_sequences, min(sequences * checked, max(checked, MAX_VERIFIED)))
 
 
 def budget_of(config: RuntimeConfig) -> int:

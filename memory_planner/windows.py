@@ -18,7 +18,7 @@ from edgeinfer.kernels import abi
 if TYPE_CHECKING:
     from .plan import Request
 
-MARGIN_TOKENS = abi.MASK_TOKENS + abi.MOST_STEPS
+MARGIN_TOKENS = abi.MASK_TOKENS + abi.MAX_STEPS
 """Tokens by which a sequence can be cut at any time without running any again: more than a drafter draft tokens, one by
 one or as a tree, before the text turns out to continue otherwise."""
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from edgeinfer.memory_planner import (
-    LEAST_READ_BYTES,
-    MOST_READ_BYTES,
+    MAX_READ_BYTES,
+    MIN_READ_BYTES,
     READERS,
     ExpertsPlan,
     MemoryPlan,
@@ -105,5 +105,5 @@ def expected(plan: ExpertsPlan, rates: Sequence[float]) -> FromFlash:
     wanted = float(sum(rates))
     rate = min(1.0, sum(sorted(rates, reverse=True)[: plan.slots]) / wanted)
     missing = (1 - rate) * wanted / len(plan.layers)
-    read = max(LEAST_READ_BYTES, min(MOST_READ_BYTES, plan.expert_bytes, missing * plan.expert_bytes / READERS))
+    read = max(MIN_READ_BYTES, min(MAX_READ_BYTES, plan.expert_bytes, missing * plan.expert_bytes / READERS))
     return FromFlash(rate, (1 - rate) * wanted * plan.expert_bytes, read)

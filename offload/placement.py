@@ -25,7 +25,7 @@ from .prediction import Floats
 TOKENS_KEPT = 2
 """Tokens whose cold neurons the cache holds, beside those of a prompt: with less than one it holds nothing when a
 layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/explanation/offload.md)."""
-MOST_CACHE = 0.25
+MAX_CACHE = 0.25
 """Of the memory that is left for neurons, at most this share goes to the cache for that."""
 
 
@@ -99,7 +99,7 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     least, kept = empty.least_slots, 0.0
     for _ in range(6):  # the resident layers and the size of the cache depend on each other
         room = budget - fixed
-        slots = max(least, min(round(kept), int(MOST_CACHE * room) // empty.cluster_bytes))
+        slots = max(least, min(round(kept), int(MAX_CACHE * room) // empty.cluster_bytes))
         hot = choose(heat, (room - slots * (empty.cluster_bytes + 64)) // empty.neuron_bytes)
         chosen = replace(empty, hot=hot, slots=slots)
         if slots >= chosen.least_slots and min(hot) < empty.neurons \

@@ -20,14 +20,33 @@ if TYPE_CHECKING:
     from .screened import Screened, screen_head
     from .simulate import Tally, predicted, read_bytes_share
     from .sparsified import Sparsified
-    from .texts import MEASURED_TOKENS, MOST_TOKENS
+    from .texts import MAX_TOKENS, MEASURED_TOKENS
 
-__all__ = ["LAMBDAS", "MEASURED_TOKENS", "MOST_TOKENS", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose",
-           "ffns", "fit", "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer",
-           "screen_head", "sparsify", "thresholds"]
+__all__ = [
+    "LAMBDAS",
+    "MAX_TOKENS",
+    "MEASURED_TOKENS",
+    "Ffn",
+    "Fitted",
+    "Screened",
+    "Sparsified",
+    "Tally",
+    "choose",
+    "ffns",
+    "fit",
+    "low_rank",
+    "make_screen",
+    "parts",
+    "predicted",
+    "read_bytes_share",
+    "scorer",
+    "screen_head",
+    "sparsify",
+    "thresholds",
+]
 __getattr__ = lazily(__name__, {
     "ffn": "Ffn ffns parts", "fitting": "LAMBDAS Fitted choose fit",
     "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
     "making": "sparsify", "head": "make_screen", "screened": "Screened screen_head", "sparsified": "Sparsified",
-    "texts": "MEASURED_TOKENS MOST_TOKENS",
+    "texts": "MEASURED_TOKENS MAX_TOKENS",
 })

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from edgeinfer.errors import RequestError
 from edgeinfer.quality.evaluate import Stream
-from edgeinfer.quality.measurements import LEAST_TOKENS
+from edgeinfer.quality.measurements import MIN_TOKENS as MIN_EVALUATED
 
 OUTPUTS = 64
 """Rows of logits of a forward pass: no part of a text leaves a single token over."""
 CALIBRATION_TOKENS, MEASURED_TOKENS = 32768, 2048
 """Most tokens for statistics and factors, and most to measure a divergence on, twice: the lambda is searched on other
 tokens than the result is measured on."""
-MOST_TOKENS = CALIBRATION_TOKENS + 2 * MEASURED_TOKENS
+MAX_TOKENS = CALIBRATION_TOKENS + 2 * MEASURED_TOKENS
 MIN_TOKENS = 2048
-LEAST_HELD_OUT = 4 * LEAST_TOKENS
+MIN_HELD_OUT = 4 * MIN_EVALUATED
 """Tokens of a held-out text: a half of them measures, in windows of which some tokens may not count."""
 
 
@@ -35,9 +35,9 @@ def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
 def cut_held_out(stream: Stream) -> tuple[Stream, Stream]:
     """Split another text: to choose lambda on, and to measure on."""
     n = min(len(stream.ids), 2 * MEASURED_TOKENS)
-    if n < LEAST_HELD_OUT:
+    if n < MIN_HELD_OUT:
         raise RequestError(f"The held-out text {stream.name} has {n} tokens, too few to measure on; give "
-                           f"{LEAST_HELD_OUT} at least.")
+                           f"{MIN_HELD_OUT} at least.")
     return _part(stream, 0, n // 2), _part(stream, n // 2, n)
 
 

@@ -133,7 +133,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pread], None]:
     return use
 
 
-MOST_WORKERS, WORKER_BYTES = 4, 3 << 29
+MAX_WORKERS, WORKER_BYTES = 4, 3 << 29
 """Processes that run tests at most, and what each may hold."""
 
 
@@ -147,7 +147,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     room = psutil.virtual_memory().available // WORKER_BYTES
-    return min(cores + 1, MOST_WORKERS, max(room, 1)) if cores > 1 else 0
+    return min(cores + 1, MAX_WORKERS, max(room, 1)) if cores > 1 else 0
 
 
 @pytest.fixture(autouse=True)

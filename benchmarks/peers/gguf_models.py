@@ -29,7 +29,7 @@ DEVIATION = {TYPES.Q4_0: 4.6, TYPES.Q8_0: 74.0, TYPES.Q5_0: 9.2, TYPES.Q4_K: 300
 """Rough size of the codes that a scale multiplies."""
 FALLBACK = {TYPES.Q4_K: TYPES.Q5_0, TYPES.Q6_K: TYPES.Q8_0}
 """Types that llama.cpp uses for rows that are not a multiple of 256."""
-LEAST_CODE = 0x80
+MIN_CODE = 0x80
 """Of 8 bits: -128, which llama.cpp never writes."""
 PART_WEIGHTS = 1 << 24
 
@@ -84,7 +84,7 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
         part = out[start : start + PART_WEIGHTS // weights]
         part[:] = np.frombuffer(rng.bytes(part.size), np.uint8).reshape(part.shape)
         if kind == TYPES.Q8_0:
-            part[part == LEAST_CODE] += 1
+            part[part == MIN_CODE] += 1
         for i, at in enumerate(SCALES[kind]):
             size = rng.uniform(0.5, 1.5, len(part)) / (DEVIATION[kind] * np.sqrt(columns))
             sign = rng.choice((-1.0, 1.0), len(part)) if len(SCALES[kind]) == 1 else 1.0

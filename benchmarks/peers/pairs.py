@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness import Others, wait_for_calm
 from benchmarks.peers.worker import Worker
 
-MOST_OTHERS = 0.15
+MAX_OTHERS = 0.15
 """Cores that others may use during a sample; a pair with more is measured again, as long as there are attempts."""
 ATTEMPTS = 3
 """Times the wanted number of pairs that are tried before disturbed ones are accepted."""
@@ -48,7 +48,7 @@ class Comparison:
     @property
     def noisy(self) -> int:
         """Pairs during which others used the machine, kept for want of calm ones."""
-        return sum(pair.others > MOST_OTHERS for pair in self.pairs)
+        return sum(pair.others > MAX_OTHERS for pair in self.pairs)
 
     def median(self, name: str) -> float:
         """Median of a field of the pairs."""
@@ -114,17 +114,17 @@ class Bench:
         while len(kept) < self._repetitions and len(pairs) < ATTEMPTS * self._repetitions:
             pair, traffic = self._pair(request, first_ours=len(pairs) % 2 == 0)
             pairs.append(pair)
-            if pair.others <= MOST_OTHERS:
+            if pair.others <= MAX_OTHERS:
                 kept.append(pair)
         missing = self._repetitions - len(kept)
         if missing > 0:  # the least disturbed ones, if the machine never calmed down
-            kept += sorted((p for p in pairs if p.others > MOST_OTHERS), key=lambda p: p.others)[:missing]
+            kept += sorted((p for p in pairs if p.others > MAX_OTHERS), key=lambda p: p.others)[:missing]
         name = f"{kind}{tokens}" + (f" @ d{depth}" if depth else "")
         return Comparison(shape, name, peer, setting, traffic["bytes_per_token"], traffic["operations_per_token"], kept,
                           len(pairs) - len(kept))
 
     def _pair(self, request: dict[str, Any], first_ours: bool) -> tuple[Pair, dict[str, float]]:
-        wait_for_calm(self._patience, MOST_OTHERS)
+        wait_for_calm(self._patience, MAX_OTHERS)
         before = self._probe.ask("probe", **self._probe_request)
         speeds, others, traffic = {}, 0.0, {}
         for side in (self._ours, self._peer) if first_ours else (self._peer, self._ours):

@@ -13,7 +13,7 @@ from edgeinfer.devices.cores import core_kinds
 
 from .rows import Row
 
-STEP, LEAST_STEP = 0.16, 0.01
+STEP, MIN_STEP = 0.16, 0.01
 """Steps of the search, of logarithms."""
 PROGRAMS = ("T-MAC", "ROCm")
 """Programs with a factor: T-MAC unpacks by tables, ROCm has longer fixed times."""
@@ -112,7 +112,7 @@ def fit(rows: Sequence[Row], priors: Mapping[str, tuple[float, float]], start: M
         expected, weight = priors[name]
         return weight * math.log(value / expected) ** 2
 
-    while step >= LEAST_STEP:
+    while step >= MIN_STEP:
         improved = False
         for name in priors:
             for factor in (math.exp(step), math.exp(-step)):

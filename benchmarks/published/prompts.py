@@ -14,7 +14,7 @@ from edgeinfer.devices.profile import PROCESSORS
 from .rows import Row
 
 FLOATS = ("F16", "BF16")
-LEAST_OF_FAMILY = 2
+MIN_OF_FAMILY = 2
 """Other devices of a generation from which on its share is used, rather than its class's."""
 OF_ATTENTION = 0.5
 """Share of the peak that attention reaches, of that of the matrices."""
@@ -67,7 +67,7 @@ def shares(rows: Sequence[Row]) -> dict[str, float]:
         for key in keys_of(row):
             found.setdefault(key, {}).setdefault(row.profile.name, []).append(reached(row))
     return {key: statistics.median(statistics.median(values) for values in devices.values())
-            for key, devices in found.items() if "." not in key or len(devices) >= LEAST_OF_FAMILY}
+            for key, devices in found.items() if "." not in key or len(devices) >= MIN_OF_FAMILY}
 
 
 def keys_of(row: Row) -> tuple[str, ...]:

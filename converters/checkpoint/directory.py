@@ -47,7 +47,7 @@ TRAVELLING = re.compile(
     r"|README\.md"
 )
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
-MOST_DOCUMENT, MOST_TEXTS, MOST_FILES = 8 << 20, 128 << 20, 64
+MAX_DOCUMENT, MAX_TEXTS, MAX_FILES = 8 << 20, 128 << 20, 64
 """Bytes of a licence or card, bytes of a file of the tokenizer or of templates (Gemma's are 34 MB), and files."""
 TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
 """Further chat templates, in a folder; the names of those that a bundle takes along."""
@@ -137,25 +137,25 @@ class Checkpoint:
     def check_travelling_files(self) -> None:
         """Raise `CheckpointError` for more or larger files than a tokenizer can have: they are copied whole."""
         files = self.travelling_files
-        if len(files) > MOST_FILES:
+        if len(files) > MAX_FILES:
             raise CheckpointError(f"{self.path} has {len(files)} files for its texts and licences, and a bundle takes "
-                                  f"{MOST_FILES} at most; remove those that do not belong to the model.")
+                                  f"{MAX_FILES} at most; remove those that do not belong to the model.")
         for name, path in files.items():
-            if (nbytes := path.stat().st_size) > MOST_TEXTS:
-                raise CheckpointError(f"{path} has {nbytes} bytes, and {name} may have {MOST_TEXTS} at most; download "
+            if (nbytes := path.stat().st_size) > MAX_TEXTS:
+                raise CheckpointError(f"{path} has {nbytes} bytes, and {name} may have {MAX_TEXTS} at most; download "
                                       "it again.")
 
     @staticmethod
     def _is_long_document(name: str, path: Path) -> bool:
         """Return whether a licence or card is so long that it is left out."""
-        return name.startswith(("LICENSE", "README")) and path.stat().st_size > MOST_DOCUMENT
+        return name.startswith(("LICENSE", "README")) and path.stat().st_size > MAX_DOCUMENT
 
     @property
     def _document_remarks(self) -> tuple[str, ...]:
         """Say which licence or card is left out."""
         long = [path for path in self.path.iterdir() if TRAVELLING.fullmatch(path.name) and path.is_file()
                 and self._is_long_document(path.name, path)] if self.path.is_dir() else []
-        return tuple(f"{path.name} has {path.stat().st_size} bytes, over the {MOST_DOCUMENT} that a bundle takes along "
+        return tuple(f"{path.name} has {path.stat().st_size} bytes, over the {MAX_DOCUMENT} that a bundle takes along "
                      "of a document, and is left out." for path in sorted(long))
 
     @property

@@ -48,7 +48,7 @@ from .types import EXACT, INEXACT, REQUANTISED, REQUANTISED_ERROR, REQUANTISED_K
 SPARE_GROUP = 32
 """Group size in a header whose types of weights leave no choice."""
 FACTORS = (ROPE_FACTORS, LONG, SHORT)
-MOST_FACTORS = 1 << 16
+MAX_FACTORS = 1 << 16
 """Of a rotation: more than any head has, less than a file can hold."""
 Kinds = dict[str, str]
 """Names of the types of tensors, by the tensors' names."""
@@ -185,7 +185,7 @@ def _rope_factors(files: dict[str, GgufFile], data: bool) -> dict[str, list[floa
         if not file or not (data or file.has(name)):
             continue
         n = prod(file.tensors[name].shape)
-        if n > MOST_FACTORS:
+        if n > MAX_FACTORS:
             raise CheckpointError(f"{name} in {file.path} has {n} values, more than any head needs; download it again.")
         found[name] = file.read(name, [0], n)[0].tolist()
     return found

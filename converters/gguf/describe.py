@@ -12,7 +12,7 @@ from edgeinfer.base.files import open_plain
 from edgeinfer.bundle import Quantisation
 from edgeinfer.graph import ModelConfig, TypeOf
 
-from .checkpoint import FACTORS, MOST_FACTORS, GgufCheckpoint, all_tensors, kept
+from .checkpoint import FACTORS, MAX_FACTORS, GgufCheckpoint, all_tensors, kept
 from .config import PURPOSES, config_fields, purpose
 from .file import read_headers
 from .header import GgufHeader, GgufTensor, PassedOver
@@ -103,4 +103,4 @@ def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
     """The factors of a rotation, which decide whether it is understood; this many as any head has."""
     with open_plain(header.path) as file:
         file.seek(header.data + tensor.offset)
-        return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))
+        return file.read(min(tensor.nbytes, 4 * MAX_FACTORS))

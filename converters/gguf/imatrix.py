@@ -29,7 +29,7 @@ from .names import with_gguf_names
 from .tensors import GgufFile
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-MOST_ENTRIES, MOST_NAME, MOST_BYTES = 1 << 16, 1 << 10, 2 << 30
+MAX_ENTRIES, MAX_NAME, MAX_BYTES = 1 << 16, 1 << 10, 2 << 30
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def read_imatrix(path: Path) -> Imatrix:
     """
     try:
         with open_plain(path) as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"The importance matrix {path} cannot be read: {error.strerror or error}.") from None
-    if len(data) > MOST_BYTES:
-        raise CheckpointError(f"{path} has more than {MOST_BYTES >> 30} GiB, which no importance matrix has.")
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(f"{path} has more than {MAX_BYTES >> 30} GiB, which no importance matrix has.")
     entries, text = _of_gguf(path) if data[:4] == MAGIC else _of_bytes(data, path)
     if not entries:
         raise CheckpointError(f"{path} is not an importance matrix: it has no sums of squares; make one with "
@@ -120,12 +120,12 @@ def _of_bytes(data: bytes, path: Path) -> tuple[dict[str, Entry], str]:
 
     entries: dict[str, Entry] = {}
     count = number()
-    if not 0 < count <= MOST_ENTRIES:
+    if not 0 < count <= MAX_ENTRIES:
         raise CheckpointError(f"{path} is not an importance matrix: its first number is {count}, not a count of "
                               "entries.")
     for _ in range(count):
         length = number()
-        name = take(length if 0 < length <= MOST_NAME else -1).decode("utf-8", "replace")
+        name = take(length if 0 < length <= MAX_NAME else -1).decode("utf-8", "replace")
         calls, n = number(), number()
         values = np.frombuffer(take(4 * n), np.float32)
         if calls > 0 and n:

@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 Done = tuple[list[tuple[str, int]], quantise.ErrorSums]
 BLOCK_WEIGHTS = 1 << 20
 """Of rows that one thread packs at a time."""
-MOST_ERROR = 1e-4
+MAX_ERROR = 1e-4
 """Squared error / squared norm of a tensor beyond which scales do not fit fp16: rounding them costs 2.4e-7 at most."""
 
 
@@ -158,7 +158,7 @@ def _errors(codes: NDArray[np.int8], kept: NDArray[np.int8], factors: list[Float
 def _checked(blocks: Iterator[Bytes], sums: list[quantise.ErrorSums], weight: Weight) -> Iterator[Bytes]:
     """Yield the blocks; raise at the end if rounding scales has cost more than rounding can."""
     yield from blocks
-    if sum(sums, quantise.ErrorSums()).relative > MOST_ERROR:
+    if sum(sums, quantise.ErrorSums()).relative > MAX_ERROR:
         raise _unfit(weight, "scales that are too small for fp16")
 
 

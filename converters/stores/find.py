@@ -19,7 +19,7 @@ from ..hub.gguf_files import chosen, gguf_type, snapshots
 from .ollama import OLLAMA, ollama_file, pulled, store
 from .scan import Found, files_of, is_folder, models_below, special
 
-MOST_SETTINGS = 1 << 20
+MAX_SETTINGS = 1 << 20
 """Bytes of another program's settings that are read."""
 
 
@@ -155,6 +155,6 @@ def _text(path: Path) -> str:
     """Return the contents of a small file; empty if it cannot be read."""
     try:
         with open_plain(path) as file:
-            return file.read(MOST_SETTINGS).decode("utf-8", "replace").replace("\0", "")
+            return file.read(MAX_SETTINGS).decode("utf-8", "replace").replace("\0", "")
     except OSError:
         return ""

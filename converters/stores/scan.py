@@ -15,7 +15,7 @@ from edgeinfer.bundle import HEADER_FILE
 from ..checkpoint.json_file import CONFIG_FILE
 from ..gguf.file import SPLIT
 
-MOST_LEVELS = 10
+MAX_LEVELS = 10
 """Of folders within folders that are looked into."""
 UNFINISHED = re.compile(
     r"(?:downloading_)?(.*?\.(?:gguf|safetensors))\.(?:part|partial|incomplete|download|crdownload|aria2"
@@ -64,7 +64,7 @@ def models_below(root: Path, store: str) -> Iterator[Found]:
             yield Found(store, "", folder, str(folder), 0, f"Cannot read {folder}: {error.strerror or error}.")
             continue
         yield from files_of(folder, names, store)
-        if HEADER_FILE not in names and CONFIG_FILE not in names and level < MOST_LEVELS:
+        if HEADER_FILE not in names and CONFIG_FILE not in names and level < MAX_LEVELS:
             inner = [folder / name for name in names if not name.startswith(".")]
             waiting += [(path, level + 1) for path in reversed(inner) if is_folder(path) and _is_within(path, top)]
 

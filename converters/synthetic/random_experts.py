@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 
-TOKENS, MOST_SPREAD = 4096, 64.0
+TOKENS, MAX_SPREAD = 4096, 64.0
 """Tokens that rates are counted of; largest spread that is tried."""
 
 
@@ -67,7 +67,7 @@ def spread_of(experts: int, active: int, half: float) -> float:
 
     if half <= 0.5:
         return 0.0
-    low, high = 0.0, MOST_SPREAD
+    low, high = 0.0, MAX_SPREAD
     if share(high) < half:
         raise UsageError(f"The busier half of {experts} experts, of which {active} are chosen, takes at most "
                          f"{share(high):.0%} of the choices of random tokens; lower --routing from {half:g}.")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ..errors import ContextError, EdgeInferError, RequestError, UsageError
 from .strict_json import parse_json
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Longest answer that is not a stream."""
 SECONDS = 600.0
 """Longest time between two parts of an answer."""
@@ -53,7 +53,7 @@ class ApiClient:
     def ask(self, path: str, body: Any = None) -> Any:
         """Return the JSON value of an answer; raises `RequestError` with the server's sentence if it refuses."""
         with closing(self._connected()) as connection:
-            return parse_json(self._sent(connection, path, body).read(MOST_BYTES))
+            return parse_json(self._sent(connection, path, body).read(MAX_BYTES))
 
     def events(self, path: str, body: Any) -> Iterator[Any]:
         """Yield the JSON values of an answer that is a stream of events; closing the iterator ends the request."""

@@ -10,9 +10,9 @@ from .dataclass import dataclass
 from .validation import shown
 
 JSON_OBJECT, JSON_SCHEMA, REGEX, GRAMMAR = KINDS = ("json_object", "json_schema", "regex", "grammar")
-MOST_SOURCE_BYTES = 256 << 10
+MAX_SOURCE_BYTES = 256 << 10
 """Longest source of a form."""
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Deepest nesting of a JSON schema."""
 
 
@@ -28,8 +28,8 @@ class TextForm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"A form of the kind {self.kind!r:.40} is not known; choose one of {', '.join(KINDS)}.")
-        if len(self.source.encode("utf-8", "replace")) > MOST_SOURCE_BYTES:
-            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MOST_SOURCE_BYTES} bytes "
+        if len(self.source.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
+            raise UsageError(f"The {self.kind} has {len(self.source)} characters; at most {MAX_SOURCE_BYTES} bytes "
                              "are taken.")
 
 
@@ -73,8 +73,8 @@ def schema_form(schema: Any) -> TextForm:
     """Return the form of a JSON schema; raises `UsageError` for one that is no object, not JSON, or too deep."""
     if not isinstance(schema, dict):
         raise UsageError(f"A JSON schema is an object, and this is a {type(schema).__name__}.")
-    if (depth := _depth(schema)) > MOST_DEPTH:
-        raise UsageError(f"The JSON schema is nested {depth} deep or more; at most {MOST_DEPTH} are taken.")
+    if (depth := _depth(schema)) > MAX_DEPTH:
+        raise UsageError(f"The JSON schema is nested {depth} deep or more; at most {MAX_DEPTH} are taken.")
     try:
         return TextForm(JSON_SCHEMA, json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def schema_form(schema: Any) -> TextForm:
 def _depth(value: Any) -> int:
     """Return how deep a value is nested, up to a little more than is allowed."""
     depth, level = 0, [value]
-    while level and depth <= MOST_DEPTH:
+    while level and depth <= MAX_DEPTH:
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
                  if isinstance(inner, (dict, list))]
         depth += 1

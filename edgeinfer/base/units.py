@@ -14,7 +14,7 @@ _PLAIN = re.compile(r"\d{1,30}", re.ASCII)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]+)", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 MAX_BYTES = 2**63 - 1
-LEAST_PLAIN = 10**6
+MIN_PLAIN = 10**6
 """A number without a unit is bytes from here on; a smaller one lacks the unit that its writer had in mind."""
 
 
@@ -42,7 +42,7 @@ def parse_size(text: str | int) -> int:
     if not isinstance(text, str):
         raise UsageError(f"Size {text!r} is a {type(text).__name__}; write it as '4GiB' or '500MB'.")
     match, plain = _SIZE.fullmatch(text.strip()), _PLAIN.fullmatch(text.strip())
-    if plain and (nbytes := int(plain[0])) >= LEAST_PLAIN:
+    if plain and (nbytes := int(plain[0])) >= MIN_PLAIN:
         return _in_range(nbytes, repr(text))
     if not match:
         units = ("GiB", "MB") if plain and int(plain[0]) < 1000 else ("MB", "kB")

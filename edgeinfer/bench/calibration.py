@@ -31,7 +31,7 @@ SLOW_GOPS, SLOW_PROMPT = 200.0, 128
 CALM_SHARE = 0.85
 """Share of the processors from which on a run counts as undisturbed; waking threads takes some."""
 PEAK_SECONDS = 0.1
-MOST_TRIES = 2
+MAX_TRIES = 2
 """Runs made for each that counts."""
 
 
@@ -197,7 +197,7 @@ class _Runner:
     def _enough(self, tried: list[tuple[float, T]], wanted: int, until: float) -> bool:
         calm = sum(share >= CALM_SHARE for share, _ in tried)
         late = len(tried) >= wanted and time.perf_counter() > until
-        return calm >= wanted or late or len(tried) >= MOST_TRIES * wanted
+        return calm >= wanted or late or len(tried) >= MAX_TRIES * wanted
 
     def _calmest(self, tried: list[tuple[float, T]], wanted: int) -> list[T]:
         chosen = sorted(tried, key=lambda one: -min(one[0], CALM_SHARE))[:wanted]  # equally calm ones in order

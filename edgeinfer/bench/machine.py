@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 30
 """Memory to read; a quarter of the free memory if that is less."""
-LEAST_READ_BYTES = 16 << 20
+MIN_READ_BYTES = 16 << 20
 """Many times the caches of one core."""
 STORAGE_BYTES = 512 << 20
 LOAD_SECONDS, LOAD_STEP = 20.0, 0.5
 END_SHARE = 0.15
 """Part of the load whose speed counts as that of the start, and as that of the end."""
-CALIBRATIONS, LEAST_SHARE = 2, 0.5
+CALIBRATIONS, MIN_SHARE = 2, 0.5
 """Number of attempts if the runs contradict each other, and the share of the processors that they need."""
 SMALL_PAGE_SIZES = (64, 1024, 4096)
 
@@ -109,9 +109,9 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     """
     found = _Findings()
     read_bytes = request.read_bytes or min(READ_BYTES, available_bytes() // 4)
-    if read_bytes < LEAST_READ_BYTES:
+    if read_bytes < MIN_READ_BYTES:
         raise BudgetError(f"A probe that reads {read_bytes / 1e6:.0f} MB would measure the caches; it needs "
-                          f"at least {LEAST_READ_BYTES / 1e6:.0f} MB. Close other programs.")
+                          f"at least {MIN_READ_BYTES / 1e6:.0f} MB. Close other programs.")
     if not request.quick:  # first, because a full disk is known at once
         _storage(found, request, partial(progress, "storage"))
     with MachineProbe(request.threads, read_bytes, partial(progress, "compile")) as probe:
@@ -121,7 +121,7 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     _neurons(found, request.threads, read_bytes, partial(progress, "neurons"))
     _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
     if not request.quick:
-        with MachineProbe(request.threads, LEAST_READ_BYTES) as probe:
+        with MachineProbe(request.threads, MIN_READ_BYTES) as probe:
             _load(found, probe, request, partial(progress, "full load"))
     return _profile(found, request)
 
@@ -244,7 +244,7 @@ def _doubts(runs: Runs) -> list[str]:
     """Return why the runs of a calibration are not to be believed; empty if they are."""
     said = contradictions(runs.decodes, runs.prompts)
     share = statistics.median(runs.shares)
-    return [*said, f"other programs had {1 - share:.0%} of the processor"] if share < LEAST_SHARE else said
+    return [*said, f"other programs had {1 - share:.0%} of the processor"] if share < MIN_SHARE else said
 
 
 def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: OnStageProgress) -> None:

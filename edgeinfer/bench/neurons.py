@@ -179,7 +179,7 @@ def seconds(executor: Executor) -> float:
     return time.perf_counter() - began
 
 
-HIDDEN, NEURONS, MOST_LAYERS = 4096, 11008, 3
+HIDDEN, NEURONS, MAX_LAYERS = 4096, 11008, 3
 """Of the FFN that the probe times, Llama-2-7B's in q4 with groups of 32: several, more than the caches hold."""
 ROUNDS = 4
 
@@ -202,7 +202,7 @@ def neuron_speed(threads: int, nbytes: int, tell: OnStageProgress, rounds: int =
     """
     part = FfnShape(HIDDEN, NEURONS, "q4", 32, 1).part_bytes
     most = nbytes // 2 // (3 * part)
-    layers = max(1, min(MOST_LAYERS, most // NEURONS))
+    layers = max(1, min(MAX_LAYERS, most // NEURONS))
     shape = FfnShape(HIDDEN, max(64, min(NEURONS, most // layers) // 64 * 64), "q4", 32, layers)
     bench = FfnBench(shape, progress=tell)
     programs = {name: bench.executor(instructions, memory, threads) for name, instructions, memory in (

@@ -38,7 +38,7 @@ RESULT_BYTES = 1024
 """Bytes that a thread writes, so that the compiler removes nothing."""
 LOOP_SECONDS, TRIAL_ROUNDS = 0.02, 1000
 """Wanted duration of a register loop, and rounds to find out how many that takes."""
-LEAST_READINGS = 3
+MIN_READINGS = 3
 
 
 class MachineProbe:
@@ -196,7 +196,7 @@ def repeated(reading: Callable[[], float], seconds: float) -> list[float]:
     """Return a reading that is repeated for some time, at least 3 times."""
     values: list[float] = []
     ended = time.perf_counter() + seconds
-    while len(values) < LEAST_READINGS or time.perf_counter() < ended:
+    while len(values) < MIN_READINGS or time.perf_counter() < ended:
         values.append(reading())
     return values
 

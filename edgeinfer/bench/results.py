@@ -9,7 +9,7 @@ from ..base.dataclass import dataclass
 from ..errors import UsageError
 
 PROMPT, GENERATE = "pp", "tg"
-MOST_TOKENS = (1 << 24) - 1
+MAX_TOKENS = (1 << 24) - 1
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def make_cases(prompts: list[int], generated: list[int], depths: list[int]) -> l
     """
     for option, numbers in (("-p", prompts), ("-n", generated), ("-d", depths)):
         for number in numbers:
-            if not 0 <= number <= MOST_TOKENS:
-                raise UsageError(f"{option} {number} is out of range; it must be from 0 to {MOST_TOKENS} tokens.")
+            if not 0 <= number <= MAX_TOKENS:
+                raise UsageError(f"{option} {number} is out of range; it must be from 0 to {MAX_TOKENS} tokens.")
     cases = [Case(kind, tokens, depth) for depth in dict.fromkeys(depths)
              for kind, lengths in ((PROMPT, prompts), (GENERATE, generated))
              for tokens in dict.fromkeys(lengths) if tokens]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token, time per output token without the first, inter-token latency, end-to-end latency."""
 PERCENTILES = (95, 99)
-MOST_LENGTHS_BYTES = 16 << 20
+MAX_LENGTHS_BYTES = 16 << 20
 
 
 class RequestLength(NamedTuple):
@@ -108,11 +108,11 @@ def read_lengths(path: Path) -> list[RequestLength]:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(MOST_LENGTHS_BYTES + 1)
+            data = file.read(MAX_LENGTHS_BYTES + 1)
     except OSError as error:
         raise UsageError(f"Cannot read the lengths {path}: {error.strerror or error}.") from None
-    if len(data) > MOST_LENGTHS_BYTES:
-        raise UsageError(f"The lengths {path} have more than {MOST_LENGTHS_BYTES} bytes; give fewer requests.")
+    if len(data) > MAX_LENGTHS_BYTES:
+        raise UsageError(f"The lengths {path} have more than {MAX_LENGTHS_BYTES} bytes; give fewer requests.")
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         try:

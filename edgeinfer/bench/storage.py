@@ -25,7 +25,7 @@ WRITE_BYTES = 4 << 20
 HUGE_BYTES = 2 << 20
 """Of the memory that is read into, as runs do: a read into small pages reaches a disk in parts
 (docs/explanation/experts.md)."""
-LEAST_FILE_BYTES = 64 << 20
+MIN_FILE_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
 """Free space that the file leaves."""
 
@@ -148,8 +148,8 @@ class StorageProbe:
 def _fitting(directory: Path, wanted: int) -> int:
     """Return the size of the file that the disk has room for."""
     free = shutil.disk_usage(directory).free
-    size = min(wanted, (free - SPARE_BYTES) // WRITE_BYTES * WRITE_BYTES) if wanted >= LEAST_FILE_BYTES else wanted
-    if size < min(wanted, LEAST_FILE_BYTES) or free < size:
+    size = min(wanted, (free - SPARE_BYTES) // WRITE_BYTES * WRITE_BYTES) if wanted >= MIN_FILE_BYTES else wanted
+    if size < min(wanted, MIN_FILE_BYTES) or free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return size
 
@@ -203,7 +203,7 @@ _SEEK = threading.Lock()
 def _refusal(error: OSError, directory: Path, wanted: int) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (f"The disk of {directory} is too full for the probe's file of {format_size(wanted)} (at least "
-                f"{format_size(LEAST_FILE_BYTES)} and {format_size(SPARE_BYTES)} to spare); free some, move the "
+                f"{format_size(MIN_FILE_BYTES)} and {format_size(SPARE_BYTES)} to spare); free some, move the "
                 "directory with EDGEINFER_CACHE, or leave storage out with --quick.")
     return (f"The probe's file cannot be written into {directory}: {error.strerror or error}; EDGEINFER_CACHE moves "
             "the directory, --quick leaves storage out.")

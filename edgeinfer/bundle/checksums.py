@@ -27,7 +27,7 @@ from ..base.progress import OnStageProgress
 REMEDY = "convert or copy the model again"
 CHUNK_BYTES = 256 << 10
 """Read at a time by a thread: stays in its cache, and takes a memory that the plan need not know."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """No memory feeds more."""
 SMALL_BYTES = 4 << 20
 """Up to here another thread is not worth its start."""
@@ -106,7 +106,7 @@ def compare(pieces: Sequence[Piece], threads: int | None = None, progress: OnSta
         A piece differs or cannot be read; a clause that names it.
     """
     work = _Work(pieces)
-    n = min(threads or usable_cores(), MOST_THREADS, len(pieces)) if work.total > SMALL_BYTES else 0
+    n = min(threads or usable_cores(), MAX_THREADS, len(pieces)) if work.total > SMALL_BYTES else 0
     helpers = [threading.Thread(target=work.run, daemon=True, name="edgeinfer-check") for _ in range(n)]
     try:
         with suppress(RuntimeError):  # the system refuses a thread

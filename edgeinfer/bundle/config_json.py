@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import (
-    MOST_OF_A_LAYER,
+    MAX_EXPERTS_PER_LAYER,
     AlibiConfig,
     ExpertsConfig,
     LatentConfig,
@@ -93,7 +93,7 @@ def check_layers(config: ModelConfig) -> None:
 
 def check_experts(experts: ExpertsConfig) -> None:
     """Refuse numbers that no mixture of experts can have; the graph checks whether they fit together."""
-    limits = {"total": (1, MOST_OF_A_LAYER), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
+    limits = {"total": (1, MAX_EXPERTS_PER_LAYER), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
               "groups": (1, experts.total), "active_groups": (1, experts.groups), "group_best": (1, 2),
               "shared_size": (0, 2**31 - 1)}
     for name, (low, high) in limits.items():
@@ -118,7 +118,7 @@ def check_latent(config: ModelConfig) -> None:
 def check_recurrent(config: ModelConfig, r: RecurrentConfig) -> None:
     """Refuse numbers that no recurrent layer has."""
     least = 0 if r.kind == "conv" else 1
-    limits = {"conv_width": (abi.LEAST_CONV, abi.MOST_CONV), **dict.fromkeys(("heads", "key_heads", "key_dim",
+    limits = {"conv_width": (abi.MIN_CONV, abi.MAX_CONV), **dict.fromkeys(("heads", "key_heads", "key_dim",
               "value_dim"), (least, 2**16)), "norm_groups": (0, 2**16)}
     for name, (low, high) in limits.items():
         if not low <= getattr(r, name) <= high:

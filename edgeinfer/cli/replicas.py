@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..cluster import Ray, RemoteModel
     from .options import Given
 
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 LOCAL = "local"
 
 
@@ -40,9 +40,9 @@ def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, d
         raise UsageError(f"--prefill-device {device} is for replicas that compute prompts; add --prefill and --decode.")
     if prefill is not None or decode is not None:
         if replicas is not None or prefill is None or decode is None or min(prefill, decode) < 1 \
-                or prefill + decode > MOST_REPLICAS:
+                or prefill + decode > MAX_REPLICAS:
             raise UsageError("--prefill and --decode go together and without --replicas, each from 1 on and both up to "
-                             f"{MOST_REPLICAS}.")
+                             f"{MAX_REPLICAS}.")
         replicas = str(prefill + decode)
     if given.split is not None and (replicas is None or given.by_flag("split")):
         _check_split(replicas, given, models)
@@ -51,8 +51,8 @@ def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, d
     if replicas is None and ray is None:
         return None
     n = None if replicas in (None, "auto") else int(replicas[:9]) if replicas.isdecimal() else 0
-    if n is not None and not 1 <= n <= MOST_REPLICAS:
-        raise UsageError(f"--replicas is {replicas}; it is from 1 to {MOST_REPLICAS}, or auto for one on each node.")
+    if n is not None and not 1 <= n <= MAX_REPLICAS:
+        raise UsageError(f"--replicas is {replicas}; it is from 1 to {MAX_REPLICAS}, or auto for one on each node.")
     for flag, wrong, remedy in (
             ("--model", models > 1, "serve each model by a server of its own"),
             ("--prefix-file", given.prefix_file is not None, "leave it out"),

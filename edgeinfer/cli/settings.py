@@ -20,7 +20,7 @@ from ..options import OPTIONS, Option
 
 VARIABLE = "EDGEINFER_CONFIG"
 """Moves the file; empty for none."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _from_file: set[str] = set()
 """Variables that hold values of the file."""
@@ -56,7 +56,7 @@ def read() -> dict[str, Any]:
         return {}
     try:
         with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -71,8 +71,8 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it is longer than {MAX_BYTES} bytes")
         values = tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"The configuration {path} is not valid TOML ({error or 'nested too deeply'}); fix it with "

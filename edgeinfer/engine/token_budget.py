@@ -6,7 +6,7 @@ SHARE = 0.25
 """Weight of the latest measurement."""
 FIRST_CHUNK = 16
 """Prompt tokens of a mixed step before anything was measured."""
-LEAST_CHUNK, MOST_LEAST = 8, 16
+MIN_CHUNK, MAX_SMALLEST = 8, 16
 """Prompt tokens of any mixed step at least, and where eight sequences or more decode: half a tile of the kernels, and
 a tile, because a crowd that waits for its prompts costs more time than longer steps do."""
 DEVIATIONS = 1
@@ -38,14 +38,14 @@ class TokenBudget:
         if not self._prompt:
             return min(FIRST_CHUNK, self._most)
         fitting = int((self.max_itl - self._decode_seconds(decoding)) / (self._prompt + DEVIATIONS * self._deviation))
-        least = min(max(2 * decoding, LEAST_CHUNK), MOST_LEAST)
+        least = min(max(2 * decoding, MIN_CHUNK), MAX_SMALLEST)
         return min(max(fitting, least), self._most)
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
         """Record the time of a step over this many decoding sequences and prompt tokens."""
         if not prompt:
             self._decode[decoding] = _blend(self._decode.get(decoding, 0.0), seconds)
-        elif prompt >= LEAST_CHUNK:
+        elif prompt >= MIN_CHUNK:
             each = max(seconds - self._decode_seconds(decoding), 0.5 * seconds if decoding else seconds) / prompt
             if self._prompt:
                 self._deviation += SHARE * (abs(each - self._prompt) - self._deviation)

@@ -6,7 +6,7 @@ from ..base.lazy_import import lazily
 from ..quant import WeightType
 from .build import build_draft_head, build_graph, read_config
 from .builder.builder import F_NORM, GraphBuilder
-from .builder.moe import MOST_OF_A_LAYER
+from .builder.moe import MAX_EXPERTS_PER_LAYER
 from .check import check, check_runnable
 from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .draft_head import WORDS as DRAFT_WORDS
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from .families.pre_tokenizer import DIGITS, GPT2, PreTokenizer
     from .shapes import Shape, builtin_shapes, other_names
 
-__all__ = ["DIGITS", "DRAFT_WORDS", "F_NORM", "GPT2", "INSTEAD", "LAYER_RANGE", "MOST_OF_A_LAYER", "ORDER",
+__all__ = ["DIGITS", "DRAFT_WORDS", "F_NORM", "GPT2", "INSTEAD", "LAYER_RANGE", "MAX_EXPERTS_PER_LAYER", "ORDER",
            "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate",
            "AddPositions", "Affine", "AlibiConfig", "Attention", "CausalConv", "Columns", "ConfigReader", "Decay",
            "DeltaRule", "DeltaRuleRows", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown", "ExpertsGated",

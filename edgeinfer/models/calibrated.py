@@ -34,12 +34,12 @@ GPTQ, IMPORTANCE = "gptq", "importance"
 """Methods: by covariances, and by mean squares alone."""
 TOKENS = 16384
 """Most tokens of a text that are run, in windows spread over it."""
-LEAST_TOKENS = 2048
+MIN_TOKENS = 2048
 """Below which a text says too little of any matrix."""
 WINDOW = 512
 READ_BYTES = 4 << 20
 """Of a long text only so much is read."""
-MOST_LOST = 0.2
+MAX_LOST = 0.2
 """Largest share of a text's characters that its tokens may fail to reproduce."""
 LOGITS_BYTES = 64 << 20
 """Most that the logits of a forward pass take, whose tokens are as many as this permits."""
@@ -70,8 +70,8 @@ def calibration_text(source: Path, path: Path, tokens: int = TOKENS) -> Calibrat
     EdgeInferError
         It cannot be read, or is not UTF-8.
     """
-    if tokens < LEAST_TOKENS:
-        raise UsageError(f"--calibrate-tokens is {tokens}; it must be {LEAST_TOKENS} or more.")
+    if tokens < MIN_TOKENS:
+        raise UsageError(f"--calibrate-tokens is {tokens}; it must be {MIN_TOKENS} or more.")
     if is_bundle(source):
         raise UsageError(f"{source} is a bundle, whose weights are rounded already; give the checkpoint or GGUF file "
                          "that it was made of.")
@@ -89,14 +89,14 @@ def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> S
     if "\0" in text:
         raise RequestError(f"The text {name} is not a text: it has bytes that are 0.")
     stream = token_stream(tokenizer, text, name=name)
-    if len(stream.ids) < LEAST_TOKENS:
+    if len(stream.ids) < MIN_TOKENS:
         raise RequestError(f"The text {name} has {len(stream.ids)} tokens, too few to calibrate with; give "
-                           f"{LEAST_TOKENS} at least, and better {TOKENS}.")
+                           f"{MIN_TOKENS} at least, and better {TOKENS}.")
     sample = text[:READ_BYTES >> 6]
     missing = Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))
     lost = {char: n for char, n in missing.items() if not char.isspace()}
     share = sum(lost.values()) / max(len(sample), 1)
-    if share > MOST_LOST:
+    if share > MAX_LOST:
         raise RequestError(f"The model's tokenizer does not know {share:.0%} of the characters of {name}, such as "
                            f"{max(lost, key=lambda char: lost[char])!r}; give a text in a language of the model.")
     ids = _spread(stream.ids, tokens)

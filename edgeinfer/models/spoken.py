@@ -70,7 +70,7 @@ _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", 
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
          "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8"}
 """Types of weights that edgeinfer makes, by their common names."""
-MOST_CHARACTERS = 200
+MAX_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _keys() -> dict[tuple[str, ...], str]:
 
 def spoken(text: str) -> Spoken:
     """Parse the name of a model."""
-    lowered = _FILE.sub(" ", text[:MOST_CHARACTERS].strip().lower())
+    lowered = _FILE.sub(" ", text[:MAX_CHARACTERS].strip().lower())
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)
     types = [*_TYPE.finditer(lowered)]

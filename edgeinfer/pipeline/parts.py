@@ -11,7 +11,7 @@ from edgeinfer.runner import PROMPT, Segment
 
 from .calls import Part, StageSegment
 
-LEAST_PROMPT = 32
+MIN_PROMPT = 32
 """Tokens of a part of a prompt at least: shorter ones read the weights too often."""
 TRIES = 2
 """Passes with each number of parts before the fastest is used."""
@@ -40,7 +40,7 @@ class PartCounts:
 
     def choices(self, n_tokens: int, most: int, prompt: bool) -> list[int]:
         """Return the numbers of parts that a pass may have, the most promising first."""
-        least = LEAST_PROMPT if prompt else 1
+        least = MIN_PROMPT if prompt else 1
         counts = (self._stages * 4, self._stages * 2, self._stages)
         fitting = [k for k in counts if k <= most and n_tokens // k >= least]
         if self._stages == 1 or not fitting:

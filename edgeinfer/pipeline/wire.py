@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import EdgeInferError
 
 _LENGTHS = struct.Struct("<IQ")
-MOST_HEADER, MOST_ROWS = 1 << 24, 1 << 32
+MAX_HEADER, MAX_ROWS = 1 << 24, 1 << 32
 """Bytes of a message's object, and of its rows; a length beyond means that the two do not understand each other."""
 
 
@@ -39,7 +39,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], NDArray[np.float32] | Non
     if (lengths := _exactly(stream, _LENGTHS.size)) is None:
         return None
     n_header, n_rows = _LENGTHS.unpack(lengths)
-    if n_header > MOST_HEADER or n_rows > MOST_ROWS:
+    if n_header > MAX_HEADER or n_rows > MAX_ROWS:
         raise EdgeInferError(f"A stage of the pipeline sent a message of {n_header} and {n_rows} bytes, more than any "
                              "has; run the same version of edgeinfer everywhere.")
     header, data = _exactly(stream, n_header), _exactly(stream, n_rows)

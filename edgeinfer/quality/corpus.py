@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\f"
 """Between documents of a text, by default."""
-MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
+MAX_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
 """Longest text, and the part read beyond the bytes that surely hold the tokens, so that none is cut."""
 READ_BYTES = 1 << 16
 """Read at a time."""
@@ -220,10 +220,10 @@ class Text:
     def pieces(self, most: int | None = None) -> Iterator[str]:
         """Yield the text, of which the first `most` bytes are enough; by default all of it.
 
-        Raises `EdgeInferError` if it cannot be read, is not UTF-8, or is longer than `MOST_BYTES`.
+        Raises `EdgeInferError` if it cannot be read, is not UTF-8, or is longer than `MAX_BYTES`.
         """
-        limit = MOST_BYTES if most is None else min(most + SPARE_BYTES, MOST_BYTES)
-        if limit == MOST_BYTES and self._size() > MOST_BYTES:
+        limit = MAX_BYTES if most is None else min(most + SPARE_BYTES, MAX_BYTES)
+        if limit == MAX_BYTES and self._size() > MAX_BYTES:
             raise self._too_long()
         decode, done = codecs.getincrementaldecoder("utf-8")().decode, 0
         while True:
@@ -232,7 +232,7 @@ class Text:
             except OSError as error:
                 raise self._unreadable(error) from error
             cut = done + len(data) > limit
-            if cut and limit == MOST_BYTES:
+            if cut and limit == MAX_BYTES:
                 raise self._too_long()
             try:
                 text = decode(data, final=not data)
@@ -248,7 +248,7 @@ class Text:
         return os.fstat(self._file.fileno()).st_size
 
     def _too_long(self) -> EdgeInferError:
-        return EdgeInferError(f"The text {self.path} is longer than {MOST_BYTES >> 20} MiB; give a part of it, or "
+        return EdgeInferError(f"The text {self.path} is longer than {MAX_BYTES >> 20} MiB; give a part of it, or "
                               "--max-tokens, for which its beginning is enough.")
 
     def _unreadable(self, error: OSError) -> EdgeInferError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import MAX_KLD, RuntimeConfig
 from ..registry import recipe_with, techniques
 from ..technique import Technique
-from .measurements import LEAST_TOKENS, Measurement, Setting, measured_identity, read_quality
+from .measurements import MIN_TOKENS, Measurement, Setting, measured_identity, read_quality
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
@@ -24,11 +24,11 @@ def find(known: Iterable[Measurement], setting: Setting, bundle: Bundle) -> Meas
     """Return the measurement that decides about a setting of these weights, or None if it was not measured.
 
     That is the worst: the one with the largest mean divergence, whatever its text. Of several of the same text and
-    protocol the last one counts. Those of fewer than `LEAST_TOKENS` count only if there is no other.
+    protocol the last one counts. Those of fewer than `MIN_TOKENS` count only if there is no other.
     """
     weights = measured_identity(bundle)
     last = {one.subject: one for one in known if one.setting == setting and one.weights == weights}
-    return max(last.values(), key=lambda one: (one.tokens >= LEAST_TOKENS, one.kld_mean), default=None)
+    return max(last.values(), key=lambda one: (one.tokens >= MIN_TOKENS, one.kld_mean), default=None)
 
 
 def objection(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> str:
@@ -40,8 +40,8 @@ def objection(known: Iterable[Measurement], setting: Setting, bundle: Bundle, ma
     found = find(known, setting, bundle)
     if found is None:
         return f"not measured with {setting}"
-    if found.tokens < LEAST_TOKENS:
-        return f"measured on {found.tokens} tokens{found.of_text} only; {LEAST_TOKENS} are the least that count"
+    if found.tokens < MIN_TOKENS:
+        return f"measured on {found.tokens} tokens{found.of_text} only; {MIN_TOKENS} are the least that count"
     if found.kld_mean > max_kld:
         return f"KLD {found.kld_mean:.4f} over {found.tokens} tokens{found.of_text} is above --max-kld {max_kld:g}"
     return ""

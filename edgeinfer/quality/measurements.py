@@ -27,11 +27,11 @@ from .evaluate import Evaluation, Stream
 if TYPE_CHECKING:
     from ..bundle import Bundle
 
-LEAST_TOKENS = 100
+MIN_TOKENS = 100
 """A mean over fewer tokens says too little to enable anything."""
 QUALITY_FILE = "quality.json"
 MAX_BYTES = 1 << 20
-MOST_KEPT = 1000
+MAX_KEPT = 1000
 """Measurements in a file of the cache; older ones are dropped."""
 
 
@@ -170,7 +170,7 @@ def _most(known: Sequence[Measurement]) -> list[Measurement]:
     rows = list({one.subject: one for one in known}.values())
     worst = {one.setting: one for one in sorted(rows, key=lambda one: one.kld_mean)}
     spare = [one.subject for one in rows[:-1] if one is not worst[one.setting]]
-    gone = set(spare[: max(len(rows) - MOST_KEPT, 0)])
+    gone = set(spare[: max(len(rows) - MAX_KEPT, 0)])
     return [one for one in rows if one.subject not in gone]
 
 

@@ -21,7 +21,7 @@ RECENT = 16
 NEIGHBOURS = 2
 """To each side: a token counts as much as the one of these that is attended to most
 (docs/explanation/long-context.md)."""
-LEAST_PROMPT = 64
+MIN_PROMPT = 64
 """Prompts of fewer tokens go through all layers: most of them would stay anyway."""
 ASSUMPTION = "assumed: a layer takes time as it has tokens, attention included"
 """Assumption behind the predicted time of a pruned prompt."""
@@ -106,7 +106,7 @@ class Schedule:
     def tokens(self, n: int, before: int = 0) -> tuple[int, ...]:
         """Return how many of a prompt's n tokens each stage computes, after this many tokens of the text; a single
         number where the prompt is too short for stages."""
-        if n < LEAST_PROMPT:
+        if n < MIN_PROMPT:
             return (n,)
         least = RECENT + (before == 0)
         return (n, *(max(math.ceil(share * n), least) for share in self.keep))

@@ -21,7 +21,7 @@ from .sequences import Sequence
 NOTE = struct.Struct("<qq32s")
 """Of a checkpoint in a file: the tokens that it can be cut to, those after its last full block, and their blocks' key.
 """
-MOST_COPIED = 1 << 20
+MAX_COPIED = 1 << 20
 """Bytes of a slot up to which a copy takes less time than Python does between two steps."""
 
 
@@ -114,7 +114,7 @@ class StateSlots:
 
     def steps(self, sequences: Items[Sequence]) -> bool:
         """Return whether a pass of several steps pays, which needs a copy of each slot."""
-        return self._slot_bytes <= MOST_COPIED and self.fits([(one, abi.JOURNAL_TOKENS + 1) for one in sequences])
+        return self._slot_bytes <= MAX_COPIED and self.fits([(one, abi.JOURNAL_TOKENS + 1) for one in sequences])
 
     def fork(self, sequence: Sequence, copy: Sequence) -> None:
         """Let a fork share the state."""

@@ -21,7 +21,7 @@ from edgeinfer.base.progress import OnPromptProgress
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Attention, Graph, Tensor, alibi_bias, alibi_slopes
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
-from edgeinfer.runner.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
+from edgeinfer.runner.pruning import MIN_PROMPT, NEIGHBOURS, RECENT, Schedule
 
 from .memory import allocate
 
@@ -49,7 +49,7 @@ class Pruned(NamedTuple):
     def __str__(self) -> str:
         n, *others = self.tokens
         if not others:
-            return f"New prompt tokens: {n}, fewer than {LEAST_PROMPT}, so all of them went through all layers."
+            return f"New prompt tokens: {n}, fewer than {MIN_PROMPT}, so all of them went through all layers."
         stages = zip(self.schedule.layers, others, strict=True)
         went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in stages)
         return f"Of {n} prompt tokens were kept: {went}; {self.share:.0%} of the tokens' layers were computed."

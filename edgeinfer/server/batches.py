@@ -13,7 +13,7 @@ import msgspec
 from ..errors import EdgeInferError
 from .batch import URLS, Answered, InProcess, Patient, Results, Row, Rows, answer_all, line_of, opened
 from .errors import ApiError
-from .files import MOST_FILES, Kept, Store, missing, page
+from .files import MAX_FILES, Kept, Store, missing, page
 from .http import Call, Reply, new_id
 from .models import in_thread
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .server import Server
 
 WINDOW, WINDOW_SECONDS = "24h", 86400
-MOST_ROWS = 50_000
+MAX_ROWS = 50_000
 OVER = ("completed", "failed", "expired", "cancelled")
-MOST_METADATA = 16
-MOST_BATCHES = 1000
+MAX_METADATA = 16
+MAX_BATCHES = 1000
 """Batches of a key that are kept."""
 OUTPUTS = ("output_file_id", "error_file_id")
 """Fields of the files that a batch writes."""
@@ -135,8 +135,8 @@ class Batches:
         """Raise `ApiError` unless a key may have further files, beside those that its batches are going to write."""
         due = sum(one.output_file_id is None for one in self.store.all("batch_", Batch, owner)
                   if one.status not in OVER)
-        if len(self.store.all("file-", Kept, owner)) + len(OUTPUTS) * due + new > MOST_FILES:
-            raise ApiError(400, f"This key has {MOST_FILES} files, with {len(OUTPUTS)} of each batch that waits, the "
+        if len(self.store.all("file-", Kept, owner)) + len(OUTPUTS) * due + new > MAX_FILES:
+            raise ApiError(400, f"This key has {MAX_FILES} files, with {len(OUTPUTS)} of each batch that waits, the "
                                 "most that are kept; delete some.", code="too_many_files")
 
     def make_room(self, owner: str) -> None:
@@ -144,7 +144,7 @@ class Batches:
         self.check_files(owner, len(OUTPUTS))
         kept = self.store.all("batch_", Batch, owner)
         over = [one for one in kept if one.status in OVER]
-        for one in over[max(MOST_BATCHES - 1 - len(kept) + len(over), 0):]:
+        for one in over[max(MAX_BATCHES - 1 - len(kept) + len(over), 0):]:
             self.store.forget(one.id)
 
     def check_unused(self, file: str) -> None:
@@ -193,7 +193,7 @@ class Batches:
     async def _answer(self, batch: Batch) -> None:
         """Check the input, and answer its rows in the output and, where they are refused, in the file of errors."""
         source = self.store.content(self.store.find(batch.input_file_id, batch.owner))
-        with await in_thread(lambda: Rows(source, MOST_ROWS)) as rows:
+        with await in_thread(lambda: Rows(source, MAX_ROWS)) as rows:
             if wrong := next((row for row in rows.all if row.url != batch.endpoint), None):
                 raise ApiError(400, f"Line {wrong.number} has the url {wrong.url!r}, and the endpoint of the batch is "
                                     f"{batch.endpoint!r}.")
@@ -262,8 +262,8 @@ async def create(call: Call) -> Reply:
     if body.completion_window != WINDOW:
         raise ApiError(400, f"completion_window is {body.completion_window[:20]!r}; it is {WINDOW}.",
                        param="completion_window")
-    if body.metadata and (len(body.metadata) > MOST_METADATA or max(map(len, body.metadata.values())) > 512):
-        raise ApiError(400, f"metadata has up to {MOST_METADATA} texts of up to 512 characters.", param="metadata")
+    if body.metadata and (len(body.metadata) > MAX_METADATA or max(map(len, body.metadata.values())) > 512):
+        raise ApiError(400, f"metadata has up to {MAX_METADATA} texts of up to 512 characters.", param="metadata")
     batches.claim()
     batches.store.find(body.input_file_id, owner)
     await in_thread(lambda: batches.make_room(owner))

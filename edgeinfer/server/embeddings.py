@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..engine import Request
 
 T = TypeVar("T")
-MOST_TEXTS = 2048
+MAX_TEXTS = 2048
 """Texts of one request, as OpenAI has it."""
 
 
@@ -29,7 +29,7 @@ async def embed(call: Call) -> Reply:
     body = call.read(EmbeddingRequest)
     only("encoding_format", body.encoding_format, ("float", "base64"))
     only("pooling", body.pooling, ("mean", "last"))
-    texts = prompts_of(body.input, "input", MOST_TEXTS)
+    texts = prompts_of(body.input, "input", MAX_TEXTS)
     async with call.server.models.using(body.model) as served:
         hidden = served.model.runner.model.hidden_size
         only("dimensions", body.dimensions, (hidden,))
@@ -80,8 +80,8 @@ async def rerank(call: Call) -> Reply:
     documents = [one for one in given if isinstance(one, str) and one]
     if not documents or len(documents) < len(given):
         raise ApiError(400, "documents must be a list of texts, or of objects with a text.", param="documents")
-    if len(documents) > MOST_TEXTS:
-        raise ApiError(400, f"documents has {len(documents)} texts; at most {MOST_TEXTS} are taken.", param="documents")
+    if len(documents) > MAX_TEXTS:
+        raise ApiError(400, f"documents has {len(documents)} texts; at most {MAX_TEXTS} are taken.", param="documents")
     at_least_one("top_n", body.top_n)
     async with call.server.models.using(body.model) as served:
         call.note["model"] = served.name

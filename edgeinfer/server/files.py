@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 PURPOSES = ("batch", "batch_output")
-MOST_FILES = 1000
+MAX_FILES = 1000
 """Files of a key."""
 NAME_CHARS = 255
 HEAD_BYTES = 4096
@@ -228,8 +228,8 @@ async def delete(call: Call) -> Reply:
 def page(call: Call, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a part of a list, as `limit` and `after` of the query ask for it."""
     after, limit = call.query.get("after"), call.query.get("limit", "100")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_FILES:
-        raise ApiError(400, f"limit is {limit[:40]!r}; it is from 1 to {MOST_FILES}.", param="limit")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_FILES:
+        raise ApiError(400, f"limit is {limit[:40]!r}; it is from 1 to {MAX_FILES}.", param="limit")
     ids = [one["id"] for one in found]
     first = ids.index(after) + 1 if after in ids else 0
     part = found[first:first + int(limit)]

@@ -15,7 +15,7 @@ from . import messages
 from .answers import Answer
 from .chat import message_of
 from .conversation import Asked, Conversation, begin, finish_reason
-from .embeddings import MOST_TEXTS, embedded
+from .embeddings import MAX_TEXTS, embedded
 from .errors import ApiError, ollama_error
 from .http import NDJSON, Call, Events, Reply, encode
 from .models import LATEST, Served, in_thread
@@ -221,7 +221,7 @@ async def embed(call: Call) -> Reply:
     call.prompt_field = "input"
     body = call.read(EmbedBody)
     _options(call, body.options)
-    texts: list[Any] = prompts_of(body.input, "input", MOST_TEXTS)
+    texts: list[Any] = prompts_of(body.input, "input", MAX_TEXTS)
     async with call.server.models.using(body.model) as served:
         began, llm = time.perf_counter(), served.model
         only("dimensions", body.dimensions, (llm.runner.model.hidden_size,))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.validation import NATS, Rule
 from ..errors import UnsupportedModelError, UsageError
-from ..runner.pruning import LEAST_PROMPT, Schedule, calibrated, layers_of
+from ..runner.pruning import MIN_PROMPT, Schedule, calibrated, layers_of
 from ..technique import COMMANDS, NEVER, Option, Reported, Technique
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def search(schedule: Schedule, divergence: Callable[[Schedule], float], target: 
 
 def measurable(schedule: Schedule, prompt: int | None) -> None:
     """Refuse prompts that are too short to be pruned."""
-    if prompt is None or prompt < LEAST_PROMPT:
-        raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
+    if prompt is None or prompt < MIN_PROMPT:
+        raise UsageError(f"--lazy prunes prompts of {MIN_PROMPT} tokens and more; add --decode P with so many.")
 
 
 _PRUNING = tuple(command for command in COMMANDS if command != "info")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.validation import Rule, choice, integer
-from ..config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATIONS, GenerationConfig, Recipe, RuntimeConfig
+from ..config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, SPECULATIONS, GenerationConfig, Recipe, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..rules import RULES
 from ..technique import NEVER, Option, Technique
@@ -210,7 +210,7 @@ OPTIONS = (
            commands=_COMMANDS, common=("run",)),
     Option("draft", Rule(RULES["draft"].want, _model_or_recipe), "MODEL",
            "Draft model: a smaller model with the same tokenizer.", commands=_COMMANDS, common=("run",)),
-    Option("draft_tokens", integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"), "N",
+    Option("draft_tokens", integer(1, MAX_DRAFT_TOKENS, f"from 1 to {MAX_DRAFT_TOKENS}"), "N",
            "Maximum number of draft tokens verified in one forward pass.", DEFAULT_DRAFT_TOKENS, int, _COMMANDS),
 )
 TECHNIQUE = Technique(

@@ -6,7 +6,7 @@ Jinja's immutable sandbox keeps templates away from Python's internals and from 
 
 * bytes of all values that it makes, living or not: `MADE_BYTES`, and `MADE_SHARE` for each character of its input;
 * steps (turns of loops, calls, filters, comparisons, slices): `MAX_STEPS`; loops are counted when they start;
-* integers: `MAX_BITS` bits; keys with the same hash: `MOST_COLLISIONS`; nesting: `growth.MAX_LEVELS` levels; the
+* integers: `MAX_BITS` bits; keys with the same hash: `MAX_COLLISIONS`; nesting: `growth.MAX_LEVELS` levels; the
   template itself: `MAX_TOKENS`;
 * wall time: `MAX_SECONDS`, looked at before each step, as is the wish to end it.
 

@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 _STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,200}")
 
 
-MOST_COLLISIONS = 256
+MAX_COLLISIONS = 256
 """Keys of one dictionary or set that may have the same hash: n of them take n^2 / 2 comparisons, in one step."""
 
 
@@ -54,8 +54,8 @@ def _check_name(name: Any) -> None:
 def check_hashes(keys: Iterable[Any]) -> None:
     """Refuse keys if too many have the same hash, such as integers that differ by multiples of 2^61 - 1."""
     counts = Counter(hash(key) for key in keys if isinstance(key, Hashable))
-    if counts and max(counts.values()) > MOST_COLLISIONS:
-        raise WorkLimitError(f"it puts more than {MOST_COLLISIONS} keys with the same hash into a dictionary")
+    if counts and max(counts.values()) > MAX_COLLISIONS:
+        raise WorkLimitError(f"it puts more than {MAX_COLLISIONS} keys with the same hash into a dictionary")
 
 
 def bounded_dict(*args: Any, **values: Any) -> dict[Any, Any]:

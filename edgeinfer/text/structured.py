@@ -21,9 +21,9 @@ from ..errors import FormError, RequestError, UsageError
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-MOST_ITEMS, MOST_STATES, MOST_FUEL = 20_000, 100_000, 1_000_000
+MAX_ITEMS, MAX_STATES, MAX_FUEL = 20_000, 100_000, 1_000_000
 """Limits of llguidance on a grammar: items in a row of its parser, states of its lexer, and steps to make them."""
-MOST_FORCED = 4096
+MAX_FORCED = 4096
 """Most forced tokens in a row: each step looks at all of them."""
 KEPT_FORMS = 32
 """Compiled grammars that are kept for requests to come."""
@@ -60,8 +60,8 @@ class GrammarCompiler:
         except (ValueError, TypeError, OverflowError) as error:
             raise RequestError("Texts of a given form need a tokenizer that llguidance can use, and it refuses this "
                                f"one: {' '.join(str(error).split())[:300]}") from None
-        self._limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, initial_lexer_fuel=MOST_FUEL,
-                                                 max_lexer_states=MOST_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(max_items_in_row=MAX_ITEMS, initial_lexer_fuel=MAX_FUEL,
+                                                 max_lexer_states=MAX_STATES, verbose_errors=False)
         self._compiled: OrderedDict[TextForm, Any] = OrderedDict()
 
     def begin(self, form: TextForm) -> Constraint:
@@ -92,7 +92,7 @@ class GrammarCompiler:
         forced = matcher.compute_ff_tokens()
         if matcher.is_error():
             raise _refused(form, _why(matcher))
-        if len(forced) > MOST_FORCED:
+        if len(forced) > MAX_FORCED:
             raise _refused(form, _too_many(forced))
         return matcher
 
@@ -152,11 +152,11 @@ class Constraint:
     def forced(self, most: int) -> list[int]:
         """Return the tokens that must come next, `most` at most; none if there is a choice.
 
-        If they exceed `MOST_FORCED`, the next mask is empty, and `check` raises. Must not raise: other requests share
+        If they exceed `MAX_FORCED`, the next mask is empty, and `check` raises. Must not raise: other requests share
         this step.
         """
         found = self._matcher.compute_ff_tokens()
-        if len(found) > MOST_FORCED:
+        if len(found) > MAX_FORCED:
             self._refused, self._known, found = _too_many(found), False, []
         return list(found[:most])
 
@@ -227,7 +227,7 @@ def _refused(form: TextForm, why: str) -> FormError:
 
 
 def _too_many(forced: Items[int]) -> str:
-    return f"it forces {len(forced)} tokens in a row, and at most {MOST_FORCED} are taken; shorten its literals."
+    return f"it forces {len(forced)} tokens in a row, and at most {MAX_FORCED} are taken; shorten its literals."
 
 
 def _why(matcher: Any) -> str:

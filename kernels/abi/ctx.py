@@ -40,7 +40,7 @@ CTX_STEPS = 464
 """Steps that this pass may still continue automatically, each sequence with the token that was sampled from its row;
 only where every token of the forward pass is the one new token of its sequence, with a row of logits and a sample."""
 CTX_CHOSEN = 472
-"""Address of the list (int64) of the tokens that it decoded by itself: MOST_STEPS for each sequence, the first one
+"""Address of the list (int64) of the tokens that it decoded by itself: MAX_STEPS for each sequence, the first one
 last."""
 CTX_VALUES = 480
 """Blocks of V, each of one KV head, that tokens have read whose rows are chosen; only grows."""
@@ -147,7 +147,7 @@ TOKEN_BASE = 48
 TOKEN_ROLE = 56
 """ROLE_*: whatever approximates follows the role, never the number of tokens."""
 ROLE_PROMPT, ROLE_DECODE = 0, 1
-MOST_STEPS = 16
+MAX_STEPS = 16
 """Most steps of a forward pass (CTX_STEPS)."""
 MASK_TOKENS = 64
 """Most new tokens of a sequence in a forward pass where one of them has a mask."""

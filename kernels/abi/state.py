@@ -22,7 +22,7 @@ JOURNAL_TOKENS = 16
 the last block boundary."""
 GATE_TOKENS = 64 + JOURNAL_TOKENS
 """Tokens whose gates a thread holds: those of a block and of a journal."""
-LEAST_CONV, MOST_CONV = 2, 8
+MIN_CONV, MAX_CONV = 2, 8
 """Widths of convolutions."""
 
 

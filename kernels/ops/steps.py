@@ -18,7 +18,7 @@ from ..abi import (
     EDIT_BYTES,
     EDIT_COUNT,
     EDIT_TOKEN,
-    MOST_STEPS,
+    MAX_STEPS,
     SAMPLE_EDITS,
     SAMPLE_ENDS,
     SAMPLE_FREQUENCY,
@@ -77,7 +77,7 @@ def note(spec, token):
 def go_on(ctx, r, token, left):
     """Describe the next step of sequence r, whose token and row of logits have that number too."""
     note(load_i64(load_i64(ctx + CTX_SAMPLES) + 8 * r), token)
-    store_i64(load_i64(ctx + CTX_CHOSEN) + 8 * (MOST_STEPS * r + left), token)
+    store_i64(load_i64(ctx + CTX_CHOSEN) + 8 * (MAX_STEPS * r + left), token)
     entry = load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * r
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * r
     row = load_i64(entry + TOKEN_ROW) + 1

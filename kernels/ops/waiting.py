@@ -27,7 +27,7 @@ from ..vector.memory import load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call6, pause
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
-LEAST_RETRY, MOST_RETRY = 16, 256
+MIN_RETRY, MAX_RETRY = 16, 256
 _EVERYONE = 2**31 - 1
 LOW = 0xFFFFFFFF
 """Part of a word that a futex compares: its low half."""
@@ -72,12 +72,12 @@ def await_barrier(ctx, seen):
         if usual < most:
             store_i64(ctx + CTX_TURNS, most if again else min(2 * usual, most))
             store_i64(ctx + CTX_VAIN, 0)
-            store_i64(ctx + CTX_RETRY, LEAST_RETRY)
+            store_i64(ctx + CTX_RETRY, MIN_RETRY)
     else:
         store_i64(ctx + CTX_TURNS, max(usual >> 1, (most >> 6) + 1))
         store_i64(ctx + CTX_VAIN, 0 if again else load_i64(ctx + CTX_VAIN) + 1)
         if again:
-            store_i64(ctx + CTX_RETRY, min(2 * load_i64(ctx + CTX_RETRY), MOST_RETRY))
+            store_i64(ctx + CTX_RETRY, min(2 * load_i64(ctx + CTX_RETRY), MAX_RETRY))
     return value
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edgeinfer.errors import KernelError
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 def distrust(path: Path) -> str:
@@ -69,7 +69,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             current = step
             continue
         links += 1
-        if links > _MOST_LINKS:
+        if links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = Path(os.readlink(step))
         current = Path(target.anchor) if target.is_absolute() else current

@@ -80,7 +80,7 @@ def test_same_text_in_the_pass_and_in_numpy(opened: Runner, options: dict[str, A
 
 def test_the_pass_chooses_and_one_masked_row_keeps_all_to_one_step(ours: Session, monkeypatch: pytest.MonkeyPatch
                                                                    ) -> None:
-    monkeypatch.setattr(ours.executor.tuner, "further", lambda tokens, stop: abi.MOST_STEPS - 1)
+    monkeypatch.setattr(ours.executor.tuner, "further", lambda tokens, stop: abi.MAX_STEPS - 1)
     chains = [Sampler(GenerationConfig(), VOCABULARY, seed, room=99) for seed in range(3)]
     sequences = [ours.new_sequence() for _ in chains]
     for sequence in sequences:

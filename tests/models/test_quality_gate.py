@@ -78,7 +78,7 @@ def test_the_worst_measurement_decides(made: Measurement) -> None:
 
 
 def test_a_full_cache_keeps_the_worst(made: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.quality.measurements.MOST_KEPT", 3)
+    monkeypatch.setattr("edgeinfer.quality.measurements.MAX_KEPT", 3)
     with Bundle.open(demo_path()) as bundle:
         for i, kld in enumerate((0.01, 0.5, 0.02, 0.03, 0.01)):
             remember(bundle, replace(made, kld_mean=kld, text_sha256=str(i)))

@@ -20,7 +20,7 @@ from edgeinfer.runtime.execution.thread_tuner import ThreadTuner
 from tests.helpers.sessions import SPLIT, TINY, session, tokens, write_model
 
 CTX = SPLIT + 64
-MOST = abi.MOST_STEPS - 1
+MOST = abi.MAX_STEPS - 1
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_up_to_splits_and_to_the_end_of_the_context(
     several, single = both(opened, monkeypatch, tokens(SPLIT - 21), max_tokens=1000)
     assert several.result().choices == single.result().choices
     assert len(several.result().token_ids) == CTX - (SPLIT - 21)
-    assert max(passes) == abi.MOST_STEPS and opened.executor.tuner.further(1, 0) == MOST
+    assert max(passes) == abi.MAX_STEPS and opened.executor.tuner.further(1, 0) == MOST
 
 
 @pytest.mark.parametrize("end", [3, 17, 20, 40])

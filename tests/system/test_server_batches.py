@@ -291,8 +291,8 @@ def test_files_that_batches_write_count_and_old_batches_are_forgotten(running: R
     import openai
 
     api, other = client(running), client(running, KEYS[1])
-    monkeypatch.setattr("edgeinfer.server.batches.MOST_FILES", 5)
-    monkeypatch.setattr("edgeinfer.server.batches.MOST_BATCHES", 2)
+    monkeypatch.setattr("edgeinfer.server.batches.MAX_FILES", 5)
+    monkeypatch.setattr("edgeinfer.server.batches.MAX_BATCHES", 2)
     held = threading.Event()
     answer = InProcess.post
 

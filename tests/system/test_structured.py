@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed (extra 'structured')")
 
 from edgeinfer import LLM
-from edgeinfer.base.text_form import MOST_DEPTH, TextForm, text_form
+from edgeinfer.base.text_form import MAX_DEPTH, TextForm, text_form
 from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.text import Constraint, GrammarCompiler
 from tests.helpers.command_line import edgeinfer
@@ -121,7 +121,7 @@ def deep(n: int) -> dict[str, Any]:
     (3, "^3 is not a response format; give"),
     ({"type": "regex"}, "^A form of the type regex needs a text 'pattern'"),
     ({"type": "json_schema", "json_schema": 3}, "A JSON schema is an object, and this is a int"),
-    (deep(MOST_DEPTH + 5), "The JSON schema is nested 6. deep or more; at most 64 are taken"),
+    (deep(MAX_DEPTH + 5), "The JSON schema is nested 6. deep or more; at most 64 are taken"),
     ({"enum": ["x" * 300_000]}, "at most 262144 bytes are taken"), ({"enum": [{1, 2}]}, "cannot be written as JSON"),
 ])
 def test_forms_that_are_refused_before_anything_runs(form: Any, sentence: str) -> None:

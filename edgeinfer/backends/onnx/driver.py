@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from edgeinfer.errors import UsageError
 
-LEAST_CUDA, LEAST_DRIVER = 13000, 580
+MIN_CUDA, MIN_DRIVER = 13000, 580
 """Of CUDA, as drivers say it (1000 x major + 10 x minor), and the first driver that has it: onnxruntime-gpu is for CUDA
 13 from 1.27 on."""
 CODE = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     total_bytes: int
     cuda: int
-    """Newest CUDA that the driver runs, as `LEAST_CUDA`."""
+    """Newest CUDA that the driver runs, as `MIN_CUDA`."""
 
 
 def load_driver() -> Any:
@@ -86,9 +86,9 @@ def gpu_free_bytes() -> int:
 def check_driver(wheel: str, version: str) -> Gpu:
     """Return the GPU; raises `UsageError` if driver or GPU are none that the wheel of onnxruntime has code for."""
     gpu = read_gpu()
-    if gpu.cuda < LEAST_CUDA:
+    if gpu.cuda < MIN_CUDA:
         raise UsageError(f"NVIDIA's driver runs CUDA up to {gpu.cuda // 1000}.{gpu.cuda % 1000 // 10}, and {wheel} "
-                         f"{version} is for CUDA 13; update the driver to {LEAST_DRIVER} or newer, or run with "
+                         f"{version} is for CUDA 13; update the driver to {MIN_DRIVER} or newer, or run with "
                          "--device cpu.")
     major, minor = gpu.capability
     if not any(major == known and minor >= least for known, least in CODE):

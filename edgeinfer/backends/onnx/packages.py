@@ -17,7 +17,7 @@ WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime
 LEAST = (1, 29)
 """Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
 
-LEAST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 _ERRORS = 3
 """Level of its log: the CUDA provider warns of plugins at every opening, and of a setting that has no successor."""
 
@@ -44,7 +44,7 @@ def check_wheels() -> str:
         raise UsageError(f"{one} {have} and {other} {too} are both installed, and overwrite each other's files; "
                          f"uninstall both, then install one: pip uninstall -y {' '.join(found)}, pip install "
                          "'edgeinfer[gpu]' or 'edgeinfer[onnx]'.")
-    if not found and sys.version_info[:2] < LEAST_PYTHON:
+    if not found and sys.version_info[:2] < MIN_PYTHON:
         have = ".".join(map(str, sys.version_info[:2]))
         raise UsageError(f"onnxruntime is not installed, and has no package for Python {have}; run edgeinfer with "
                          "Python 3.11 or newer.")

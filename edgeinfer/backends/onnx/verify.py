@@ -21,7 +21,7 @@ from .model import GRAPH_KEY, PREFIX, graph_sha256
 from .packages import import_onnx
 
 READ_BYTES = 1 << 20
-MOST_MODEL_BYTES = 256 << 20
+MAX_MODEL_BYTES = 256 << 20
 """Of a model without its data."""
 
 
@@ -79,7 +79,7 @@ def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
     onnx = import_onnx("edgeinfer verify of an export")
     try:
         with open_plain(path) as file:
-            text = file.read(MOST_MODEL_BYTES)
+            text = file.read(MAX_MODEL_BYTES)
     except FileNotFoundError:
         raise BundleError(f"there is no {path.name}.") from None
     try:

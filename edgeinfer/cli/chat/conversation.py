@@ -29,7 +29,7 @@ SETTINGS = {
 """Settings that `/set` changes, by the name of the flag, with the field of `GenerationConfig`."""
 OTHERS_WORDS = {"temperature": "temp", "num-predict": "max-tokens", "n": "max-tokens"}
 """ollama's words for settings, and the short flag."""
-MOST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 KIND = "edgeinfer conversation"
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(GenerationConfig)}
 
@@ -260,8 +260,8 @@ def _read(path: str) -> dict[str, Any]:
     """Return a saved conversation; raises `UsageError` for a file that is none, and `FileNotFoundError`."""
     try:
         with open_plain(path) as file:
-            data = file.read(MOST_FILE_BYTES + 1)
-        report = parse_json(data) if len(data) <= MOST_FILE_BYTES else None
+            data = file.read(MAX_FILE_BYTES + 1)
+        report = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise
     except (OSError, ValueError):

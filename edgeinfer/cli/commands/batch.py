@@ -37,9 +37,9 @@ JSON_FIELDS = {"batch": {
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 WAITING = 2
 """Requests handed to the engine for each sequence that runs, so that none waits for the next request to be read."""
-MOST_WAITING = 1 << 20
+MAX_WAITING = 1 << 20
 """Requests that the engine takes; one line may have thousands of texts."""
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 FOR_EVER = 1e9
 """Seconds."""
 
@@ -83,8 +83,8 @@ def batch(
       edgeinfer batch requests.jsonl answers.jsonl --model ./my-bundle --ray 192.168.1.10:6379
     """
     check_packages()
-    if workers is not None and (ray is None or not 1 <= workers <= MOST_WORKERS):
-        raise UsageError(f"--workers is {workers}; it needs --ray, and is from 1 to {MOST_WORKERS}.")
+    if workers is not None and (ray is None or not 1 <= workers <= MAX_WORKERS):
+        raise UsageError(f"--workers is {workers}; it needs --ray, and is from 1 to {MAX_WORKERS}.")
     if ray is not None and given.device not in (None, CPU):
         raise UsageError(f"--ray runs edgeinfer's own kernels, and --device is {given.device}; use one or the other.")
     if ray is not None and given.by_flag("split"):
@@ -103,7 +103,7 @@ def batch(
         source, served = _model(rows, model, name)
         results = held.enter_context(Results(answers, rows.all, served))
         work = _Work(rows, results, bool(given.json))
-        opens: dict[str, Any] = dict(given=given, sequences=sequences, queue=MOST_WAITING, alone=True,
+        opens: dict[str, Any] = dict(given=given, sequences=sequences, queue=MAX_WAITING, alone=True,
                                      techniques=registry.agreed(given.techniques, given.flags, 1))
         if work.left:
             try:

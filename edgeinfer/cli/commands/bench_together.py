@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ...bench import Load
     from ..options import Given
 
-MOST_SEQUENCES = 64
-MOST_REQUESTS = 100_000
+MAX_SEQUENCES = 64
+MAX_REQUESTS = 100_000
 
 
 class Together(NamedTuple):
@@ -48,8 +48,8 @@ class Together(NamedTuple):
         given = read_lengths(Path(self.lengths)) if self.lengths else None
         loads = []
         for at_once in numbers("--concurrency", self.concurrency or ""):
-            if not 1 <= at_once <= MOST_SEQUENCES:
-                raise UsageError(f"--concurrency {at_once} is out of range; it must be from 1 to {MOST_SEQUENCES}.")
+            if not 1 <= at_once <= MAX_SEQUENCES:
+                raise UsageError(f"--concurrency {at_once} is out of range; it must be from 1 to {MAX_SEQUENCES}.")
             n = self.requests or (len(given) if given else 4 * at_once)
             lengths = [given[i % len(given)] for i in range(n)] if given else make_lengths(prompt, output, n,
                                                                                            self.range_ratio)
@@ -57,8 +57,8 @@ class Together(NamedTuple):
         return loads
 
     def _check(self) -> None:
-        if self.requests is not None and not 1 <= self.requests <= MOST_REQUESTS:
-            raise UsageError(f"--requests {self.requests} is out of range; it must be from 1 to {MOST_REQUESTS}.")
+        if self.requests is not None and not 1 <= self.requests <= MAX_REQUESTS:
+            raise UsageError(f"--requests {self.requests} is out of range; it must be from 1 to {MAX_REQUESTS}.")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise UsageError(f"--rate {self.rate} is out of range; it is requests per second, above 0.")
         if not 0 <= self.range_ratio < 1:

@@ -33,7 +33,7 @@ Cpus = Annotated[int | None, typer.Option("--cpus", metavar="N", help="Processor
                                           "[default: all]", show_default=False)]
 Port = Annotated[int | None, typer.Option("--port", metavar="N", help="First of the hundred ports that Ray uses here.  "
                                           "[default: 6379]", show_default=False)]
-MOST_CPUS, MOST_PORT = 4096, 65436
+MAX_CPUS, MAX_PORT = 4096, 65436
 
 
 @app.command("up")
@@ -153,6 +153,6 @@ def down(json: Json = False) -> None:
 
 
 def _check(port: int | None, cpus: int | None) -> None:
-    for name, value, most in (("--port", port, MOST_PORT), ("--cpus", cpus, MOST_CPUS)):
+    for name, value, most in (("--port", port, MAX_PORT), ("--cpus", cpus, MAX_CPUS)):
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"{name} is {value}; it is from 1 to {most}.")

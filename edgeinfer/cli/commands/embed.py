@@ -15,7 +15,7 @@ from .run import LongInput
 
 JSON_FIELDS = {"embed": {"index": "place of the text", "tokens": "of the text", "embedding": "float32 values"}}
 """Fields of the JSON object on each line, by command."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 def embed(
@@ -61,5 +61,5 @@ def _lines() -> list[str]:
     """Return the lines of standard input that are not empty."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
-    text = LongInput(b"").whole(MOST_BYTES)
+    text = LongInput(b"").whole(MAX_BYTES)
     return [line for line in text.splitlines() if line.strip()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...base.units import parse_size
-from ...config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS
+from ...config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from ...errors import UsageError
 from ..options import Given
 from ..reports.estimate_object import Questions
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
 
-MOST_CTX = (1 << 24) - 1
-MOST_ACCEPTED = 64
+MAX_CTX = (1 << 24) - 1
+MAX_ACCEPTED = 64
 """Tokens of one sequence that a forward pass can check."""
-MOST_ROW_BYTES = 1 << 30
-MOST_PADDING = 0.02
+MAX_ROW_BYTES = 1 << 30
+MAX_PADDING = 0.02
 """Difference of two vocabularies that is padding, as a share."""
 
 Model = Annotated[str, typer.Argument(
@@ -121,7 +121,7 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
         nbytes = int(rows) if rows.isascii() and rows.isdecimal() and len(rows) < 12 else parse_size(rows)
     except UsageError:
         nbytes = 0
-    if not 1 <= nbytes <= MOST_ROW_BYTES:
+    if not 1 <= nbytes <= MAX_ROW_BYTES:
         raise UsageError(f"--rows is {rows!r:.80}; give a size from 1 byte to 1GiB, such as 4KiB.")
     return nbytes
 
@@ -129,8 +129,8 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
 def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Path | None, html: Path | None) -> None:
     """Refuse values that are wrong for any model and machine."""
     for flag, value in (("--ctx", given.ctx), ("-p", prompt)):
-        if value is not None and not 1 <= value <= MOST_CTX:
-            raise UsageError(f"{flag} is {value}; it must be from 1 to {MOST_CTX} tokens.")
+        if value is not None and not 1 <= value <= MAX_CTX:
+            raise UsageError(f"{flag} is {value}; it must be from 1 to {MAX_CTX} tokens.")
     if given.ctx is not None and prompt is not None and prompt > given.ctx:
         raise UsageError(f"-p {prompt} does not fit --ctx {given.ctx}; the prompt is part of the context.")
     if all_devices and (given.machine is not None or plot is not None or html is not None):
@@ -161,8 +161,8 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
     if acceptance is not None and not 0 <= acceptance <= 1:
         raise UsageError(f"--acceptance is {acceptance:g}; it is the share of draft tokens that are accepted, from 0 "
                          "to 1, such as 0.7.")
-    if draft_tokens is not None and not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
-        raise UsageError(f"--draft-tokens is {draft_tokens}; it must be from 1 to {MOST_DRAFT_TOKENS}.")
+    if draft_tokens is not None and not 1 <= draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"--draft-tokens is {draft_tokens}; it must be from 1 to {MAX_DRAFT_TOKENS}.")
     if speculate not in (None, "lookup", "off"):
         raise UsageError(f"--speculate is {speculate!r:.80}; give lookup or off, or --draft MODEL for a draft model.")
     lookup = speculate == "lookup"
@@ -194,7 +194,7 @@ def draft_of(name: str, model: ModelDescription, stored: tuple[str | None, int |
     found = describe(name, *stored)
     check_described(found, model, config)
     own, other = model.config.vocab_size, found.config.vocab_size
-    if not (model.path and found.path) and abs(own - other) > MOST_PADDING * own:
+    if not (model.path and found.path) and abs(own - other) > MAX_PADDING * own:
         raise UsageError(f"--draft {name} has {other} tokens in its vocabulary and {model.name} has {own}; give a "
                          "model of the same family, which has the same tokenizer.")
     return found
@@ -202,7 +202,7 @@ def draft_of(name: str, model: ModelDescription, stored: tuple[str | None, int |
 
 def check_drafting(accepted: float, draft_cost: float | None) -> None:
     """Refuse tokens of a pass and costs of drafting that are out of range."""
-    if not 1 <= accepted <= MOST_ACCEPTED:
-        raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MOST_ACCEPTED} tokens.")
+    if not 1 <= accepted <= MAX_ACCEPTED:
+        raise UsageError(f"--accepted is {accepted:g}; a forward pass yields 1 to {MAX_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise UsageError(f"--draft-cost is {draft_cost:g}; it must be a share of a token's time, 0 or more.")

@@ -14,10 +14,10 @@ from ...models.uses import USES
 from ..machines import devices_of, machine_of
 from ..options import NOTHING, Given, takes
 from ..output import print_json
-from ..reports.recommendation import MOST_ROWS, models_for, print_devices, print_models, smallest
+from ..reports.recommendation import MAX_ROWS, models_for, print_devices, print_models, smallest
 
 DEFAULT_CTX, DEFAULT_SPEED = 4096, 5.0
-MOST_CTX = 1 << 24
+MAX_CTX = 1 << 24
 JSON_FIELDS = {
     "recommend": {
         "device": "name of the profile, with `device_title`; null with --all-devices",
@@ -77,7 +77,7 @@ def recommend(
         device = machine_of(given) or load_profile("local")
         rows = list(models_for(device, ctx, min_speed, use))
         out = {"device": device.name, "device_title": device.titled, **asked,
-               "models": rows if given.json else rows[:MOST_ROWS]}
+               "models": rows if given.json else rows[:MAX_ROWS]}
     if given.json:
         print_json(out)
     elif all_devices:
@@ -91,8 +91,8 @@ def _check(ctx: int, min_speed: float, use: str, model: str | None, all_devices:
         raise UsageError(f"--for is {use!r}; choose one of {', '.join(USES)}.")
     if not (math.isfinite(min_speed) and min_speed > 0):
         raise UsageError(f"--min-speed is {min_speed:g}; it must be a finite number above 0.")
-    if not 1 <= ctx <= MOST_CTX:
-        raise UsageError(f"--ctx is {ctx}; it must be from 1 to {MOST_CTX} tokens.")
+    if not 1 <= ctx <= MAX_CTX:
+        raise UsageError(f"--ctx is {ctx}; it must be from 1 to {MAX_CTX} tokens.")
     if all_devices and given.machine and given.by_flag("machine"):
         raise UsageError("--machine names one device; omit --all-devices.")
     if model and not all_devices:

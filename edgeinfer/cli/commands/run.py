@@ -13,7 +13,7 @@ import typer
 from ...base.files import open_plain
 from ...base.process import peak_rss_bytes, process_age_ms
 from ...base.strict_json import parse_json
-from ...base.text_form import GRAMMAR, JSON_OBJECT, MOST_SOURCE_BYTES, TextForm, schema_form
+from ...base.text_form import GRAMMAR, JSON_OBJECT, MAX_SOURCE_BYTES, TextForm, schema_form
 from ...config import CPU, GenerationConfig
 from ...errors import RequestError, UsageError
 from ...registry import agreed, reports
@@ -24,7 +24,7 @@ from ..output import figures, folded_for_terminal, print_json, say
 from ..progress import ProgressLine
 from ..reports import streaming
 from ..reports.decision import announce, approximation
-from ..reports.prediction import LEAST_TOKENS, Disturbances, learn_from_run, make_predictor, run_estimate, sentence
+from ..reports.prediction import MIN_TOKENS, Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from ..reports.run import JSON_FIELDS, run_object, speculation_object
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
         return None
     try:
         with open_plain(Path(name)) as file:
-            data = file.read(MOST_SOURCE_BYTES + 1)
+            data = file.read(MAX_SOURCE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"Cannot read {name}: {error.strerror or error}.") from None
-    if len(data) > MOST_SOURCE_BYTES:
-        raise UsageError(f"{name} has more than {MOST_SOURCE_BYTES} bytes, too many for a schema or grammar.")
+    if len(data) > MAX_SOURCE_BYTES:
+        raise UsageError(f"{name} has more than {MAX_SOURCE_BYTES} bytes, too many for a schema or grammar.")
     try:
         return TextForm(GRAMMAR, data.decode("utf-8")) if schema is None else schema_form(parse_json(data))
     except ValueError as error:
@@ -239,7 +239,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for line in filter(None, (statistics, *techniques, sentence(predicted), streaming.line(usage.report()))):
             print(folded_for_terminal(line), file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
-    alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS
+    alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= MIN_TOKENS
     if llm.choice and not disturbed and completion.plain_tpot_ms and alone:
         from ...llm.strategy import learn
 

@@ -119,7 +119,7 @@ def sparsify(
         raise UsageError(f"--head leaves FFNs as they are, and --epochs {epochs} is for them; give one of the two.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
-    from edgeinfer.sparse import MEASURED_TOKENS, MOST_TOKENS, screen_head
+    from edgeinfer.sparse import MAX_TOKENS, MEASURED_TOKENS, screen_head
     from edgeinfer.sparse import sparsify as make
 
     from ...quality.corpus import Text, read_stream
@@ -129,7 +129,7 @@ def sparsify(
         texts = [Text(stack, path) for path in (text, *(held_out or ()))]
         bundle, in_tiles = _open(stack, source, destination, "tile16" if head else "neuron", progress)
         tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
-        stream, *others = (read_stream(stack, tokenizer, one, max_tokens=MOST_TOKENS if one is texts[0] else
+        stream, *others = (read_stream(stack, tokenizer, one, max_tokens=MAX_TOKENS if one is texts[0] else
                                        2 * MEASURED_TOKENS) for one in texts)
         for one in texts:
             if one.changed:

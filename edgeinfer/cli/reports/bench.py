@@ -15,7 +15,7 @@ from . import streaming
 if TYPE_CHECKING:
     from ...bench import Measurement, OperationTime, Profile, Row, SpeculationBench
 
-MOST_OPERATIONS = 16
+MAX_OPERATIONS = 16
 """Lines of a profile on the screen; JSON has all."""
 
 
@@ -147,7 +147,7 @@ def _print_profile(profile: dict[str, Any]) -> None:
     per = "prompt" if profile["test"].startswith("pp") else "token"
     print(f"\n{profile['test']}: {profile['ms']:.3f} ms per {per} in the program's instructions\n")
     rows = [("operation", "kernel", "calls", "ms", "share", "GB/s", "of bandwidth", "of int8 peak")]
-    for item in profile["operations"][:MOST_OPERATIONS]:
+    for item in profile["operations"][:MAX_OPERATIONS]:
         rows.append((item["operation"], item["kernel"], f"{item['records']}", f"{item['ms']:.3f}",
                      f"{item['share']:.1%}",
                      f"{item['gbs']:.1f}" if item["bytes_read"] else "",

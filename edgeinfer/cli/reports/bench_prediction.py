@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from .prediction import LEAST_TOKENS, MOST_SPREAD, Predictor, beside
+from .prediction import MAX_SPREAD, MIN_TOKENS, Predictor, beside
 
 if TYPE_CHECKING:
     from ...bench import Measurement, Row
@@ -47,7 +47,7 @@ def learn_from_bench(predictor: Predictor | None, measured: Measurement) -> None
     decodes, prompts = [], []
     for row in measured.rows:
         case, speed = row.case, statistics.median(row.samples)
-        if row.stddev > MOST_SPREAD * row.t_per_s or case.tokens < LEAST_TOKENS:
+        if row.stddev > MAX_SPREAD * row.t_per_s or case.tokens < MIN_TOKENS:
             continue
         if case.kind == "tg":
             seen = case.depth + case.tokens / 2

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from edgeinfer.devices import Curve, DeviceProfile
 
 QUEUE = "storage_random_gbs_queue_"
-MOST_TITLE = 38
+MAX_TITLE = 38
 """Characters of a title in the list, which fits a terminal."""
 _UNITS = {
     "bandwidth_gbs": "GB/s", "effective_gbs": "GB/s", "storage_sequential_gbs": "GB/s", "int8_peak_gops": "GOPS",
@@ -52,7 +52,7 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
     rows = [("name", "memory", "GB/s", "drawn", "device")]
     for profile in ([local] if local else []) + known:
         drawn = "" if profile.effective_gbs is None else _rate(profile.effective_gbs)
-        short = profile.title if len(profile.title) <= MOST_TITLE else f"{profile.title[: MOST_TITLE - 3]}..."
+        short = profile.title if len(profile.title) <= MAX_TITLE else f"{profile.title[: MAX_TITLE - 3]}..."
         rows.append((profile.name, _gib(profile.memory_bytes), _rate(profile.bandwidth_gbs), drawn, short))
     print_table(rows, right=[1, 2, 3])
     remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is the measured bandwidth of decoding. "

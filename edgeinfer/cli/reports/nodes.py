@@ -11,7 +11,7 @@ from ...base.units import format_size
 from ...config import RuntimeConfig, Step
 from ...errors import UsageError
 from ..output import folded, print_table, speed
-from .plan_object import MOST_THREADS
+from .plan_object import MAX_THREADS
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile, Traffic
@@ -142,7 +142,7 @@ def _plan(part: ModelDescription, whole: ModelDescription, config: RuntimeConfig
     from edgeinfer.bundle import file_offsets
     from edgeinfer.memory_planner import Planner, to_request
 
-    threads = min(profile.cores, MOST_THREADS)
+    threads = min(profile.cores, MAX_THREADS)
     planner = Planner(part.graph, whole.weight_bytes, file_offsets(whole.graph))
     return planner.plan(to_request(replace(config, threads=threads)))
 

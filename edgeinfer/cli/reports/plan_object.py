@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...llm.strategy import Choice, Strategy
     from ...models.description import ModelDescription
 
-MOST_THREADS = 256
+MAX_THREADS = 256
 DEVICE_MEMORY, SYSTEM_MEMORY = "memory of", "free on this machine now"
 
 
@@ -246,7 +246,7 @@ class PlanReport:
 
 def _cores(device: DeviceProfile) -> int:
     """Return the threads on a device: its processor cores; a GPU's multiprocessors run none."""
-    return min(device.cores, MOST_THREADS) if device.isa in _our_isas() else 1
+    return min(device.cores, MAX_THREADS) if device.isa in _our_isas() else 1
 
 
 def _our_isas() -> set[str]:

@@ -14,7 +14,7 @@ from ...models import sizes
 from .page import document, estimate_body
 
 MODEL, MACHINE, CTX, PROMPT, ANSWER = "qwen3-8b", "rpi5", 4096, 512, 200
-MOST_CTX = 1 << 24
+MAX_CTX = 1 << 24
 SCRIPT = ('"use strict";const form=document.forms[0];form.addEventListener("change",()=>{if(form.reportValidity())'
           'form.submit()});')
 """Asks again as soon as something is chosen; without scripts the button does."""
@@ -73,8 +73,8 @@ def _one_of(query: Mapping[str, str], name: str, default: str, known: Iterable[s
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_CTX):
-        raise UsageError(f"The {name} is {text!r:.80}; it must be from 1 to {MOST_CTX} tokens.")
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MAX_CTX):
+        raise UsageError(f"The {name} is {text!r:.80}; it must be from 1 to {MAX_CTX} tokens.")
     return int(text)
 
 
@@ -105,5 +105,5 @@ def _select(name: str, label: str, chosen: str, rows: list[tuple[str, str]]) -> 
 
 
 def _field(name: str, label: str, value: Any) -> str:
-    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{MOST_CTX}" required '
+    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{MAX_CTX}" required '
             f'value="{escape(str(value)[:12])}"></label>')

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...engine import Completion
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
-MOST_SWITCHES = 20.0
+MAX_SWITCHES = 20.0
 """Times a second that other programs may take a processor away from a thread before a run counts as disturbed."""
-MOST_SPREAD = 0.2
+MAX_SPREAD = 0.2
 """Standard deviation of a test's repetitions over their mean, above which the test counts as disturbed."""
 
 
@@ -160,10 +160,10 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
 
     decodes, prompts = [], []
     tokens = completion.prompt_tokens - completion.cached_tokens
-    if completion.plain_tpot_ms and completion.completion_tokens >= LEAST_TOKENS:
+    if completion.plain_tpot_ms and completion.completion_tokens >= MIN_TOKENS:
         depth = completion.prompt_tokens + completion.completion_tokens / 2
         decodes.append(predictor.decode_run(depth, completion.plain_tpot_ms / 1000))
-    if completion.ttft_ms and tokens >= 4 * LEAST_TOKENS:
+    if completion.ttft_ms and tokens >= 4 * MIN_TOKENS:
         run = predictor.prompt_run(completion.cached_tokens, tokens, completion.ttft_ms / 1000)
         prompts += [run] if run else []
     learn(decodes, prompts)
@@ -177,7 +177,7 @@ class Disturbances:
 
     def disturbed(self, seconds: float, threads: int) -> bool:
         """Return whether that was often, for a run of this many seconds; not if the system does not say."""
-        return _switches() - self._before > MOST_SWITCHES * max(seconds, 0.5) * threads
+        return _switches() - self._before > MAX_SWITCHES * max(seconds, 0.5) * threads
 
 
 def _switches() -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROMPT = 2000
 """Tokens of the prompt whose first word is timed."""
-MOST_ROWS = 12
+MAX_ROWS = 12
 CARD_BYTES = 600 << 20
 """Memory that the runtime takes on a discrete GPU beside the plan of a processor's run, an assumption."""
 
@@ -117,10 +117,10 @@ def print_devices(out: dict[str, Any]) -> None:
         f"The least memory is {first['memory_bytes'] >> 30} GB: {first['title']} runs {first['model']} as "
         f"{first['weights']} at {speed(first['decode_tok_per_s'])} tokens/s.")) + "\n")
     table = [("device", "GB", "model", "type", "tokens/s", "80 % band")]
-    for row in rows[: 2 * MOST_ROWS]:
+    for row in rows[: 2 * MAX_ROWS]:
         table.append((row["device"], str(row["memory_bytes"] >> 30), row["model"], row["weights"],
                       speed(row["decode_tok_per_s"]), f"{speed(row['low'])}-{speed(row['high'])}"))
     print_table(table, right=[1, 4])
-    more = f"; {len(rows) - 2 * MOST_ROWS} more with --json" if len(rows) > 2 * MOST_ROWS else ""
+    more = f"; {len(rows) - 2 * MAX_ROWS} more with --json" if len(rows) > 2 * MAX_ROWS else ""
     print("\n" + "\n".join(folded(f"Of {len(rows)} devices that run {what} with {asked}{more}. Prices are not known; "
                                   "memory stands for them.")))

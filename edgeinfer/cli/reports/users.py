@@ -20,7 +20,7 @@ FIELD = ("with --users: `users`, `prompt`, `answer` (tokens), `ttft_ms`, `tpot_m
          "contexts and the weights, `budget_bytes`, and `most_users` that it holds; with --goodput `goodput`: `bounds`"
          ", `met`, `one` (the figures of a single user), and `users` and `requests_per_s` at the most users that meet "
          "them, null if none does; else null")
-MOST_USERS = 64
+MAX_USERS = 64
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Memory:
         """Sequences that the budget holds, up to the most of an engine."""
         if self.one_bytes > self.budget_bytes:
             return 0
-        return min(MOST_USERS, 1 + int((self.budget_bytes - self.one_bytes) / max(self.sequence_bytes, 1)))
+        return min(MAX_USERS, 1 + int((self.budget_bytes - self.one_bytes) / max(self.sequence_bytes, 1)))
 
 
 def check_users(users: int | None, answer: int) -> None:
     """Raise `UsageError` for numbers out of range."""
-    if users is not None and not 1 <= users <= MOST_USERS:
-        raise UsageError(f"--users is {users}; it must be from 1 to {MOST_USERS}, the most sequences of an engine.")
+    if users is not None and not 1 <= users <= MAX_USERS:
+        raise UsageError(f"--users is {users}; it must be from 1 to {MAX_USERS}, the most sequences of an engine.")
     if not 1 <= answer < 1 << 24:
         raise UsageError(f"--answer is {answer}; it must be 1 or more tokens.")
 
@@ -100,7 +100,7 @@ def _step(found: Estimate, users: int) -> tuple[float, float]:
 
 def _knee(estimate: Callable[[int, int], Estimate], prompt: int, answer: int) -> int | None:
     """Return the users from which on arithmetic takes longer than reading; None if it does for none."""
-    for users in range(2, MOST_USERS + 1):
+    for users in range(2, MAX_USERS + 1):
         reading, arithmetic = _step(estimate(prompt + answer // 2, users), users)
         if arithmetic >= reading:
             return users

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-PRIOR_ROUNDS, LEAST_SHARE = 3, 0.083
+PRIOR_ROUNDS, MIN_SHARE = 3, 0.083
 """Number of rounds that the drafter's own estimate counts for, and the least weight of the latest round (its half-life
 is 8 rounds).
 """
@@ -65,5 +65,5 @@ class Level:
                 self.right.append(self._unknown())
                 self.rounds.append(PRIOR_ROUNDS)
             self.rounds[place] += 1
-            share = max(1 / self.rounds[place], LEAST_SHARE)
+            share = max(1 / self.rounds[place], MIN_SHARE)
             self.right[place] += share * ((place < accepted) - self.right[place])

@@ -46,7 +46,7 @@ READING_SHARE = 0.5
 """Share of a draft model's expected gain that reading the prompt may cost."""
 HORIZON_TOKENS = 256
 """Most tokens over which it must gain that: the length of a text is not known."""
-LEAST_SECONDS = 1e-7
+MIN_SECONDS = 1e-7
 """Least time of any step: clocks may stand still for a while."""
 LONGEST_GAP_SECONDS = 3e-4
 """Seconds between two steps that count; in a longer gap the caller was busy with the text."""
@@ -241,7 +241,7 @@ class Speculation:
         if not self._measuring:
             self._passed(n_tokens, seconds, seconds)
             return
-        alone = max(LEAST_SECONDS, seconds - self._drafting - self._reading)
+        alone = max(MIN_SECONDS, seconds - self._drafting - self._reading)
         if self._costs.plain(self._depth, n_tokens, alone):
             self._plain_passes += 1
             self._unrefreshed = 0
@@ -258,7 +258,7 @@ class Speculation:
         step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
         verifying = seconds - self._reading - (0.0 if self.drafter.free else self._drafting)
         if step:
-            self._costs.took("verify", texts + drafted, max(LEAST_SECONDS, verifying) / step)
+            self._costs.took("verify", texts + drafted, max(MIN_SECONDS, verifying) / step)
         for level, proposal, right in zip(self._now, proposals, accepted, strict=True):
             if level and proposal:
                 level.learn(len(proposal), right)
@@ -282,7 +282,7 @@ class Speculation:
         self._ended = time.perf_counter()
 
     def _elapsed(self) -> float:
-        return max(LEAST_SECONDS, time.perf_counter() - self._began)
+        return max(MIN_SECONDS, time.perf_counter() - self._began)
 
     def release(self, texts: Items[Text]) -> None:
         """Release the drafter's state of texts that have ended, or whose sequences are taken away."""

@@ -16,7 +16,7 @@ KEPT = 7
 """Recent measurements of each kind whose median counts."""
 DEPTH_STEP = 128
 """Tokens of context of a bucket of measurements."""
-MOST_BUCKETS = 64
+MAX_BUCKETS = 64
 """Buckets that are kept, the latest."""
 ENOUGH = 3
 """Passes without speculation before anything is compared with them: the first of a process finds cold caches."""
@@ -87,7 +87,7 @@ class Costs:
         key = depth // DEPTH_STEP
         bucket = self._buckets.pop(key, None) or deque(maxlen=KEPT)
         self._buckets[key] = bucket  # the latest is the last
-        if len(self._buckets) > MOST_BUCKETS:
+        if len(self._buckets) > MAX_BUCKETS:
             del self._buckets[next(iter(self._buckets))]
         return bucket
 

@@ -24,7 +24,7 @@ LENGTHS = (2, 3, 5, 9)
 PRIORS = (0.35, 0.45, 0.6, 0.9)
 """Share of draft tokens of each level that were right in real texts (docs/explanation/speculative.md)."""
 _NOWHERE = -1
-MOST_ID = 0x10FFFF
+MAX_ID = 0x10FFFF
 """Highest number of a character."""
 
 
@@ -113,6 +113,6 @@ def _characters(tokens: list[int]) -> str:
     """Return a character for each token. If a vocabulary has more tokens than there are characters, two may share
     one: the draft token is then wrong, and the text is unchanged.
     """
-    if max(tokens) > MOST_ID:
-        tokens = [token % MOST_ID for token in tokens]
+    if max(tokens) > MAX_ID:
+        tokens = [token % MAX_ID for token in tokens]
     return array("I", tokens).tobytes().decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")

@@ -16,9 +16,9 @@ from ..tensors import Tensor
 from ..weights import Source
 from .builder import GraphBuilder
 
-MOST_TIME = 3e38
+MAX_TIME = 3e38
 """An infinite time step, as a float32."""
-MOST_WIDTH = 2**20
+MAX_WIDTH = 2**20
 """Elements of all heads of a state."""
 
 # -- configs -----------------------------------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ def read_time_limits(c: ConfigReader) -> tuple[float, ...]:
     if not good or not 0 <= limits[0] < limits[1]:
         raise CheckpointError(f"{c.where}: time_step_limit is {limits!r:.60}; it must be two ascending numbers, the "
                               "first no less than 0.")
-    return () if limits == [0, math.inf] else (float(limits[0]), min(float(limits[1]), MOST_TIME))
+    return () if limits == [0, math.inf] else (float(limits[0]), min(float(limits[1]), MAX_TIME))
 
 
 def read_conv_width(c: ConfigReader, name: str, default: int) -> int:
     """Tokens that a convolution sees."""
-    width: int = c.integer(name, default, low=abi.LEAST_CONV, high=abi.MOST_CONV)
+    width: int = c.integer(name, default, low=abi.MIN_CONV, high=abi.MAX_CONV)
     return width
 
 
@@ -111,9 +111,9 @@ def check_shared(c: ConfigReader, name: str, heads: int, shared: str, of: int) -
 
 def check_width(c: ConfigReader, width: int) -> None:
     """Refuse heads that are wider together than any model's."""
-    if width > MOST_WIDTH:
+    if width > MAX_WIDTH:
         raise CheckpointError(f"{c.where}: the heads of a recurrent layer have {width} elements together, and "
-                              f"{MOST_WIDTH} at most are supported.")
+                              f"{MAX_WIDTH} at most are supported.")
 
 
 # -- graph -------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from ..tensors import Tensor
 from ..weights import Source
 from .builder import GraphBuilder
 
-MOST_EXPERTS = 1 << 18
+MAX_EXPERTS = 1 << 18
 """In all layers together; the largest published models have a tenth of it."""
-MOST_OF_A_LAYER = 4096
+MAX_EXPERTS_PER_LAYER = 4096
 SAME = "num_local_experts"
 """Name of the number of experts in newer versions of transformers, beside or instead of a family's own name."""
 
@@ -54,9 +54,9 @@ def count_experts(c: ConfigReader, name: str, total: int, active: int, chosen: s
                   ) -> tuple[int, int]:
     """Return how many experts a layer has and how many a token goes through, `chosen`; see `read_experts`."""
     layers, said = c.integer("num_hidden_layers", high=2**12), name if c.has(name) or not c.has(SAME) else SAME
-    n = c.integer(said, total, high=MOST_OF_A_LAYER)
-    if layers * n > MOST_EXPERTS:
-        raise CheckpointError(f"{c.where}: {layers} layers of {n} experts are more than {MOST_EXPERTS} experts, which "
+    n = c.integer(said, total, high=MAX_EXPERTS_PER_LAYER)
+    if layers * n > MAX_EXPERTS:
+        raise CheckpointError(f"{c.where}: {layers} layers of {n} experts are more than {MAX_EXPERTS} experts, which "
                               "no model has.")
     if c.has(SAME) and c.integer(SAME) != n:
         raise CheckpointError(f"{c.where}: {name} is {n} and {SAME} {c.integer(SAME)}; they must agree.")

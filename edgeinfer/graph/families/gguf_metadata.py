@@ -12,7 +12,7 @@ from ...errors import UnsupportedModelError
 from ..hf_config.common import LAYER_TYPES
 from ..hf_config.reader import ConfigReader
 
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 
 
 class GgufMetadata:
@@ -69,9 +69,9 @@ class GgufMetadata:
     def layers(self) -> int:
         """Return how many layers there are, bounded before something is made for each."""
         layers = self.size("num_hidden_layers")
-        if layers > MOST_LAYERS:
+        if layers > MAX_LAYERS:
             raise UnsupportedModelError(f"The metadata say that there are {layers} layers, but edgeinfer takes at most "
-                                        f"{MOST_LAYERS}; download the file again.")
+                                        f"{MAX_LAYERS}; download the file again.")
         return layers
 
     def layers_without_drafts(self) -> int:

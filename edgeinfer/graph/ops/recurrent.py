@@ -57,8 +57,8 @@ class CausalConv(RowOp):
             yield f"it reads {last} columns of {self.x}"
         if self.weight.shape != (self.width * self.out.width,):
             yield f"its {self.width} weights of {self.out.width} channels are {self.weight.shape}"
-        if not abi.LEAST_CONV <= self.width <= abi.MOST_CONV:
-            yield f"it sees {self.width} tokens, not {abi.LEAST_CONV} to {abi.MOST_CONV}"
+        if not abi.MIN_CONV <= self.width <= abi.MAX_CONV:
+            yield f"it sees {self.width} tokens, not {abi.MIN_CONV} to {abi.MAX_CONV}"
 
 
 @dataclass(frozen=True, kw_only=True)

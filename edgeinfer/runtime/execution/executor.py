@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 0.02
 """Longest wait before Python looks at signals and cancellations again (a signal ends the wait at once)."""
 _TOKENS = abi.CTX_COUNTS // 8 + abi.COUNT_TOKENS
-LEAST_EVENTS = 16
+MIN_EVENTS = 16
 _CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
 _STEPS = abi.CTX_STEPS >> 3
 
@@ -89,7 +89,7 @@ class Executor:
             if name in regions:
                 self.set(abi.CTX_REGIONS + 8 * i, regions[name].ctypes.data)
         self.set(abi.CTX_PROGRAM, program.words.ctypes.data)
-        self.events = np.zeros(max(LEAST_EVENTS, len(program.instructions)), np.int64)
+        self.events = np.zeros(max(MIN_EVENTS, len(program.instructions)), np.int64)
         self.set(abi.CTX_EVENTS, self.events.ctypes.data)
         self.stream: Readers | None = None
         self.unchanged: Callable[[], None] | None = None

@@ -41,7 +41,7 @@ class Tables:
         self.tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
         self.sequences = np.zeros((sequences, abi.SEQUENCE_BYTES // 8), np.int64)
         self.outputs, self.sample_specs = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
-        self.steps = np.zeros((sequences, abi.MOST_STEPS), np.int64)
+        self.steps = np.zeros((sequences, abi.MAX_STEPS), np.int64)
         self._token_bytes = self.tokens.data.cast("B")
         self._sequence_bytes = self.sequences.data.cast("B")
         self._output_words, self._sample_words = self.outputs.data, self.sample_specs.data

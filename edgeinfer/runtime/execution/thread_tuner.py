@@ -122,7 +122,7 @@ class ThreadTuner:
         """Return how many steps a forward pass of the whole program over this many tokens may take besides the
         first."""
         kind = self._kinds.get((tokens.bit_length(), 0, stop))
-        return min(int(STEPS_NS / kind.last), abi.MOST_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
+        return min(int(STEPS_NS / kind.last), abi.MAX_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
 
     def took(self, ns: float, tokens: int, first: int = 0, stop: int = 0) -> None:
         """Record of how long such a forward pass, or each of its steps, took, which was planned last."""

@@ -18,7 +18,7 @@ _SCALARS = {
     "null": '"null"',
 }
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]*/"
-_MOST_DEPTH = 32
+_MAX_DEPTH = 32
 
 
 def arguments_rule(lark: Lark, tool: Tool, quote: str) -> str:
@@ -42,8 +42,8 @@ class _Notation:
 
     def value(self, schema: Any, depth: int) -> str:
         """Return a part that is a value."""
-        if depth > _MOST_DEPTH:
-            raise RequestError(f"The parameters of a tool are nested deeper than {_MOST_DEPTH}; a call cannot be "
+        if depth > _MAX_DEPTH:
+            raise RequestError(f"The parameters of a tool are nested deeper than {_MAX_DEPTH}; a call cannot be "
                                "forced in this model's format.")
         schema = schema if isinstance(schema, dict) else {}
         if listed := choices(schema, self._root):

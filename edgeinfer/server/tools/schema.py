@@ -9,7 +9,7 @@ from .events import Tool
 from .json_text import parsed
 
 STRING = frozenset({"string"})
-_MOST_STEPS = 200
+_MAX_STEPS = 200
 """Schemas that are looked at for one property; references may go round in circles."""
 
 
@@ -35,7 +35,7 @@ def types_of(schema: dict[str, Any], root: dict[str, Any]) -> frozenset[str]:
     """Return the types that a value may have; none if the schema does not say."""
     types: set[str] = set()
     waiting: list[Any] = [schema]
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         if not waiting:
             break
         one = waiting.pop()

@@ -30,7 +30,7 @@ from ...vector.scalars import div_f32, div_i64, f32_of, sqrt_f32
 from ...vector.targets import fma
 from ...vector.vecmath import sigmoid
 
-LEAST_SQUARE = 1e-6
+MIN_SQUARE = 1e-6
 """Addend of the squared length of a head."""
 
 
@@ -51,7 +51,7 @@ def _normalise(row, n, further):
         v = keep_first(load_f32x16(row + 4 * i), n - i)
         total = fma(v, v, total)
     one = first_lane(splat_f32(1.0))
-    scale = div_f32(one, sqrt_f32(sum_lanes(total) + first_lane(splat_f32(LEAST_SQUARE))))
+    scale = div_f32(one, sqrt_f32(sum_lanes(total) + first_lane(splat_f32(MIN_SQUARE))))
     if further:
         scale = scale * div_f32(one, sqrt_f32(f32_of(n)))
     for i in range(0, n, 16):

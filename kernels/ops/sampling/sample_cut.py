@@ -19,7 +19,7 @@ _EVERY = 1 << 40
 """More tokens than there are."""
 _BASE = -(1 << 31)
 """Below all order-preserving bits."""
-_MOST_GUMBEL = 37.0
+_MAX_GUMBEL = 37.0
 """Above -ln(2^-53), the largest Gumbel number that there is."""
 
 
@@ -111,7 +111,7 @@ def sampled_of_all(spec, logits, mask, maxima, vocab_size, top, cut, ties, posit
     least, best, chosen, equals = logit_of_order(cut), -_INFINITY, vocab_size, 0
     for block in range(div_i64(vocab_size + SAMPLE_BLOCK - 1, SAMPLE_BLOCK)):
         most = load_f32(maxima + 4 * block)
-        if most >= least and div_f64(widen(most) - top, temperature) + _MOST_GUMBEL >= best:
+        if most >= least and div_f64(widen(most) - top, temperature) + _MAX_GUMBEL >= best:
             first = SAMPLE_BLOCK * block
             for i in range(first, min(first + SAMPLE_BLOCK, vocab_size), 16):
                 lanes = lanes_from(logits, mask, i, vocab_size, least)

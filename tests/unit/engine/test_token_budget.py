@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.engine.token_budget import LEAST_CHUNK, TokenBudget
+from edgeinfer.engine.token_budget import MIN_CHUNK, TokenBudget
 
 MAX_ITL, DECODE, TOKEN = 0.2, 0.02, 0.0015
 
@@ -27,7 +27,7 @@ def test_few_steps_last_longer_than_the_limit(spread: float) -> None:
     seconds, tokens = steps(spread)
     assert np.percentile(seconds, 99) <= 1.5 * MAX_ITL
     assert np.mean(seconds) >= MAX_ITL * (1 - 2 * spread) - TOKEN, "time is left"
-    assert min(tokens) >= LEAST_CHUNK
+    assert min(tokens) >= MIN_CHUNK
 
 
 def test_a_crowd_gets_a_whole_tile_however_long_its_steps_last() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.errors import RequestError
 from edgeinfer.text import Constraint, GrammarCompiler
-from edgeinfer.text.structured import MOST_FORCED
+from edgeinfer.text.structured import MAX_FORCED
 
 
 class Failing:
@@ -56,13 +56,13 @@ def test_nothing_may_follow_where_the_grammar_fails_within_a_draft_and_the_text_
 
 
 def test_a_form_that_forces_too_much_is_no_draft_and_ends_the_text() -> None:
-    constraint = Constraint(Failing(MOST_FORCED + 1), 99)
+    constraint = Constraint(Failing(MAX_FORCED + 1), 99)
     constraint.mask()
     assert constraint.forced(8) == []
     constraint.accept(7)
-    with pytest.raises(RequestError, match=rf"cannot be followed: it forces {MOST_FORCED + 1} tokens in a row"):
+    with pytest.raises(RequestError, match=rf"cannot be followed: it forces {MAX_FORCED + 1} tokens in a row"):
         constraint.mask()
-    assert Constraint(Failing(MOST_FORCED), 99).forced(8) == [7] * 8
+    assert Constraint(Failing(MAX_FORCED), 99).forced(8) == [7] * 8
 
 
 class Vocabulary:

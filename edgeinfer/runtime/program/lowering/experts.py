@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, EXPERTS_RESOLVE, LINEAR, ROUTE, ROWS, abi, fill, routes
-from edgeinfer.memory_planner import LEAST_READ_BYTES, MOST_READ_BYTES, READERS
+from edgeinfer.memory_planner import MAX_READ_BYTES, MIN_READ_BYTES, READERS
 
 from ..program import Instruction
 from .base import EXPERTS_KERNEL, Lowering, Operand, lower, matmul_chunk, rows
@@ -33,7 +33,7 @@ def _resolve(op: Route, at: Lowering) -> Instruction:
         slots=plan.slots, slot_bytes=plan.slot_bytes, base=number * plan.experts,
         gate_up_bytes=own.gate_up_bytes, expert_bytes=own.nbytes, unit=own.offset // routes.LINE,
         event=2 * routes.EXPERT_PARTS * number, span=plan.span, readers=READERS,
-        least=LEAST_READ_BYTES, most=MOST_READ_BYTES, total=plan.total)
+        least=MIN_READ_BYTES, most=MAX_READ_BYTES, total=plan.total)
     operands = [at.at(op.out), _locations(number, at), _slots(at), _in_region(plan.owners, 4 * plan.slots),
                 _in_region(plan.counts + 4 * number * plan.experts, 4 * (plan.total - number * plan.experts)),
                 _in_region(plan.stamps, 8 * plan.slots),
