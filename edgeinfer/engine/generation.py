@@ -174,8 +174,7 @@ class Generation(Task[Completion]):
                 return
 
     def runs(self) -> list[Run]:
-        """Return the rest of the prompt, or the tokens of each live sample that were not run yet: mostly its last
-        one."""
+        """Return the rest of the prompt, or the tokens of each live sample that have not run: mostly its last."""
         base, n_prompt, live = self._base, len(self.prompt_ids), self.live
         if base is not None and len(base) < n_prompt:
             specs = (self._samples[0].sampler.address,)

@@ -27,7 +27,7 @@ Ids: TypeAlias = "NDArray[np.intp]"
 
 _N_EDITS = abi.SAMPLE_N_EDITS >> 3
 EMPTY = -2
-"""Stands for a token where a mask leaves none."""
+"""Token id if a mask allows no token."""
 
 
 class Sampled(NamedTuple):
@@ -61,13 +61,14 @@ def log_softmax(logits: Floats) -> Floats:
 class Sampler:
     """Samples the tokens of one sequence.
 
-    The same seed, index, tokens before and logits give the same token, whatever the number of threads or of sequences
-    and on the code that chooses: random numbers depend on seed, index, position and token id alone.
+    Seed, index, preceding tokens and logits determine the token, for any number of threads and sequences and in every
+    implementation: random numbers depend on seed, index, position and token id alone.
 
-    Parameters ---------- config : settings of the sampler; `config.seed` is not read, since a request without one has
-    it sampled by the caller
+    Parameters
+    ----------
+    config : settings of the sampler, except for `config.seed`
     vocab_size : length of the logits
-    seed : of the request, 0 or more
+    seed : seed of the request, 0 or more; the caller samples one for a request without
     index : which of the request's parallel samples this is
     room : most tokens that it will see, the prompt's included; by default as many different ones as there are
     ends : tokens that end the text: a forward pass of several steps stops there
@@ -192,14 +193,12 @@ class Sampler:
         return self._logprobs is None and not self._config.logit_bias
 
     def prompt(self, ids: Iterable[int]) -> None:
-        """Record of the prompt: its tokens count for the repetition penalty only."""
+        """Record the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
             self._note(token_id, 0)
 
     def accept(self, token_id: int, noted: bool = False) -> None:
-        """Instruction a generated token; its penalty is already `noted` if the forward pass continued with it by
-        itself.
-        """
+        """Record a generated token; its penalty is already `noted` if the forward pass continued with it."""
         if self._behind:
             self.set_mask(self._behind(token_id))
         if not noted:
