@@ -33,7 +33,8 @@ def main() -> None:
     options = parse()
     models = Models(options.models, lambda said: print(said, file=sys.stderr, flush=True))
     gguf = models.gguf(options.python, options.shape, options.kind)
-    bundle = models.bundle(options.shape, 32) if options.kind in ALIKE else models.imported(gguf)
+    bundle = models.mixed(options.shape, options.mixture) if options.mixture else \
+        models.bundle(options.shape, 32) if options.kind in ALIKE else models.imported(gguf)
     tests = [(kind, tokens) for kind, tokens in (("tg", options.n), ("pp", options.p)) if tokens]
     rows = []
     with Worker("edgeinfer", [sys.executable, str(HERE / "edgeinfer_worker.py")]) as ours:
@@ -60,6 +61,7 @@ def parse() -> argparse.Namespace:
     add("--models", type=Path, required=True, help="folder for the models, which stay there")
     add("--shape", default="tinyllama-1.1b")
     add("--kind", default="q4_0", help="type of the peer's file; of all but q4_0 ours has the same codes (q4_0)")
+    add("--mixture", type=Path, help="types of our matrices, as equal_quality.py writes them")
     add("--setting", action="append", help="further options of the peer, commas for spaces; may be repeated")
     add("-n", type=int, default=32, help="tokens to decode, 0 for none (default 32)")
     add("-p", type=int, default=0, help="prompt tokens (default: no prompts)")

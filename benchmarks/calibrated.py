@@ -132,8 +132,17 @@ def rows(folder: Path, known: Statistics, types: list[WeightType], ways: list[st
     return found
 
 
-def by_bits(reference: Path, known: Statistics, text: str, bits: float) -> dict[str, WeightType]:
-    """Choose a type for each matrix of a layer, as `--bits` does for all matrices."""
+class Choices(NamedTuple):
+    """The types that each matrix of a layer can have, with bytes and expected effects."""
+
+    names: list[str]
+    types: list[WeightType]
+    options: list[list[tuple[int, float]]]
+    weights: int
+
+
+def choices(reference: Path, known: Statistics, text: str) -> Choices:
+    """Round each matrix of a layer to all types, and measure what its error does to predictions."""
     session = open_plain(reference, WINDOW, chunk=256, kv="f32", outputs=256)
     effects = measure_effects(session, Tokenizer.open(reference).encode(text[: 8 * PIECE]))
     session.close()
@@ -147,8 +156,13 @@ def by_bits(reference: Path, known: Statistics, text: str, bits: float) -> dict[
             errors = [rounding.quantise_matrix(values, stored, name, one).errors for stored in types]
             options.append([(stored.nbytes(shape), share * error.output_error)
                             for stored, error in zip(types, errors, strict=True)])
-    choice = choose(options, int(bits * weights / 8))
-    return {name: types[i] for name, i in zip(known, choice.options, strict=True)}
+    return Choices(list(known), types, options, weights)
+
+
+def chosen(possible: Choices, bits: float) -> dict[str, WeightType]:
+    """Choose a type for each matrix of a layer, as `--bits` does for all matrices."""
+    choice = choose(possible.options, int(bits * possible.weights / 8))
+    return {name: possible.types[i] for name, i in zip(possible.names, choice.options, strict=True)}
 
 
 def against_ggml(folder: Path, known: Statistics, given: argparse.Namespace, text: str) -> tuple[list[str], bool]:
@@ -160,12 +174,13 @@ def against_ggml(folder: Path, known: Statistics, given: argparse.Namespace, tex
     matrix = folder / "imatrix.gguf"
     run("llama-imatrix", "-m", given.gguf, "-f", given.calibrate, "-o", matrix, "-c", WINDOW, "--no-ppl",
         "--chunks", given.tokens // WINDOW, "-t", 1)
+    possible = choices(reference, known, given.calibrate.read_text())
     for kind, bits, most in (("Q4_K_S", 4.5, 0.65), ("IQ3_S", 3.4375, 0.8)):
         coded, plain = folder / "coded.gguf", folder / "plain.gguf"
         run("llama-quantize", "--imatrix", matrix, "--pure", "--token-embedding-type", "f32", given.gguf, coded, kind)
         run("llama-quantize", "--allow-requantize", coded, plain, "F32")
         convert(plain, folder / "ggml", weights="f32", overwrite=True)
-        made = write(reference, folder / "rounded", by_bits(reference, known, given.calibrate.read_text(), bits),
+        made = write(reference, folder / "rounded", chosen(possible, bits),
                      lambda name: known[name])
         both = [measure(folder / name, "f32", reference, text, max_tokens=given.max_tokens).divergence
                 for name in ("ggml", "rounded")]

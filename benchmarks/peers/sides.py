@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.peers.worker import Worker, WorkerError
 from edgeinfer.converters import SHAPES, convert, write_random_bundle
+from edgeinfer.graph import Weight, WeightType, fitting, requested_types
 
 HERE = Path(__file__).resolve().parent
 OURS, LLAMA, OPENVINO = "edgeinfer", "llama.cpp", "openvino-genai"
@@ -75,6 +76,25 @@ class Models:
             self._tell(f"writing {path.name}")
             config = replace(SHAPES[shape], max_position_embeddings=CTX_LIMIT)
             write_random_bundle(config, path, group_size=group_size)
+        return path
+
+    def mixed(self, shape: str, mixture: Path) -> Path:
+        """edgeinfer's with the types that equal_quality.py found, by kind of matrix and depth; the head is q6."""
+        path = self.directory / f"{shape}-{mixture.stem}"
+        if not path.exists():
+            self._tell(f"writing {path.name}")
+            config, given = replace(SHAPES[shape], max_position_embeddings=CTX_LIMIT), json.loads(mixture.read_text())
+            types = {name: WeightType.of(*stored) for name, stored in given["types"].items()}
+            layers = 1 + max(int(name.split(".")[1]) for name in types)
+            others = requested_types(embedding="q4", head="q6")
+
+            def type_of(weight: Weight) -> WeightType:
+                if weight.kind != "matrix":
+                    return others(weight)
+                _, layer, kind = weight.name.split(".")
+                return fitting(types[f"layers.{int(layer) * layers // config.num_hidden_layers}.{kind}"], weight.shape)
+
+            write_random_bundle(config, path, types=type_of)
         return path
 
     def imported(self, file: Path) -> Path:

@@ -36,6 +36,7 @@ from edgeinfer.graph import (
     Decay,
     ModelConfig,
     Tap,
+    TypeOf,
     Weight,
     build_draft_head,
     build_graph,
@@ -70,6 +71,7 @@ def write_random_bundle(
     ffn_layout: str = "tile16",
     sparsity: Sparsity | None = None,
     routing: float | None = None,
+    types: TypeOf | None = None,
     overwrite: bool = False,
     progress: OnStageProgress | None = None,
 ) -> None:
@@ -92,6 +94,8 @@ def write_random_bundle(
     routing : float, optional
         Of an MoE model, the share of a token's choices that the busier half of a layer's experts takes
         (random_experts.py).
+    types : callable, optional
+        Type of each weight, in place of `weights`, `group_size` and `ffn_layout`.
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -105,7 +109,7 @@ def write_random_bundle(
         The model cannot have this sparsity.
     """
     config = sparsity.config(config, ffn_layout) if sparsity else config
-    type_of = requested_types(weights, group_size, ffn_layout=ffn_layout)
+    type_of = types or requested_types(weights, group_size, ffn_layout=ffn_layout)
     graph = build_graph(config, type_of)
     rng, entries = np.random.default_rng(seed), []
     neurons, routers = Neurons(rng, config, sparsity), None
