@@ -26,8 +26,8 @@ _PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
                     r"mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|(?<!pad )mini|"
-                    r"studio|developer kit|dev kit|founders edition|graphics card|"
-                    r"model b)\b")
+                    r"studio|developer kit|dev kit|founders edition|(?<=\d{4} )fe|(?<=ti )fe|(?<=super )fe|"
+                    r"graphics card|model b)\b")
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
