@@ -180,9 +180,9 @@ def speed(model: str) -> list[Row]:
             print(f"speed: {found[-1]:.2f} of bench, {on_ray[-1]:.1f} on Ray, {alone[-1]:.1f} alone", file=sys.stderr)
     what = f"{Path(model).name}, {SPEED_ROWS} rows of {SPEED_PROMPT} and {SPEED_TOKENS} tokens, {AT_ONCE} at once"
     ratio = [one / other for one, other in zip(on_ray, alone, strict=True)]
-    return [("file on Ray, one worker of two threads: tokens/s in those of `bench --concurrency`",
+    return [("file on Ray, one worker of two threads: tokens/s relative to `bench --concurrency`",
              _spread(found), "0.9", what),
-            ("file on Ray, two workers of one thread: tokens/s in those of two processes without Ray",
+            ("file on Ray, two workers of one thread: tokens/s relative to two processes without Ray",
              _spread(ratio), "0.95", what)]
 
 

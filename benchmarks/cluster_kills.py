@@ -151,7 +151,7 @@ def conversations(model: str, n: int, ctx: int) -> Row:
         command, port = served(model, "-t", "1", "--ctx", str(ctx), *options)
         with running(command, port), ThreadPoolExecutor(AT_ONCE) as pool:
             cached.append(sum(pool.map(lambda number: _conversation(port, number), range(n))))  # noqa: B023
-    return (f"{n} conversations of {TURNS} turns on three replicas: cached tokens in those of one",
+    return (f"{n} conversations of {TURNS} turns on three replicas: cached tokens relative to one process",
             f"{cached[1] / cached[0]:.3f}", "at least 0.95", f"{Path(model).name}, {cached[1]:,} tokens")
 
 

@@ -55,8 +55,8 @@ def routing(model: str) -> list[Row]:
     for load in LOADS:
         even, uneven = (percentile(asyncio.run(_ttfts([speeds, speeds, Speeds(n * speeds.prompt, n * speeds.decode)],
                                                       load)), 0.95) for n in (1, 3))
-        rows.append((f"one of three replicas three times slower, at {load:.0%} of the even pool's speed: P95 TTFT in "
-                     "that of an even pool", f"{uneven / even:.2f}", "at most 1.3",
+        rows.append((f"one of three replicas three times slower, at {load:.0%} of the even pool's speed: P95 TTFT "
+                     "relative to an even pool", f"{uneven / even:.2f}", "at most 1.3",
                      f"replicas that only wait; {REQUESTS} requests of 256 and 32 tokens; the least of any choice is "
                      f"{1000 * least(load, speeds) / even:.2f}"))
     return rows

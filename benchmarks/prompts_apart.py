@@ -41,7 +41,7 @@ DEVICE_PROMPT, DEVICE_TOKENS = 192, 64
 DEVICE_OPTIONS: dict[str, Any] = dict(ctx=DEVICE_PROMPT + DEVICE_TOKENS, threads=1, max_sequences=1, speculate="off")
 TALE = Path(__file__).resolve().parent.parent / "tests" / "data" / "box_of_robbers.txt"
 LINK_PROMPT, LINK_SHARE = 1024, 0.7
-"""Tokens of a prompt, and the time of its KV blocks on the link in that of its computation."""
+"""Tokens of a prompt, and the time of its KV blocks on the link relative to its compute time."""
 
 
 def keep_apart(server: HttpServer, port: int) -> str:
@@ -82,11 +82,11 @@ def gaps(model: str, rounds: int) -> list[Row]:
         received, expected = (sum(one[name] for one in states(port)) for name in ("received_bytes", "expected_bytes"))
     what = ", ".join(f"{name} {1000 * percentile(all_, 0.5):.0f} and {1000 * percentile(all_, 0.99):.0f} ms"
                      for name, all_ in found.items())
-    return [(f"{STREAMS} streams beside prompts of {PROMPT} that are computed apart: P99 ITL in that of the streams "
+    return [(f"{STREAMS} streams beside prompts of {PROMPT} that are computed apart: P99 ITL relative to the streams "
              "alone", f"{percentile(found['apart'], 0.99) / percentile(found['alone'], 0.99):.2f}; by round "
              f"{spread(tails)}", "at most 1.1",
              f"{Path(model).name}, {rounds} rounds, {said}; median and P99: {what}"),
-            ("bytes of prompts that went, in those of the plan", f"{received / max(expected, 1):.4f}",
+            ("bytes of prompt KV transferred, relative to the plan", f"{received / max(expected, 1):.4f}",
              "within 0.01 of 1", f"{received / 1e6:.1f} MB")]
 
 
@@ -155,8 +155,8 @@ def link(model: str, rounds: int) -> list[Row]:
             late.append(other)
             print(f"link: {one:.2f} s while it is computed, {other:.2f} s after", file=sys.stderr)
     predicted = (compute + LINK_SHARE * compute / (LINK_PROMPT / 128)) / (1 + LINK_SHARE) / compute
-    return [("first token over a slow link, with KV blocks that go while the prompt is computed, in the time of those "
-             "that go after it", spread([a / b for a, b in zip(early, late, strict=True)]), f"{predicted:.2f}",
+    return [("first token over a slow link, with KV blocks sent while the prompt is computed, relative to blocks sent "
+             "after it", spread([a / b for a, b in zip(early, late, strict=True)]), f"{predicted:.2f}",
              f"{Path(model).name}, prompt of {LINK_PROMPT} in chunks of 128, {rate / 1e6:.1f} MB/s, {rounds} rounds in "
              "turns; asked for follows from the times of computing and of the link")]
 

@@ -72,7 +72,7 @@ def _numbers() -> dict[str, tuple[frozenset[str], ...]]:
 
 
 def _candidates(text: str) -> dict[str, DeviceProfile]:
-    """Return the devices of which one name has no number that the text lacks."""
+    """Return the devices with at least one name all of whose numbers occur in the text."""
     numbers, rows = {*_NUMBERS.findall(plain(text)), *_NUMBERS.findall(text)}, all_rows()
     return {name: profile_of(rows[name][0], name) for name, needed in _numbers().items()
             if any(one <= numbers for one in needed)}

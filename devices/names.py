@@ -139,7 +139,7 @@ def with_memory(profile: DeviceProfile, stated: int | None) -> DeviceProfile:
     Raises
     ------
     UsageError
-        It does not exist with so much.
+        The device is not sold with that much memory.
     """
     if stated is None or (not profile.memory_gib and stated << 30 == profile.memory_bytes):
         return profile

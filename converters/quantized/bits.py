@@ -23,7 +23,7 @@ def unpacked(words: NDArray[np.uint32], bits: int) -> Bytes:
 
 
 def _bit_stream(raw: Bytes, bits: int) -> Bytes:
-    """Codes that follow each other without regard to bytes, as MLX writes 3, 5 and 6 bits; of 2 bits four in a byte."""
+    """Codes packed contiguously across byte boundaries, as MLX writes 3, 5 and 6 bits; of 2 bits four in a byte."""
     nbytes = lcm(bits, 8) // 8  # in which whole codes are
     runs = raw.reshape(*raw.shape[:-1], -1, nbytes)
     words = np.zeros(runs.shape[:-1], np.uint64)

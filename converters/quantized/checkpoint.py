@@ -89,7 +89,7 @@ class PackedCheckpoint(Checkpoint):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Omissions."""
+        """Notes on tensors that were left out."""
         scales = sum(name.endswith("scale") for name in self.no_weights)
         said = f"{scales} scales of activations, K or V are left out: edgeinfer computes its own, by group and token."
         return (*super().remarks, said) if scales else super().remarks
@@ -112,7 +112,7 @@ class PackedCheckpoint(Checkpoint):
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
         """Choose types: those of the checkpoint where nothing is requested; `weights` asks for all matrices.
 
-        Raises `UnsupportedModelError` if no type of ours takes a tensor as it is, and nothing was requested.
+        Raises `UnsupportedModelError` if no storage type holds a tensor unchanged, and nothing was requested.
         """
         if weights is not None:
             return super().storage(weights, group_size, embedding, head, ffn_layout)

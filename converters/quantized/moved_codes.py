@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Done = tuple[list[tuple[str, int]], quantise.ErrorSums]
 BLOCK_WEIGHTS = 1 << 20
-"""Of rows that one thread packs at a time."""
+"""Weights that one thread packs at a time."""
 MAX_ERROR = 1e-4
 """Squared error / squared norm of a tensor beyond which scales do not fit fp16: rounding them costs 2.4e-7 at most."""
 

@@ -55,14 +55,14 @@ class Row:
 
     @property
     def mbu_paired(self) -> float:
-        """Median share of the bandwidth of the same moment."""
+        """Median share of the bandwidth measured at the same time."""
         shares = [self.bytes_per_token * speed / (gbs * 1e9)
                   for speed, gbs in zip(self.samples, self.bandwidth, strict=True)]
         return statistics.median(shares)
 
     @property
     def int8_share(self) -> float | None:
-        """Median share of the int8 peak of the same moment; None for single tokens and where nothing is int8."""
+        """Median share of the int8 peak measured at the same time; None for single tokens and where nothing is int8."""
         if not self.int8_peak or not self.operations_per_token:
             return None
         return statistics.median(self.operations_per_token * speed / (peak * 1e9)

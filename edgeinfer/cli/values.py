@@ -1,8 +1,8 @@
 """Values of options that can be read at a glance, without the validators of typer.
 
-typer checks values with a library that takes longer to import than all else of the parser, be it for a text that stays
-as it is. Plain texts, whole numbers and decimal numbers are read here; everything else, and everything that
-is to be refused, is left to typer.
+typer checks values, even for a plain string, with a library that takes longer to import than all else of the parser.
+Plain texts, whole numbers and decimal numbers are read here; everything else, and everything that is to be refused, is
+left to typer.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class StageHost:
         return self._calls.info()
 
     def call(self, number: int, name: str, arguments: tuple[Any, ...], answers: bool) -> Any:
-        """Make a call without an answer; an error of it is raised by the next call that has one."""
+        """Make a call; without an answer, its error is raised by the next call that has one."""
         return self._made(number, lambda calls: calls.call(name, arguments), answers)
 
     def run(self, number: int, part: Part, rows: Rows | None) -> Any:

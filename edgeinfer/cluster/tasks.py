@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Remote:
-    """The part that all of them have.
+    """Common base of remote tasks.
 
     Attributes
     ----------
     on_cancel : callable or None
-        Called when the client has enough.
+        Called when the client cancels.
     value
         The outcome, once it is there.
     """

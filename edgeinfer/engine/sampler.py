@@ -283,7 +283,7 @@ class Sampler:
         """Return the logits, checked, with bias and penalties in a copy if there are any."""
         if logits.shape != (self._vocab_size,):
             size = self._vocab_size
-            raise KernelError(f"The logits have the shape {logits.shape}, but the vocabulary {size} tokens.")
+            raise KernelError(f"The logits have the shape {logits.shape}, but the vocabulary has {size} tokens.")
         best = logits.max()  # NaN counts as the largest
         if not np.isfinite(best):
             hint = "its weights are damaged or a kernel is wrong (EDGEINFER_CHECK=1 finds which)"

@@ -21,7 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_turn(method: Method) -> Method:
-    """Let a method talk to the stages alone: the figures of `blocks` may be asked for by any thread."""
+    """Serialise calls to the stages with a lock: the figures of `blocks` may be asked for by any thread."""
     @wraps(method)
     def called(self: PipelineSequences, *arguments: Any, **options: Any) -> Any:
         with self._turn:

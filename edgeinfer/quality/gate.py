@@ -53,14 +53,14 @@ class Judged(NamedTuple):
     enabled: tuple[RuntimeConfig, ...]
     """The config with approximations that were measured within the bound, those with the most of them first."""
     switched_off: tuple[str, ...]
-    """The flags of others, each with the reason; none of which a part was refused alone."""
+    """The flags of others, each with the reason, omitting combinations of which a subset was already refused."""
 
 
 def judge(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> Judged:
     """Say which approximations a run may use without being asked, and why not the others.
 
-    These are some of those that the bundle has parts for and the recipe says nothing of, where exactly what comes out
-    was measured within the bound.
+    Candidates have data in the bundle and are not in the recipe; only combinations measured within the bound are
+    enabled.
 
     Raises
     ------

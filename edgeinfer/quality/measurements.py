@@ -122,7 +122,7 @@ def measurement(setting: Setting, result: Evaluation, weights: str, *, protocol:
 
 
 def measured_identity(bundle: Bundle) -> str:
-    """Return a checksum of all in a bundle that its predictions depend on."""
+    """Return a checksum of everything in the bundle that affects its predictions."""
     from ..bundle import APPROXIMATING, weights_identity
 
     predictors = [entry.sha256 for entry in bundle.header.files if entry.part in APPROXIMATING]

@@ -82,8 +82,8 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None
 
 
 def or_exact(error: BudgetError, config: RuntimeConfig, plan_of: Callable[[RuntimeConfig], MemoryPlan]) -> BudgetError:
-    """Return why a run does not fit, with the exact run if that fits, or the part of it that does where
-    nothing else would; `plan_of` plans it and raises `BudgetError`.
+    """Return why a run does not fit, adding the exact run as an alternative if it fits; if nothing fits, smaller
+    settings of the exact run. `plan_of` plans it and raises `BudgetError`.
     """
     exact = without_approximations(config.recipe)
     if exact == config.recipe:

@@ -247,7 +247,7 @@ def test_damaged_logits(value: float, word: str, temperature: float) -> None:
 
 
 def test_logits_of_another_shape() -> None:
-    with pytest.raises(KernelError, match=r"have the shape \(9,\), but the vocabulary 10 tokens"):
+    with pytest.raises(KernelError, match=r"have the shape \(9,\), but the vocabulary has 10 tokens"):
         sampler(10).sample(np.zeros(9, np.float32))
 
 
