@@ -14,6 +14,7 @@ from edgeinfer.memory_planner import process_budget, serving_share
 
 from ..config import CUDA
 from ..errors import EdgeInferError
+from ..techniques import WITHOUT_DRAFTS
 from .actor import ActorWorker, Node
 from .connection import first_sentence, initialised
 from .job import Identity
@@ -157,8 +158,8 @@ def nodes_of(ray: Any) -> list[Node]:
 
 def prefilling(options: dict[str, Any], device: str) -> dict[str, Any]:
     """Return the options of a worker that computes prompts on a device, from those of workers that answer."""
-    return {**options, "device": device, "kv": None, "kv_memory": None, "fill_budget": None, "speculate": "off",
-            "draft": None, "max_sequences": PREFILL_SEQUENCES}
+    return {**options, **WITHOUT_DRAFTS, "device": device, "kv": None, "kv_memory": None, "fill_budget": None,
+            "max_sequences": PREFILL_SEQUENCES}
 
 
 @contextlib.contextmanager

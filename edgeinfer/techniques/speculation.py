@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..text import Tokenizer
 
 AUTO, OFF, _, DRAFT, SELF, MTP = SPECULATIONS
+WITHOUT_DRAFTS = {"speculate": OFF, "draft": None}
+"""Options of a process that drafts nothing, such as a worker that computes prompts alone."""
 _COMMANDS = ("run", "plan")
 
 

@@ -308,7 +308,7 @@ def test_lists_of_kernels_follow_from_the_types() -> None:
     simple = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128")
     assert simple == catalogue.SCREENED and {*simple, "f16", "f32", "q6_g16"} < set(catalogue.WEIGHTS)
     assert set(catalogue.FOREIGN) == {kernel_name("", *taken)[1:] for taken in TAKEN}
-    assert abi.NEURON_TYPES == ("q4", "int8") and tuple(KV_TYPES) == catalogue.KV
+    assert abi.NEURON_TYPES == ("q4", "int8", "q2") and tuple(KV_TYPES) == catalogue.KV
 
 
 def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:

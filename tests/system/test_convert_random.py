@@ -76,7 +76,8 @@ def test_the_tokenizer(tmp_path: Path) -> None:
 
 ALIKE = sorted(name for name, c in SHAPES.items() if not (c.latent or c.ffn_sizes or c.head_dims))
 """Shapes whose layers are alike, and of which keys and values are heads."""
-UNGATED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
+UNGATED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "mpt", "nemotron_h", "opt", "phi",
+           "starcoder2")
 """Families whose FFN has two matrices, some with a table of positions, too."""
 
 

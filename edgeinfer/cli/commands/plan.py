@@ -188,6 +188,7 @@ def _prefilling(model: str, device: str, given: options.Given) -> int:
     from ...backends import PROVIDERS
     from ...llm.executors import executor_on
     from ...models.describe import describe
+    from ...techniques import WITHOUT_DRAFTS
     from ..reports.plan_device import planned_on
 
     config, card = checked_prefill(device, model, given), machine_of(given)
@@ -196,7 +197,7 @@ def _prefilling(model: str, device: str, given: options.Given) -> int:
                          f"--machine is {card.name}; leave --machine out.")
     description = describe(model, *given.stored(model), Recipe(()))
     found = executor_on(PROVIDERS[device], description.graph, config)._replace(profile=served(card) if card else None)
-    return _printed(planned_on(found, description, registry.drafting({"speculate": "off"})), given.json)
+    return _printed(planned_on(found, description, registry.drafting(WITHOUT_DRAFTS)), given.json)
 
 
 def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:
