@@ -13,8 +13,8 @@ have two parts, and their row is where a gate would be. Each part is codes, then
 byte b of a group holds column b (low nibble) and column b + g/2 (high nibble); in q2 it holds columns b, b + g/4,
 b + g/2 and b + 3g/4, the lowest bits first.
 
-Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
-rows.
+Padding: the code of zero (q4 8, q2 1, int8 0) in the columns of a live group; zero bytes and scale 0 in an absent last
+group and in absent rows.
 """
 
 from __future__ import annotations

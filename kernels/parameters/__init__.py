@@ -23,6 +23,8 @@ __all__ = ["ACTIVATIONS", "ATTENTION", "CONV", "EXPERTS_INPUT", "EXPERTS_RESOLVE
            "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
            "ROUTE", "ROWS", "RULE", "SAMPLE", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
 
+assert len(SCREEN) <= min(LINEAR.head_tiles, LINEAR.halved)  # a screened head's matmuls read 0 there
+
 
 def fill(family: Any, **values: int | float) -> list[int]:
     """Parameters of an instruction in the family's order; floats become their float32 bits, missing ones are 0.

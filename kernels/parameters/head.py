@@ -17,7 +17,8 @@ class _Sample(NamedTuple):
 
 
 class _Screen(NamedTuple):
-    """The first nine as in LINEAR, whose matmuls read them."""
+    """The first nine as in LINEAR, whose matmuls read them. What LINEAR has after the last of these is 0 for them: one
+    matrix, whose single token goes through all streams."""
 
     tiles: int
     tile_bytes: int

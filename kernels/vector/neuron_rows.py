@@ -170,7 +170,7 @@ def next_quarters(b, scales):
 
 
 def _addresses(b, q, sides, first, piece, address, stride, tokens):
-    """Pointers to a part's sums: per token, quarter and side (low nibbles, high nibbles) a vector of 16 outputs.
+    """Pointers to a part's sums: per token, quarter and side (a byte's codes, lowest bits first) 16 outputs.
 
     A byte has a code of each side, and those of a group are `piece` outputs apart: the first code of byte p of a line
     is of output sides p - (sides - 1) (p % piece). Bytes of int8 (one side) are their output.

@@ -208,7 +208,7 @@ load_nested = {"u8*f16": _nested(False), "i8*f16": _nested(True)}
 
 @intrinsic
 def minimum_add(context, acc, minima, x_scales, offsets):
-    """acc + minimum of the row tile * (sum of a group's activations of the token), as `int8_dot.scale_add` has it.
+    """acc + minimum of the row tile * (sum of a group's activations of the token), as `accumulators.scale_add` has it.
 
     The sum is that of the int8 values, which the int32 at offsets + 4 t has times -8, times their scale.
     """

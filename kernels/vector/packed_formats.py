@@ -11,8 +11,11 @@ FORMS: dict[str, StorageType] = {name: row for name, row in TYPES.items() if row
 
 
 def is_fine(form: StorageType) -> bool:
-    """Whether groups are smaller than those of activations, and scaled as `small_groups.py` has it."""
-    return form.groups[0] < INPUT_COLUMNS
+    """Whether groups are smaller than those of activations, and scaled as `small_groups.py` has it: 16 columns, whose
+    four sums of four fill a vector of one token, and no minimum, for the record's offsets are those of such groups."""
+    fine = form.groups[0] < INPUT_COLUMNS
+    assert not fine or (form.groups == (16,) and not form.minimum), form
+    return fine
 
 
 def lift_of(form: StorageType) -> int:

@@ -200,7 +200,7 @@ def _added(make_matmul, group, n, m):
 
 
 def chunk_added(make_matmul, group):
-    """Do `linear.chunk_of_rows` for rows that are added."""
+    """Do `matmul.chunk_of_rows` for rows that are added."""
     return chunk_of(lambda n, m: _added(make_matmul, group, n, m), group)
 
 
