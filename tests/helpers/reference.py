@@ -218,6 +218,7 @@ def neuron_gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> 
 
 
 def neuron_down(state: _State, op: Any, f: np.ndarray, *residual: np.ndarray) -> np.ndarray:
+    f = normalised(f, op.eps) * state.whole(op.f_norm) if op.f_norm else f
     y = f @ state.parts(op.weight)[-1].T
     y = y + state.whole(op.bias) if op.bias else y
     return residual[0] + y if residual else y
