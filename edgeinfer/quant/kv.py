@@ -48,28 +48,34 @@ def packed_blocks(k: NDArray[np.float32], v: NDArray[np.float32], kv: KvType) ->
     Parameters
     ----------
     k, v : float32 arrays of shape (heads, blocks, tokens, n)
+        Of magnitudes up to `largest_value`.
 
     Returns
     -------
     list of uint8 arrays of shape (heads, blocks, bytes)
     """
-    (k, k_scales), (v, v_scales) = stored_rows(k, kv), stored_rows(v, kv)
+    (k, k_scales), (v, v_scales) = elements_and_scales(k, kv), elements_and_scales(v, kv)
     scales = np.concatenate([k_scales, v_scales], axis=-1).view(np.uint8)
     return [pack_keys(k, kv), pack_values(v, kv), *([scales] if kv.scaled else [])]
 
 
-def stored_rows(rows: NDArray[np.float32], kv: KvType) -> tuple[NDArray[Any], NDArray[np.float16]]:
+def elements_and_scales(rows: NDArray[np.float32], kv: KvType) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """Return elements and scales of rows (..., n): floats have none, and codes the largest magnitude by `highest`.
 
     Codes are of the scale as it is stored; a row whose scale is 0 in fp16 is zeros.
     """
     if not kv.scaled:
-        with np.errstate(over="ignore"):
-            return rows.astype(element_type(kv)), np.zeros(rows.shape[:-1], np.float16)
+        return rows.astype(element_type(kv)), np.zeros(rows.shape[:-1], np.float16)
     scales = (np.abs(rows).max(axis=-1, initial=0) / kv.highest).astype(np.float16)
     by = scales.astype(np.float32)[..., None]
     codes = np.divide(rows, by, out=np.zeros_like(rows), where=by != 0)
     return np.rint(codes).clip(-kv.highest, kv.highest).astype(np.int8), scales
+
+
+def largest_value(kv: KvType) -> float:
+    """Return the largest magnitude that a row can have: what its elements hold, or its scale times the largest code."""
+    highest = kv.highest if kv.scaled else 1
+    return highest * float(np.finfo("<f2" if kv.scaled else element_type(kv)).max)
 
 
 def element_type(kv: KvType) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, RopeStore
 from edgeinfer.kernels import abi
 from edgeinfer.runner import BlockForm, Sequence
@@ -43,11 +44,15 @@ class PromptBlocks:
         """Layers whose keys are padded in both halves of a head."""
 
     def read(self, sequence: Sequence, first: int, complete: bool, form: BlockForm) -> Iterator[bytes]:
-        """Yield the parts of a sequence from block `first` on; see `Runner.read_blocks`."""
+        """Yield the parts of a sequence from block `first` on; see `Runner.read_blocks`.
+
+        Raises `RequestError` if the KV type does not hold a value, or if the sequence was cut between two parts.
+        """
         n = len(sequence)
         end = blocks_of_tokens(n, complete)
         windowed = set(form.windowed)
-        layers = {ALL: [one for one in self._layers if one not in windowed], WINDOW: sorted(windowed)}
+        layers = {kind: [one for one in self._layers if (one in windowed) == (kind == WINDOW)]
+                  for kind in (ALL, WINDOW)}
         sizes = {kind: sum(self._layers[one].kv * abi.kv_head_bytes(form.kv, self._layers[one].dim) for one in alike)
                  for kind, alike in layers.items()}
         parts = ranges(ALL, first, end, sizes[ALL]) or [(ALL, end, end)] * complete
@@ -57,30 +62,44 @@ class PromptBlocks:
             if complete:
                 parts += ranges(WINDOW, gone, end, sizes[WINDOW])
         for number, (kind, begin, stop) in enumerate(parts):
+            if len(sequence) < n:
+                raise RequestError("The prompt was cut while its K and V were read; read it again from its beginning.")
             planes = list[NDArray[np.uint8]]()
-            if begin < stop:
-                found = self._rows(sequence, begin * abi.BLOCK_TOKENS, min(stop * abi.BLOCK_TOKENS, n))
-                planes = [one for layer in layers[kind] for one in self._planes(layer, found, stop - begin, form.kv)]
+            if begin < stop and layers[kind]:
+                found = self._rows(sequence, layers[kind], begin * abi.BLOCK_TOKENS, min(stop * abi.BLOCK_TOKENS, n))
+                for layer, stored in zip(layers[kind], found, strict=True):
+                    planes += self._planes(layer, stored, stop - begin, form.kv)
             yield encoded(header | {"kind": kind, "first": begin, "end": stop,
                                     "last": complete and number == len(parts) - 1}, planes)
 
-    def _planes(self, layer: int, found: list[Rows], n_blocks: int, kv: str) -> list[NDArray[np.uint8]]:
+    def _planes(self, layer: int, found: tuple[Rows, Rows], n_blocks: int, kv: str) -> list[NDArray[np.uint8]]:
         """Return the planes of a layer in some blocks."""
-        number, heads = list(self._layers).index(layer), self._layers[layer]
-        rows = []
-        for which, stored in enumerate(found[2 * number : 2 * number + 2]):
+        heads, rows = self._layers[layer], []
+        for which, stored in enumerate(found):
             if not which and layer in self._halves:
                 stored = stored.reshape(*stored.shape[:2], 2, -1)[..., : heads.dim // 2].reshape(*stored.shape[:2], -1)
             whole = np.zeros((heads.kv, n_blocks * abi.BLOCK_TOKENS, abi.padded_head_dim(heads.dim)), np.float32)
             whole[:, : stored.shape[1], : heads.dim] = stored[..., : heads.dim]
+            _check_held(whole, kv)
             rows.append(whole.reshape(heads.kv, n_blocks, abi.BLOCK_TOKENS, -1))
         return layouts.packed_blocks(rows[0], rows[1], KV_TYPES[kv])
 
-    def _rows(self, sequence: Sequence, first: int, end: int) -> list[Rows]:
-        """Return K and V of each layer for the tokens from `first` to `end`: (heads, tokens, stored elements)."""
+    def _rows(self, sequence: Sequence, layers: list[int], first: int, end: int) -> list[tuple[Rows, Rows]]:
+        """Return K and V of some layers for the tokens from `first` to `end`: (heads, tokens, stored elements)."""
         size, found = self._slabs.positions, list[list[Rows]]()
+        numbers = [2 * place + which for place, one in enumerate(self._layers) if one in layers for which in range(2)]
         for number in range(first // size, -(-end // size)):  # a slot has all of a sequence
             start = number * size
             found.append(self._sessions.read(self._slabs, sequence.blocks[number], max(first - start, 0),
-                                             min(end - start, size)))
-        return [np.concatenate(one, axis=1) for one in zip(*found, strict=True)]
+                                             min(end - start, size), numbers))
+        rows = [np.concatenate(one, axis=1) for one in zip(*found, strict=True)]
+        return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+def _check_held(rows: NDArray[np.float32], kv: str) -> None:
+    """Refuse values that a KV type has as inf or NaN."""
+    largest, limit = float(np.abs(rows).max(initial=0)), layouts.largest_value(KV_TYPES[kv])
+    if not largest <= limit:  # NaN is not
+        remedy = "choose --kv f32" if np.isfinite(largest) else "compute it without --prefill-device"
+        raise RequestError(f"A value of {largest:.3g} in K or V of this prompt exceeds {limit:.3g}, the largest of KV "
+                           f"type {kv}; {remedy}.")

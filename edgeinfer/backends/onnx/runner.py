@@ -175,12 +175,21 @@ class OnnxRunner(Runner):
 
     def read_blocks(self, sequence: Sequence, first: int, complete: bool, form: BlockForm | None = None
                     ) -> Iterator[bytes]:
-        """Yield parts of a prompt for our own kernels; see `Runner.read_blocks`."""
+        """Return parts of a prompt for our own kernels; see `Runner.read_blocks`."""
         if form is None or form.model != computed_elsewhere(self.bundle.identity):
             raise RequestError("K and V of this prompt are for our own kernels with the same bundle alone.")
         self.kv.check_own(sequence)
-        with self._turn:
-            yield from self._blocks.read(sequence, first, complete, form)
+        self.sessions.check_open()
+        return self._in_turn(self._blocks.read(sequence, first, complete, form))
+
+    def _in_turn(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield parts, each of which waits for the pass that runs; others run between them."""
+        while True:
+            with self._turn:
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 

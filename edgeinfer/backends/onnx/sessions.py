@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,17 @@ class Sessions:
             slabs.bind_copy(binding, source, target)
             self._run(self._copies, binding)
 
-    def read(self, slabs: Slabs, block: int, first: int, end: int) -> list[NDArray[Any]]:
-        """Return rows of a block of the KV cache, copied from its device: (KV heads, rows, elements) for each slab."""
+    def read(self, slabs: Slabs, block: int, first: int, end: int, numbers: Items[int]) -> list[NDArray[Any]]:
+        """Return rows of a block of the KV cache, copied from its device: (KV heads, rows, elements) for each of the
+        slabs of these numbers."""
         self.check_open()
         found = []
         with self.translated_errors():
-            for head in range(1 if slabs.paged else slabs.most_heads):
+            for head in range(slabs.heads_apart(numbers)):
                 binding = self._copies.io_binding()
-                found.append(slabs.bind_read(binding, block, first, end, head))
+                found.append(slabs.bind_read(binding, block, first, end, head, numbers))
                 self._run(self._copies, binding)
-        if slabs.paged:
-            return found[0]
-        return [np.concatenate(heads[: shape[0]]) for heads, shape in zip(zip(*found, strict=True), slabs.shapes,
-                                                                          strict=True)]
+        return [np.concatenate([heads[number] for heads in found if number in heads]) for number in numbers]
 
     @contextmanager
     def translated_errors(self, cancel: Cancellation | None = None) -> Iterator[None]:

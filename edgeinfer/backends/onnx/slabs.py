@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,25 +101,40 @@ class Slabs:
         for number, (name, _) in enumerate(self.names):
             self._bind(binding, number, FROM + name, source, TO + name, target, 1)
 
-    def bind_read(self, binding: Any, block: int, first: int, end: int, head: int) -> list[NDArray[Any]]:
+    def bind_read(self, binding: Any, block: int, first: int, end: int, head: int, numbers: Items[int]
+                  ) -> dict[int, NDArray[Any]]:
         """Bind rows of a block as what is copied to the memory of this process.
+
+        The copying model has inputs for all slabs, so the others are bound without rows.
+
+        Parameters
+        ----------
+        binding : onnxruntime.IOBinding
+        block : int
+        first, end : int
+            Positions within it.
+        head : int
+            Of slots, where the rows of a head follow each other, the only head that is copied.
+        numbers : sequence of int
+            Slabs that are copied.
 
         Returns
         -------
-        list of arrays of shape (KV heads, rows, elements)
-            For each slab, where the rows go. Rows of a head follow each other in a slot, so of a slot these are the
-            rows of one head: `head`, or the last where the layer has fewer.
+        dict of int to arrays of shape (KV heads, rows, elements)
+            Where the rows of each of these slabs go; slots that have no such head are missing.
         """
-        found = []
+        found = {}
         for number, (name, _) in enumerate(self.names):
             outer, inner, elements = self.shapes[number]
-            at, shape = (first * inner, [1, end - first, inner, elements]) if self.paged else \
-                (min(head, outer - 1) * inner + first, [1, 1, end - first, elements])
+            copied = number in numbers and (self.paged or head < outer)
+            at, n = (first * inner if self.paged else head * inner + first, end - first) if copied else (0, 0)
+            shape = [1, n, inner, elements] if self.paged else [1, 1, n, elements]
             rows = np.empty(shape, self.dtype)
             binding.bind_input(FROM + name, self.memory, 0, self.dtype, shape,
                                self._address(number, block) + at * elements * rows.itemsize)
             binding.bind_output(TO + name, "cpu", 0, self.dtype, shape, rows.ctypes.data)
-            found.append(rows[0].swapaxes(0, 1) if self.paged else rows[0])
+            if copied:
+                found[number] = rows[0].swapaxes(0, 1) if self.paged else rows[0]
         return found
 
     def _bind(self, binding: Any, number: int, read: str, source: int, written: str, target: int, count: int) -> None:
@@ -126,10 +142,9 @@ class Slabs:
         binding.bind_input(read, *like, self._address(number, source))
         binding.bind_output(written, *like, self._address(number, target))
 
-    @property
-    def most_heads(self) -> int:
-        """KV heads of the layer that has most."""
-        return max(shape[1 if self.paged else 0] for shape in self.shapes)
+    def heads_apart(self, numbers: Items[int]) -> int:
+        """Return how many heads of these slabs are copied one after the other: those of slots."""
+        return 1 if self.paged else max(self.shapes[number][0] for number in numbers)
 
     def close(self) -> None:
         """Free the memory."""

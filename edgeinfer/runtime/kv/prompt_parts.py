@@ -72,11 +72,15 @@ class PromptParts:
 
         The sequence has no tokens until the last part is written; then it has `ids`.
 
-        Raises `BundleError` if the part is not of the same model and KV type or damaged, `RequestError` if no block is
-        free.
+        Raises `BundleError` if the part is damaged, or not of the same model, KV type and executor as those before;
+        `RequestError` if no block is free.
         """
         header, data = self._parsed(part, -(-len(ids) // abi.BLOCK_TOKENS))
         kind, first, end = header["kind"], header["first"], header["end"]
+        unlike = header["model"] == self.elsewhere
+        if sequence.blocks and unlike != sequence.unlike:  # earlier parts have blocks
+            raise BundleError("KV blocks of one prompt came from two executors; ask again.")
+        sequence.unlike = unlike
         if kind == STATE:
             self._begin_state(sequence, header, len(ids))
         blocks = self._room(sequence, header, -(-len(ids) // abi.BLOCK_TOKENS))[first:end]
@@ -89,7 +93,6 @@ class PromptParts:
             plane[:, places] = given if len(kept) == len(blocks) else given[:, kept]
             start += size
             yield
-        sequence.unlike = header["model"] == self.elsewhere
         if header["last"]:
             sequence.tokens, sequence.cut = list(ids), True
 
