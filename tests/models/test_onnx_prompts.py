@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -172,11 +172,14 @@ def test_others_run_between_two_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(prompt_parts, "PART_BYTES", 2000)
     path, ids = write_model(tmp_path), tokens(64)
     with session(path, ctx=96) as own, \
-            running(path, "onnx-cpu", ctx=96, max_sequences=2) as other, ThreadPoolExecutor(1) as thread:
+            running(path, "onnx-cpu", ctx=96, max_sequences=2) as other:
         other.prefill(sequence := other.new_sequence(), ids)
         parts = other.read_blocks(sequence, 0, True, own.block_form)
         assert next(parts)
-        thread.submit(other.prefill, other.new_sequence(), ids).result(60)
+        thread = Thread(target=other.prefill, args=(other.new_sequence(), ids), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
         assert next(parts)
         other.release(sequence)
         with pytest.raises(RequestError, match="was cut while its K and V were read"):
