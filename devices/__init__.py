@@ -11,7 +11,7 @@ from edgeinfer.base.lazy_import import lazily
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
     from .device_classes import NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
-    from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate, peak_of, prefill_terms
+    from .estimator import DRAFT_SHARE, Estimate, constants_for, crossover, decode_terms, estimate, prefill_terms
     from .gpus import SERVED, gpu_profile, served
     from .known import profiles
     from .learning import fit_errors, learn, may_learn, with_runs
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .power import Power, power_of
     from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
     from .random_reads import BreakEven, break_even, smallest_row
+    from .several_rows import peak_of
     from .speculation import Drafted, drafted, least_acceptance, pass_ms, tokens_per_pass
     from .storage import MEMORY_SPREAD, STORAGE_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
     from .store import (
@@ -49,8 +50,8 @@ __all__ = [
     "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "STORAGE_SPREAD", "UNITS",
     "UNLISTED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Drafted", "Estimate",
     "Power", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes",
-    "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest",
-    "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
+    "constants_for", "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate",
+    "fastest", "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
     "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name",
     "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast",
     "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted",
@@ -59,7 +60,8 @@ __all__ = [
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
     "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
-    "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate peak_of prefill_terms",
+    "estimator": "DRAFT_SHARE Estimate constants_for crossover decode_terms estimate prefill_terms",
+    "several_rows": "peak_of",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
                "relative_time",

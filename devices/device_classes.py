@@ -77,8 +77,12 @@ class Constants:
 
 @cache
 def classes() -> dict[str, dict[str, Any]]:
-    """Return the classes of classes.toml by name, ``unknown`` included."""
-    return read_toml(Path(__file__).with_name("classes.toml"))
+    """Return the classes of classes.toml by name, ``unknown`` included, with the constants that they share."""
+    tables = read_toml(Path(__file__).with_name("classes.toml"))
+    for table in tables.values():
+        if shared := table.get("experts_of"):
+            table |= {key: tables[shared][key] for key in ("experts", "experts_ms")}
+    return tables
 
 
 def with_family(table: Mapping[str, Any], family: str) -> Mapping[str, Any]:
@@ -132,6 +136,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
         source = ("edgeinfer was not measured there; it is assumed to reach the bandwidth of another program"
                   if profile.effective_gbs is not None else
                   "edgeinfer was not measured there; derived from its cores and its memory")
+        if table.get("thread_ms") and "t0_ms" not in profile.constants:
+            source += ", without the barriers of its threads, which are known of llama.cpp alone"
     return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
                      basis=basis, error_source=source)
 
@@ -141,11 +147,8 @@ def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, exper
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
     rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
     values |= {name: float(table.get(name, 0.0)) for name in rest}
-    if clock := profile.figures.get("clock_ghz"):
-        values["t0_ms"] *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
-    if experts and "f_w" not in profile.constants:
-        values["t0_ms"] += float(table.get("experts_ms", 0.0))
-    values["t0_ms"] += float(table.get("thread_ms", 0.0)) * sum(number for number, _ in profile.processor.values())
+    if "t0_ms" not in profile.constants:
+        values["t0_ms"] = _fixed_ms(profile, table, experts)
     share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
     if profile.device_class in PROCESSORS:
         values["f_kv"] *= values["f_w"] / share
@@ -155,6 +158,16 @@ def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, exper
         values["f_w"] = seen
     values["f_w"] *= float(table.get("experts", 1.0)) if experts else 1.0
     return {**values, **profile.constants}
+
+
+def _fixed_ms(profile: DeviceProfile, table: Mapping[str, Any], experts: bool) -> float:
+    """Return the fixed time of a token, for 32 layers; what threads add is known of other programs' barriers alone."""
+    fixed = float(table["t0_ms"])
+    if clock := profile.figures.get("clock_ghz"):
+        fixed *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
+    if profile.runtime != OURS:
+        fixed += float(table.get("thread_ms", 0.0)) * sum(number for number, _ in profile.processor.values())
+    return fixed + (float(table.get("experts_ms", 0.0)) if experts else 0.0)
 
 
 def _bandwidth_share(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:

@@ -23,6 +23,7 @@ from .names import unit_in_words, unit_of
 from .neurons import relative_time
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
+from .several_rows import peak_of, weights_ms
 from .storage import slow_and_fast
 from .traffic import Traffic
 
@@ -126,7 +127,7 @@ def estimate(
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
     _check(depth, prompt, accepted, sequences, computed, drafting)
 
-    of = partial(constants_of, bits=traffic.pure_bits, experts=traffic.experts)
+    of = partial(constants_for, traffic=traffic)
 
     def passing(profile: DeviceProfile) -> dict[str, float]:
         terms = decode_terms(profile, traffic, of(profile), depth, sequences)
@@ -189,9 +190,14 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
     return constants.error_source + (f"; it reaches to the speed {' and '.join(said)}" if said else "")
 
 
+def constants_for(profile: DeviceProfile, traffic: Traffic) -> Constants:
+    """Return a device's constants for the codes of a model and for its experts."""
+    return constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
+
+
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
     """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None if none does."""
-    constants = constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
+    constants = constants_for(profile, traffic)
     plain = replace(traffic, value_bytes=0.0, score_bytes=0.0, topn=None)
 
     def pays(depth: int) -> bool:
@@ -212,12 +218,6 @@ def read_bytes(traffic: Traffic, depth: int, sequences: int = 1) -> float:
     return (traffic.weight_bytes - traffic.skipped_bytes) / sequences + traffic.sequence_bytes_at(depth)
 
 
-def peak_of(profile: DeviceProfile, constants: Constants) -> float | None:
-    """Operations in 1e9 a second that mfu refers to."""
-    peaks = {"int8": profile.int8_peak_gops, "f32": profile.f32_peak_gflops, "f16": profile.f16_peak_gflops}
-    return peaks[constants.peak]
-
-
 def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int,
                  sequences: int = 1) -> dict[str, float]:
     """Milliseconds of one token of each sequence by cause; causes that do not occur are left out."""
@@ -234,9 +234,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         dense -= traffic.ffn_bytes
         efficiency = memory_efficiency(profile, traffic.row_bytes)
         terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6
-    terms["weights"] = dense / weights_gbs / 1e6
-    if sequences > 1 and (peak := peak_of(profile, constants)):
-        terms["weights"] = max(terms["weights"], sequences * traffic.operations / (constants.mfu * peak) / 1e6)
+    terms["weights"] = weights_ms(profile, constants, traffic.operations, dense / weights_gbs / 1e6, sequences)
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
         terms["kv"] = sequences * (traffic.sequence_bytes_at(depth) / kv_gbs / 1e6 + attention)

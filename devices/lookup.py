@@ -17,8 +17,9 @@ from .profile import DeviceProfile
 from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
-_SEVERAL = re.compile(r"(?i)^\s*(?:dual|two|triple|quad|\d ?x|2s)\b|(?<=[^\W_])\s*[*x×]\s*\d\s*$")
-"""Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, EPYC 9135*2."""
+_SEVERAL = re.compile(r"(?i)^\s*(?:(?:dual|two|triple|quad|2s)\b|\d{1,2} ?[x×*](?=\s*\w))"
+                      r"|(?<=[^\W_])\s*[*x×]\s*\d{1,2}\s*$")
+"""Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, 4xH100, EPYC 9135*2."""
 
 
 def of_any_name(text: str) -> DeviceProfile | None:

@@ -7,17 +7,12 @@ import math
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
-from .device_classes import constants_of
-from .estimator import decode_terms, peak_of
-from .profile import PROCESSORS, DeviceProfile
+from .estimator import constants_for, decode_terms
+from .profile import DeviceProfile
 from .random_reads import storage_gbs
+from .several_rows import peak_of, weights_ms
 from .traffic import Traffic
 
-CORES = (*PROCESSORS, "local")
-FEW_ROWS, FEW_ROWS_FAST, FAST = 0.46, 0.28, ("avxvnni", "avx512vnni", "neon_i8mm")
-"""Shares of the int8 peak that passes of 2 to 16 tokens reach on processors, where prompts reach 0.74: weights are
-unpacked for every few rows. It weighs more where dot products are fast. AVX2 and AVX-512 VNNI were measured
-(docs/measurements/speculation.md); the other two are taken to be like the latter."""
 MEASURED_SHARE = 0.01
 """Precision of the acceptance from which on drafting pays."""
 
@@ -68,9 +63,8 @@ def tokens_per_pass(acceptance: float, draft_tokens: int) -> float:
 def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -> float:
     """Return the milliseconds of a pass over several tokens of one text.
 
-    Weights, keys and values are read once for all; arithmetic grows with the tokens, and near the border of both their
-    squares are added. On processors few rows reach a smaller share of the peak than prompts
-    (`FEW_ROWS`). Each token of a mixture of experts adds experts that those before it did not choose.
+    Weights, keys and values are read once for all; arithmetic grows with the tokens (`weights_ms`). Each token of a
+    mixture of experts adds experts that those before it did not choose.
 
     Parameters
     ----------
@@ -81,17 +75,12 @@ def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -
         Positions before the first token.
     tokens : int
     """
-    constants = constants_of(profile)
+    constants = constants_for(profile, traffic)
     terms = decode_terms(profile, traffic.of_several(tokens), constants, depth)
     streaming = terms.pop("streaming", None)
-    if tokens > 1 and (peak := peak_of(profile, constants)):
-        share = FEW_ROWS_FAST if profile.isa in FAST else FEW_ROWS
-        mfu = min(constants.mfu, share) if profile.device_class in CORES else constants.mfu
-        arithmetic = tokens * traffic.operations / (mfu * peak) / 1e6
-        terms["weights"] = math.hypot(terms["weights"], arithmetic)
-        if depth:
-            attention = traffic.attention_operations_of(1, depth)
-            terms["kv"] += (tokens - 1) * constants.attention_ms * attention / 1e9
+    terms["weights"] = weights_ms(profile, constants, traffic.operations, terms["weights"], tokens)
+    if depth and peak_of(profile, constants):
+        terms["kv"] += (tokens - 1) * constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
     whole = math.fsum(terms.values())
     if streaming is None:
         return whole

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from edgeinfer.devices import Traffic, chosen, constants_of, load_profile, pass_ms, tokens_per_pass
+from edgeinfer.devices import Traffic, chosen, constants_of, estimate, load_profile, pass_ms, tokens_per_pass
 from edgeinfer.errors import UsageError
 from edgeinfer.models.describe import describe
 from tests.helpers.command_line import edgeinfer
@@ -70,6 +71,16 @@ def test_of_a_mixture_of_experts_each_token_adds_experts() -> None:
     assert pass_ms(board, stored, 0, 4) == pytest.approx(1e9 / 0.837e9 * 1000)  # layers are read once for all
 
 
+@pytest.mark.parametrize(("model", "machine"), [
+    ("qwen3-30b-a3b", ("rtx 4090", "--runtime", "llama.cpp")),  # experts on a GPU
+    ("Llama 3.2 1B Q8_0", ("dimensity-8300", "--runtime", "llama.cpp")),  # codes of 8 bits on cores
+])
+def test_one_report_has_one_speed_without_drafts(model: str, machine: tuple[str, ...]) -> None:
+    asked = ("estimate", model, "--machine", *machine)
+    plain = edgeinfer(*asked, "--json").json["decode_tok_per_s"]
+    assert speculation(*asked, "--speculate", "lookup")[1]["plain_tok_per_s"] == pytest.approx(plain)
+
+
 def test_few_rows_reach_less_of_the_peak_than_prompts() -> None:
     """8 tokens of 1.1B beside one as measured on two cores of a Zen 3 and of a Xeon (docs/measurements/speculation.md):
     3.47 and 1.56 of its time; prompts reached 0.74 of the peak there.
@@ -81,6 +92,23 @@ def test_few_rows_reach_less_of_the_peak_than_prompts() -> None:
                          constants={"f_w": 1.0, "t0_ms": 0.0, "mfu": 0.74})
         one, eight = (pass_ms(device, model, 16, n) for n in (1, 8))
         assert eight / one == pytest.approx(ratio, rel=0.2), isa
+
+
+def test_sequences_together_cost_what_draft_tokens_do() -> None:
+    """Both are rows of the same matmuls. Speeds of n sequences over one of 1.1B: docs/measurements/batching.md."""
+    model = describe("tinyllama-1.1b").traffic()
+    device = replace(load_profile("ryzen-5800x"), device_class="local", isa="avx512vnni", int8_peak_gops=1792.0,
+                     bandwidth_gbs=22.4, effective_gbs=None, processor={}, measured="2026-11-23T12:00:00",
+                     constants={"f_w": 1.0, "t0_ms": 0.0, "mfu": 0.74})
+    one = estimate(device, model).decode_tok_per_s
+    for n, measured in ((4, 3.48), (8, 5.63), (16, 6.62)):
+        together = estimate(device, model, sequences=n).decode_tok_per_s
+        assert together / one == pytest.approx(measured, rel=0.12), n
+        assert 1000 * n / together == pytest.approx(pass_ms(device, model, 0, n)), n
+    passes = [pass_ms(device, model, 0, n) for n in (16, 17, 64, 128)]
+    assert passes == sorted(passes) and passes[0] == passes[1]  # more rows never take less time
+    prompt = 128 * model.operations / 0.74 / 1792e6  # many rows reach what prompts do
+    assert passes[3] == pytest.approx(math.hypot(1000 / one, prompt))
 
 
 def test_lookup_by_kind_of_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,9 @@ def test_steps_by_hand() -> None:
     for sequences in (1, 8, 32, 512):
         reading = 4e9 / (table["f_w"] * 4800e9)
         matmuls = sequences * 13e9 / (table["mfu"] * 989e12)
-        seconds = (table["t0_ms"] + table["token_ms"] + sequences * table["sequence_ms"]) / 1e3 + \
-            (max(reading, matmuls) if sequences > 1 else reading) + sequences * 5e5 * 1000 / (table["f_kv"] * 4800e9)
+        weights = math.hypot(reading, matmuls) if sequences > 1 else reading
+        seconds = (table["t0_ms"] + table["token_ms"] + sequences * table["sequence_ms"]) / 1e3 + weights + \
+            sequences * 5e5 * 1000 / (table["f_kv"] * 4800e9)
         found = estimate(gpu, TRAFFIC, 1000, sequences=sequences)
         assert found.decode_tok_per_s == pytest.approx(sequences / seconds)
         assert found.bytes_per_token == pytest.approx(4e9 / sequences + 5e8)
@@ -75,10 +77,12 @@ def test_which_devices_are_served() -> None:
 
 
 def test_the_shapes_that_are_to_be_measured() -> None:
-    """7B on an H200: the goal of 400 tokens/s for one sequence lies within the band, and below the bound."""
+    """7B on an H200: the goal of 400 tokens/s for one sequence lies within the band, and below the bound. 32 sequences
+    are in the band of what an H100 reached, which has less bandwidth (docs/measurements/gpu.md)."""
     one, many = edgeinfer(*SEVEN, "-c", 1).json, edgeinfer(*SEVEN, "-c", 1, "--samples", 32).json
     assert one["low"] < 400 < one["high"] < 1160 < one["ceiling_tok_per_s"]
-    assert many["low"] > 3000 and many["sequences"] == 32 and many["basis"] == "class cuda-onnxruntime"
+    assert many["low"] < 3540 < many["decode_tok_per_s"]
+    assert many["sequences"] == 32 and many["basis"] == "class cuda-onnxruntime"
     assert (one["kv"], one["program"], one["unit"]) == ("f16", "edgeinfer with onnxruntime", "gpu")
     assert "edgeinfer has been measured on an H100 and an H200 alone" in one["remark"]
     assert many["device_bytes"] > one["device_bytes"] > one["weight_bytes"] and one["fits"]

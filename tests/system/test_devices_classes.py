@@ -58,8 +58,23 @@ def test_gpus_read_experts_more_slowly_and_the_band_says_so():
     seen = replace(PLAIN, device_class="radeon", constants={}, figures={}, effective_gbs=30.0)
     assert constants_of(seen, experts=True).f_w == pytest.approx(classes()["radeon"]["experts"] * 30 / 42)
     assert "mixtures of experts differ more" in constants_of(seen, experts=True).error_source
-    fitted = replace(seen, measured="2026-05-01T12:00:00", constants={"f_w": 0.8})
+    fitted = replace(seen, measured="2026-05-01T12:00:00", constants={"f_w": 0.8, "t0_ms": 1.0})
     assert constants_of(fitted, experts=True) == constants_of(fitted)
+    routed, plain = (constants_of(replace(fitted, constants={"f_w": 0.8}), experts=each) for each in (True, False))
+    assert routed.t0_ms == pytest.approx(plain.t0_ms + classes()["radeon"]["experts_ms"])
+    assert {(table["experts"], table["experts_ms"]) for table in classes().values() if "experts" in table} == {
+        (classes()["cuda-consumer"]["experts"], classes()["cuda-consumer"]["experts_ms"])}
+
+
+def test_barriers_of_threads_are_those_of_other_programs():
+    server = replace(PLAIN, device_class="x86-server", constants={}, processor={"zen4": (96, 3.0)})
+    table, other = classes()["x86-server"], constants_of(server)
+    own = constants_of(replace(server, runtime="edgeinfer"))
+    assert other.t0_ms == pytest.approx(table["t0_ms"] + 96 * table["thread_ms"]) and own.t0_ms == table["t0_ms"]
+    assert "without the barriers of its threads, which are known of llama.cpp alone" in own.error_source
+    known = replace(server, constants={"t0_ms": 1.5})
+    assert constants_of(known).t0_ms == 1.5
+    assert "barriers" not in constants_of(replace(known, runtime="edgeinfer")).error_source
 
 
 def test_generations_have_constants_of_their_own():

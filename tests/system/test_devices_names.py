@@ -125,3 +125,15 @@ def test_neighbours_are_named_as_others() -> None:
         with pytest.raises(UsageError) as caught:
             load_profile(typed)
         assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("typed", ["2x RTX 3090", "2x3090", "2×3090", "2xRTX 3090", "16x 3090", "rtx 3090 x16",
+                                   "3090*2", "3090x2"])
+def test_several_devices_are_told_from_one(typed: str) -> None:
+    with pytest.raises(UsageError, match=r"is several devices of the name 'rtx3090' \(GeForce RTX 3090\), and a"):
+        load_profile(typed)
+
+
+@pytest.mark.parametrize(("typed", "name"), [("5700x3d", "ryzen-5700x3d"), ("ryzen 9 5900x", "ryzen-5900x")])
+def test_an_x_in_a_name_is_no_number_of_devices(typed: str, name: str) -> None:
+    assert load_profile(typed).name == name

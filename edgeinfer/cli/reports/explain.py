@@ -49,9 +49,9 @@ def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic,
     ctx, prompt : int
         Positions before the token, and tokens of the prompt.
     """
-    from edgeinfer.devices import constants_of
+    from edgeinfer.devices import constants_for
 
-    constants = constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
+    constants = constants_for(profile, traffic)
     found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, kv, ctx, prompt),
              *_decode(profile, traffic, constants, ctx), *_prompt(profile, traffic, constants, prompt),
              *_limits(model, profile, traffic, constants, prompt),
