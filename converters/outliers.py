@@ -26,7 +26,7 @@ Of = Callable[[Weight], Sequence[InputStatistics] | None]
 AUTO = "auto"
 FAR = 6.0
 """Root mean square of an outlier's column over the median of all columns, at least."""
-MOST = 0.02
+MAX_FOUND = 0.02
 """Largest share of the columns, if the outliers are found."""
 MAX_ASKED = 0.1
 """Largest share that can be asked for."""
@@ -130,7 +130,7 @@ def find_outliers(graph: Graph, free: Callable[[Weight], bool], statistics: Of, 
     statistics : callable
         Returns the statistics of a weight's input.
     share : float or None
-        Share of the columns of each matrix; None: those that are `FAR` beyond the median, up to `MOST`.
+        Share of the columns of each matrix; None: those that are `FAR` beyond the median, up to `MAX_FOUND`.
     """
     columns = {}
     weights = {weight.name: weight for weight in graph.weights}  # whose sources are named as the checkpoint does
@@ -147,7 +147,7 @@ def find_outliers(graph: Graph, free: Callable[[Weight], bool], statistics: Of, 
 
 def _outliers(inputs: InputStatistics, share: float | None) -> Columns:
     rms = np.sqrt(inputs.mean_square)
-    n, most = len(rms), int(MOST * len(rms))
+    n, most = len(rms), int(MAX_FOUND * len(rms))
     count = min(int((rms > FAR * np.median(rms)).sum()), most) if share is None else max(1, round(share * n))
     return np.sort(np.argsort(-rms, kind="stable")[:count]).astype(np.int32)
 

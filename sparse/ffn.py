@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Activate, GatedLinear, Graph, Linear, MatMul, NeuronGated, Tensor, Weight
+from edgeinfer.graph import F_NORM, Activate, GatedLinear, Graph, Linear, MatMul, NeuronGated, Tensor, Weight
 from edgeinfer.quant import TILE_ROWS, layouts
 
 Floats = NDArray[np.float32]
@@ -124,6 +124,15 @@ def biases(bundle: Bundle, ffn: Ffn) -> Floats:
     if ffn.by_neuron or ffn.parts == 2:
         return values.reshape(shape)
     return np.stack([half[:, 0] for half in apart(values[:, None], ffn)])
+
+
+def normed(bundle: Bundle, ffn: Ffn, f: Floats) -> Floats:
+    """Return rows of f as down multiplies them: after their norm, if the layer has one (BitNet)."""
+    name = f"layers.{ffn.layer}.{F_NORM}"
+    if name not in bundle.tensors:
+        return f
+    rms = np.sqrt(np.square(f).mean(axis=1, keepdims=True) + np.float32(bundle.config.rms_norm_eps))
+    return np.asarray(f * (stored_bytes(bundle, name).view("<f4") / rms), np.float32)
 
 
 def down_matrix(bundle: Bundle, ffn: Ffn) -> Floats:

@@ -23,7 +23,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import Op
 from edgeinfer.runtime import Session
 
-from .ffn import Ffn, Parts, biases, parts
+from .ffn import Ffn, Parts, biases, normed, parts
 from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
 from .refine import refine
 
@@ -145,7 +145,10 @@ def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: flo
 
 
 def harm_of(f: Floats, down: Floats) -> Floats:
-    """Return the effect of leaving out each neuron on the layer's output, over the mean of its sum: (|f| |d|)^2."""
+    """Return the effect of leaving out each neuron on the layer's output, over the mean of its sum: (|f| |d|)^2.
+
+    Rows f are those that down multiplies (`normed`).
+    """
     harm = (f * np.linalg.norm(down, axis=1)) ** 2
     return np.asarray(harm / max(float(harm.sum(axis=1).mean()), 1e-30), np.float32)
 
@@ -167,6 +170,7 @@ class _Layer(NamedTuple):
     weights: Parts
     x: Floats
     f: Floats
+    """Rows that down multiplies."""
     covariance: Floats
     """Rows of x; empty if they were not requested."""
 
@@ -194,7 +198,7 @@ def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Se
         for ffn in group:
             x, f = kept.pop(ffn.op)
             mean = squares[ffn.op].pop().mean if whole else np.zeros((0, 0), np.float32)
-            yield _Layer(ffn, parts(bundle, ffn), x.rows, f.rows, mean)
+            yield _Layer(ffn, parts(bundle, ffn), x.rows, normed(bundle, ffn, f.rows), mean)
 
 
 def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:

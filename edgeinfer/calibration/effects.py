@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, Linear, MatMul, Op, Tensor, cut_before
+from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, Linear, LinearPart, MatMul, Op, Tensor, cut_before
 from edgeinfer.kernels import reference, routes
 from edgeinfer.quant import TILE_ROWS, layouts
 from edgeinfer.runner import PROMPT, Segment
@@ -95,7 +95,8 @@ class _Run:
         before: list[Floats] = []
 
         def remember() -> None:
-            before.append(self._view.floats(op.over).copy() if op.over is not None else np.zeros((), np.float32))
+            adds = op.over is not None and not isinstance(op, LinearPart)  # which writes columns anew
+            before.append(self._view.floats(op.over).copy() if op.over and adds else np.zeros((), np.float32))
 
         def noise() -> None:
             _add_noise(self._session, self._view, op, before[0], random)
@@ -141,9 +142,11 @@ def _add_noise(session: Session, view: View, op: Op, before: Floats, random: np.
     """Add noise to an operation's output: for a gate and its factor before the activation."""
     out = view.floats(op.out)
     if isinstance(op, GatedLinear | ExpertsGated):
-        for rows, weights in _gated_parts(session, view, op):
-            out[rows, :] = _noisy_gates(session, op, view.floats(op.x)[rows], weights, out.shape[1], random)
+        for rows, weights, biases in _gated_parts(session, view, op):
+            out[rows, :] = _noisy_gates(op, view.floats(op.x)[rows], weights, biases, out.shape[1], random)
         return
+    if isinstance(op, LinearPart):  # the other columns are those of other parts, or not written yet
+        out = out[:, op.first : op.first + op.weight.shape[0]]
     own = out - before
     noise = random.standard_normal(out.shape, np.float32)
     if isinstance(op, Linear):
@@ -157,29 +160,34 @@ def _sizes(weights: Floats) -> Floats:
     return np.asarray(norms / max(float(np.sqrt(np.square(norms).mean())), 1e-30), np.float32)
 
 
-def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated) -> Iterator[tuple[slice, Floats]]:
-    """Yield the rows of an input that share a matrix, and the matrix."""
+def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated
+                 ) -> Iterator[tuple[slice, Floats, Floats]]:
+    """Yield the rows of an input that share a matrix, the matrix, and what is added to its products."""
     weights = _values(session, op)
+    biases = np.zeros(len(weights), np.float32)
+    if op.bias:
+        biases = np.concatenate(list(session.bundle.stored(op.bias.name))).view("<f4")
     if isinstance(op, GatedLinear):
-        yield slice(0, view.tokens), weights
+        yield slice(0, view.tokens), weights, view.floats(op.onto) if op.onto else biases
         return
     entries = len(view.floats(op.x))
     experts = view.words(op.listed, ROUTE_WORDS * entries)[routes.ROUTE_EXPERT // 4 :: ROUTE_WORDS]
     bounds = np.searchsorted(experts, np.arange(op.experts + 1))
     for number, (a, b) in enumerate(pairwise(bounds)):
         if a < b:
-            yield slice(a, b), weights.reshape(op.experts, -1, weights.shape[1])[number]
+            yield (slice(a, b), weights.reshape(op.experts, -1, weights.shape[1])[number],
+                   biases.reshape(op.experts, -1)[number])
 
 
-def _noisy_gates(session: Session, op: GatedLinear | ExpertsGated, x: Floats, weights: Floats, width: int,
+def _noisy_gates(op: GatedLinear | ExpertsGated, x: Floats, weights: Floats, biases: Floats, width: int,
                  random: np.random.Generator) -> Floats:
-    """Return act(x G^T + noise) * (x U^T + noise), of tiles of gate and up that alternate."""
+    """Return act(x G^T + b + noise) * (x U^T + c + noise), of tiles of gate and up that alternate."""
     own = x[:, : weights.shape[1]] @ weights.T
     noise = random.standard_normal(own.shape, np.float32) * _sizes(weights)
-    own += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean())
+    own += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean()) + biases  # which are not rounded
     tiles = own.reshape(len(x), -1, 2, TILE_ROWS)
     gate, up = (tiles[:, :, i].reshape(len(x), -1) for i in (0, 1))
-    nothing = np.zeros((len(x), 0)), np.zeros((gate.shape[1], 0))  # the products are in the biases
+    nothing = np.zeros((len(x), 0)), np.zeros((gate.shape[1], 0))  # the products are where biases would be
     values, _ = reference.gated_values(nothing[0], nothing[1], nothing[1], op.activation, gate.astype(np.float64),
                                        up.astype(np.float64), limit=op.limit)
     return values[:, :width].astype(np.float32)

@@ -11,13 +11,13 @@ _REPLACED = (
     "starcoder2-", "stablelm-", "glm-4-", "granite-3.3-", "command-r", "aya-", "mpt-", "bloom-", "opt-", "danube3-",
     "nemotron-nano-4b", "granite-3b-code", "granite-8b-code", "starcoder-", "gpt-neo-", "redpajama-",
     "granite-20b-code", "granite-34b-code", "granite-3.1-", "qwen2-57b", "minitron-", "codestral-mamba", "moonlight-",
-    "goliath-", "miqu-",
+    "goliath-", "miqu-", "bitnet-",
 )
 """Beginnings of the names of generations that are not recommended for chats."""
 _NOT_RUN = (
     "glm-5", "mistral-large-3", "minimax-", "seed-oss-", "hunyuan-", "ernie-4.5-21b", "ernie-4.5-300b", "dots.",
     "ling-", "llama-4-", "phi-3.5-moe", "dbrx-", "internlm2-", "internlm3-", "baichuan2-", "exaone-3.5-", "minicpm4-",
-    "bitnet-", "mimo-", "nemotron-mini-", "apertus-", "gemma-3n-",
+    "mimo-", "nemotron-mini-", "apertus-", "gemma-3n-",
 )
 """Beginnings of the names of models of families that edgeinfer does not run."""
 _CODE = {

@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.calibration import effects
 from edgeinfer.calibration.effects import measure_effects
-from edgeinfer.calibration.hooks import open_plain
+from edgeinfer.calibration.hooks import View, open_plain
 from edgeinfer.converters import (
     CALIBRATION_FILE,
     BitBudget,
@@ -24,15 +24,18 @@ from edgeinfer.converters import (
     write_random_bundle,
 )
 from edgeinfer.errors import UsageError
-from edgeinfer.graph import ExpertsConfig, ModelConfig
+from edgeinfer.graph import ExpertsConfig, ExpertsGated, GatedLinear, LinearPart, ModelConfig, read_config
 from edgeinfer.models.calibrated import by_text, calibration_text
 from edgeinfer.quant import InputStatistics
+from tests.helpers import golden_cases
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.sessions import TINY, tokens
+from tests.helpers.sessions import KIMI, TINY, tokens
 
 MOE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(5, 2, 40))
+GEMMA4 = read_config(golden_cases.config_of("gemma4-keys-as-values"))
+GPT_OSS = read_config(golden_cases.config_of("gpt-oss"))
 
 
 @pytest.fixture
@@ -127,7 +130,8 @@ def test_the_command_reports_bits(source: Path) -> None:
     assert "4.5" in shown.out and "--bits 4.5" in shown.out
 
 
-@pytest.mark.parametrize("model", [TINY, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [TINY, pytest.param(MOE, marks=pytest.mark.slow), KIMI, GEMMA4],
+                         ids=["dense", "experts", "parts", "keys-as-values"])
 def test_effects_are_those_of_noise_in_each_matrix(tmp_path: Path, model: ModelConfig) -> None:
     write_random_bundle(model, tmp_path / "m", weights="f32")
     session, steps = open_plain(tmp_path / "m", 64, 2, kv="f32", outputs=40, chunk=40), []
@@ -141,6 +145,40 @@ def test_effects_are_those_of_noise_in_each_matrix(tmp_path: Path, model: ModelC
     assert all(one.output > 0 for name, one in found.items() if name in matrices)
     assert found["embed"].rows > 0 and (found["embed"].output > 0) is model.tie_word_embeddings
     assert steps[-1][0] == steps[-1][1]
+
+
+@pytest.mark.parametrize("model", [replace(TINY, mlp_bias=True), GPT_OSS], ids=["dense", "experts"])
+def test_gates_without_noise_are_the_models_own(tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
+    """Biases are no errors."""
+    write_random_bundle(model, tmp_path / "m", weights="f32")
+    monkeypatch.setattr(effects, "SHARE", 0.0)
+    session = open_plain(tmp_path / "m", 64, 1, kv="f32", outputs=16, chunk=16)
+    try:
+        gates = [op for op in session.graph.ops if isinstance(op, GatedLinear | ExpertsGated)]
+        run = effects._Run(session, tokens(16))
+        assert gates and all(op.bias for op in gates)
+        assert all(abs(run.divergence(op, np.random.default_rng(0))) < 1e-6 for op in gates)
+    finally:
+        session.close()
+
+
+def test_noise_of_a_part_is_in_its_columns(tmp_path: Path) -> None:
+    """By the size of these alone: columns that are not written yet hold anything."""
+    write_random_bundle(KIMI, tmp_path / "m", weights="f32")
+    session = open_plain(tmp_path / "m", 64, 1, kv="f32", outputs=16, chunk=16)
+    try:
+        parts = [op for op in session.graph.ops if isinstance(op, LinearPart)][:2]
+        for op in parts:
+            out = View(session, 16).floats(op.out)
+            out[:], mine = 1e6, slice(op.first, op.first + op.weight.shape[0])
+            out[:, mine] = 1.0
+            effects._add_noise(session, View(session, 16), op, np.zeros((), np.float32), np.random.default_rng(0))
+            others = np.delete(out, np.r_[mine], axis=1)
+            assert others.size and (others == 1e6).all() and 0.02 < np.std(out[:, mine]) < 0.5
+        assert parts[0].first < parts[1].first
+    finally:
+        session.close()
 
 
 def test_noise_is_as_unequal_as_rows() -> None:

@@ -4,17 +4,21 @@ those with a norm in front of down (BitNet), also with ternary weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, read_cold, read_statistics
 from edgeinfer.converters import convert, write_random_bundle
+from edgeinfer.converters.synthetic import random_bundle
+from edgeinfer.converters.synthetic.random_bundle import random_bytes
 from edgeinfer.converters.synthetic.random_neurons import Sparsity
 from edgeinfer.errors import UnsupportedModelError, UsageError
-from edgeinfer.graph import ModelConfig, build_graph, expected_types, read_config
+from edgeinfer.graph import F_NORM, ModelConfig, Weight, build_graph, expected_types, read_config
 from edgeinfer.kernels import abi
 from edgeinfer.models.describe import describe
 from edgeinfer.quality.evaluate import Stream
@@ -153,13 +157,25 @@ TERNARY = replace(read_config(golden_cases.config_of("bitnet")), vocab_size=300,
                   max_position_embeddings=256)
 
 
+def unequal_norms(rng: np.random.Generator, weight: Weight, *rest: Any) -> Iterator[np.ndarray]:
+    """Random weights whose norm in front of down is from 0.5 to 2, unlike those of other bundles."""
+    if weight.name.endswith(F_NORM):
+        yield np.exp2(rng.uniform(-1, 1, weight.shape[0])).astype("<f4").view(np.uint8)
+    else:
+        yield from random_bytes(rng, weight, *rest)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [64, 128])
 def test_a_ternary_bitnet_leaves_out_dead_neurons_with_the_same_bits(
     group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """References agree; neurons of a bundle in tiles keep their codes, and their scales go to another order."""
+    """References agree; neurons of a bundle in tiles keep their codes, and their scales go to another order.
+
+    Thresholds of harms without the norm, which is unequal, compute 63 % and 74 % of the neurons instead of 55 and 70.
+    """
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
+    monkeypatch.setattr(random_bundle, "random_bytes", unequal_norms)
     for layout in ("neuron", "tile16"):
         write_random_bundle(TERNARY, tmp_path / layout, "q2", group, ffn_layout=layout)
     rows = []
@@ -181,7 +197,9 @@ def test_a_ternary_bitnet_leaves_out_dead_neurons_with_the_same_bits(
             assert np.array_equal(parts(source, old).gate[order], parts(bundle, new).gate)
             norms = [stored_bytes(b, "layers.0.f_norm").view("<f4") for b in (source, bundle)]
             assert np.array_equal(norms[0][order], norms[1])
-    assert made.against_source.divergence is not None
+    assert made.against_source.divergence is not None and made.against_source.divergence.kld_mean < 0.1
+    computed = sum(layer.chosen for layer in made.layers) / sum(layer.neurons for layer in made.layers)
+    assert made.enabled and computed < {64: 0.6, 128: 0.715}[group]
 
 
 def test_neurons_of_two_bits_are_not_in_groups_of_32(tmp_path: Path) -> None:

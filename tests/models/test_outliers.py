@@ -60,7 +60,7 @@ def calibrated(outliers: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("model_type, settings", [("llama", {}), ("qwen2", {"num_hidden_layers": 1})])
 def test_outliers_are_floats_and_the_rest_has_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str,
                                                     model_type: str, settings: dict[str, object]) -> None:
-    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)  # of 48 columns
+    monkeypatch.setattr("edgeinfer.converters.outliers.MAX_FOUND", 0.05)  # of 48 columns
     source = with_outliers(tmp_path / "hf", model_type, **settings)
     convert(source, tmp_path / "f32", weights="f32")
     convert(source, tmp_path / "plain", weights=weights)
@@ -86,7 +86,7 @@ def test_outliers_are_floats_and_the_rest_has_zeros(tmp_path: Path, monkeypatch:
 
 
 def test_passes_of_any_size_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    monkeypatch.setattr("edgeinfer.converters.outliers.MAX_FOUND", 0.05)
     convert(with_outliers(tmp_path / "hf"), tmp_path / "m", calibration=calibrated("auto"))
     rows = []
     for more in ({"threads": 1}, {"threads": 2, "prefill_chunk": 5}, {"threads": 3, "recipe": Recipe(())}):
@@ -116,7 +116,7 @@ def test_a_share_of_the_columns(tmp_path: Path) -> None:
 
 
 def test_what_cannot_have_outliers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    monkeypatch.setattr("edgeinfer.converters.outliers.MAX_FOUND", 0.05)
     source = with_outliers(tmp_path / "hf")
     convert(source, tmp_path / "m", calibration=calibrated("auto"))
     with pytest.raises(UnsupportedModelError, match=r"The outlier columns of layers.0.gate_up are stored apart, which"):
@@ -136,7 +136,7 @@ def test_what_cannot_have_outliers_says_so(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("budget", [{"bits": 6.0}, {"size": 55_000}])
 def test_outliers_are_part_of_the_bits_and_of_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        budget: dict[str, float]) -> None:
-    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    monkeypatch.setattr("edgeinfer.converters.outliers.MAX_FOUND", 0.05)
     source = with_outliers(tmp_path / "hf", num_hidden_layers=1)
     report = convert(source, tmp_path / "m", calibration=calibrated("auto"), chooser=BitBudget(**budget))  # type: ignore[arg-type]
     matrices = [one for one in report.tensors if not one.name.endswith(("norm", "columns"))]
@@ -153,7 +153,7 @@ def test_outliers_are_part_of_the_bits_and_of_the_size(tmp_path: Path, monkeypat
 
 def test_columns_apart_leave_no_codes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file's codes have the columns that are multiplied apart, so a matrix without them has others."""
-    monkeypatch.setattr("edgeinfer.converters.outliers.MOST", 0.05)
+    monkeypatch.setattr("edgeinfer.converters.outliers.MAX_FOUND", 0.05)
     source = with_outliers(tmp_path / "hf", num_hidden_layers=1, hidden_size=64, intermediate_size=96)
     write_gguf(tmp_path / "m.gguf", source, "Q8_0")
     report = convert(tmp_path / "m.gguf", tmp_path / "m", calibration=calibrated("auto"), chooser=BitBudget(bits=8.0))
