@@ -12,14 +12,29 @@ from typing import Any
 from edgeinfer.errors import UsageError
 
 from .known import all_rows, profile_of
-from .names import AMOUNT, Key, Typed, cheap_key, keys_of, meant, nearest, plain, taken_apart, with_memory
+from .names import (
+    AMOUNT,
+    Key,
+    Typed,
+    cheap_key,
+    keys_of,
+    meant,
+    nearest,
+    one_memory,
+    plain,
+    taken_apart,
+    with_memory,
+)
 from .profile import DeviceProfile
 from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
-_SEVERAL = re.compile(r"(?i)^\s*(?:(?:dual|two|triple|quad|2s)\b|\d{1,2} ?[x×*](?=\s*\w))"
-                      r"|(?<=[^\W_])\s*[*x×]\s*\d{1,2}\s*$")
-"""Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, 4xH100, EPYC 9135*2."""
+_COUNT = r"(?<=\w)(?:\s*[*×]|\s+x|(?<=\d)x)\s*(?:[2-9]|[1-9]\d)\s*$"
+_COUNTED = re.compile(rf"(?i){_COUNT}")
+_SEVERAL = re.compile(rf"(?i)^\s*(?:(?:dual|two|triple|quad|2s)\b|\d{{1,2}} ?[x×*](?=\s*\w))|{_COUNT}")
+"""Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, 4xH100, RTX 3090 x2."""
+_SHORTEST = 2
+"""Letters and digits of a name: one alone is a slip, no Snapdragon X."""
 
 
 def of_any_name(text: str) -> DeviceProfile | None:
@@ -28,30 +43,39 @@ def of_any_name(text: str) -> DeviceProfile | None:
     Raises
     ------
     UsageError
-        It is the name of several devices, or the device does not exist with that memory.
+        It is the name of several devices or counts them, or the device does not exist with that memory.
     """
+    if sum(map(str.isalnum, text)) < _SHORTEST:
+        return None
+    if _COUNTED.search(text) and (several := _several(text)):
+        raise several
     typed, known = taken_apart(text), _candidates(text)
     names = _index(known)
     exact = [known[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
     found = of_their_makers(text, exact)
     if not exact:
         typed, found = within(text, names, known)
-    return with_memory(meant(typed, text, found), typed.memory_gib) if found else None
+    return with_memory(one_memory(meant(typed, text, found), text), typed.memory_gib) if found else None
 
 
 def no_device(text: str) -> UsageError:
     """Return the message for a name that is no device's: near names."""
     typed = taken_apart(text)
-    if (single := _SEVERAL.sub(" ", text)) != text:
-        try:
-            one = of_any_name(single)
-        except UsageError:
-            one = None
-        if one:
-            return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is "
-                              f"of one; take {one.name!r}, or describe all of them as one with '--bandwidth', "
-                              "'--cores' and '--class'.")
-    return UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
+    return _several(text) or UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
+
+
+def _several(text: str) -> UsageError | None:
+    """Return the message for a name that counts devices; None if it does not, or what it counts is no device."""
+    if (single := _SEVERAL.sub(" ", text)) == text:
+        return None
+    try:
+        one = of_any_name(single)
+    except UsageError:
+        return None
+    if one is None:
+        return None
+    return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is of one; "
+                      f"take {one.name!r}, or describe all of them as one with '--bandwidth', '--cores' and '--class'.")
 
 
 @cache

@@ -133,6 +133,22 @@ def keys_of(profile: DeviceProfile, others: Iterable[str] = ()) -> set[Key]:
     return found - {(), ("",), (unit,)}
 
 
+def one_memory(profile: DeviceProfile, text: str) -> DeviceProfile:
+    """Return a device whose name states one memory; a further amount, with which it is not sold, is its storage.
+
+    Raises
+    ------
+    UsageError
+        The name states two amounts of memory.
+    """
+    stated = [int(one or other) * (1024 if unit.startswith("t") else 1)
+              for one, unit, other in AMOUNT.findall(_STORAGE.sub(" ", plain(text)))]
+    sold = [gib for gib in dict.fromkeys(stated) if gib in profile.memory_gib]
+    if len(sold) > 1:
+        raise UsageError(f"{text!r} states {sold[0]} GB and {sold[1]} GB of memory; leave one of them out.")
+    return profile
+
+
 def with_memory(profile: DeviceProfile, stated: int | None) -> DeviceProfile:
     """Return a device with the memory that its name states; without one it has that of its profile.
 
@@ -151,6 +167,10 @@ def with_memory(profile: DeviceProfile, stated: int | None) -> DeviceProfile:
         raise UsageError(f"{profile.title} ({profile.name}) {exist}, not with {stated} GB; leave the memory out, or "
                          "give a profile of your own as a TOML file.")
     title = profile.title if f"{stated} GB" in profile.title else f"{profile.title}, {stated} GB"
+    version = f"with {stated} GB"
+    if bandwidth := profile.versions.get(version):  # nothing was observed of it
+        others = {name: value for name, value in profile.versions.items() if name != version}
+        profile = replace(profile, bandwidth_gbs=bandwidth, effective_gbs=None, programs={}, versions=others)
     return replace(profile, memory_bytes=stated << 30, memory_gib=(stated,), title=title)
 
 
@@ -160,9 +180,13 @@ def meant(typed: Typed, text: str, found: Sequence[DeviceProfile]) -> DeviceProf
     Raises
     ------
     UsageError
-        The name is that of several devices.
+        The name is that of several devices, or none of them is sold with that memory.
     """
     if typed.memory_gib is not None and len(found) > 1:
+        sold = sorted({gib for one in found for gib in one.memory_gib})
+        if typed.memory_gib not in (*sold, *_STORES) and all(one.memory_gib for one in found):
+            raise UsageError(f"{found[0].title} exists with {_either(sold)} GB, not with {typed.memory_gib} GB; leave "
+                             "the memory out, or give a profile of your own as a TOML file.")
         found = [one for one in found if typed.memory_gib in one.memory_gib] or found
     if typed.memory_gib is None and len(found) > 1:  # a name with an amount is that of a version: "RTX 3080 12GB"
         found = [one for one in found if not _only_with_memory(one, typed.key)] or found

@@ -21,7 +21,7 @@ MEMORY = {
 """Of names without a memory the smallest common one, and that of the device whose name it is."""
 OTHERS = """4090 ti, rx 4090, rtx 5090 ti, Raspberry Pi 6, rpi 55, Pi, Orange Pi 4, Orange Pi 3, Rock 4, RK3528, M6, M4
 Ultra, M14, M3 Max 34c, RTX A100, GB200, GB300, Orin, 8 Gen 5, 8s Gen 4, 7 Gen 3, i9-13901, i7-8651U, Ryzen
-7 8841HS, DDR3, DDR4-2400, Galaxy S26, Strix Point, Mac mini, MacBook Pro, 16GB, GPU, Galaxy S24,
+7 8841HS, DDR3, DDR4-2400, Galaxy S26, Strix Point, Mac mini, MacBook Pro, 16GB, GPU, x, Galaxy S24,
 7600""".replace("\n", " ").split(", ")
 PAIRS = [tuple(line.split("\t")) for line in
          (Path(__file__).parents[1] / "data" / "device_names.tsv").read_text(encoding="utf-8").splitlines()[1:]]
@@ -103,11 +103,34 @@ def test_a_stated_memory_is_the_budget(typed: str, gib: int) -> None:
     ("M4 64GB", "exists with 8, 16, 24 or 32 GB, not with 64 GB"),
     ("desktop ddr4 1TB", "64, 96 or 128 GB, not with 1024 GB"),
     ("rtx 4090 96 GB", "exists with 24 or 48 GB, not with 96 GB"),
+    ("m3 max 40gb", "Apple M3 Max exists with 36, 48, 64, 96 or 128 GB, not with 40 GB"),
+    ("RTX 3050 4GB", "GeForce RTX 3050 exists with 6 or 8 GB, not with 4 GB"),
+    ("m4 max 40 gpu 36gb", "Apple M4 Max (m4-max) exists with 48, 64 or 128 GB, not with 36 GB"),
+    ("m4 16gb 32gb", "'m4 16gb 32gb' states 16 GB and 32 GB of memory; leave one of them out."),
 ])
 def test_a_memory_that_does_not_exist_is_refused_with_those_that_do(typed: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_profile(typed)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("typed", "name", "bandwidth"), [
+    ("m3 max 36gb", "m3-max-30c", 300), ("m3 max 96gb", "m3-max-30c", 300), ("m3 max 64gb", "m3-max", 400),
+    ("m4 max 36gb", "m4-max-32c", 410), ("m5 max 36gb", "m5-max-32c", 460), ("M5 Max 48GB", "m5-max", 614),
+    ("rtx 3060 8gb", "rtx3060", 240), ("rtx 3060 12gb", "rtx3060", 360), ("rtx 3050 6gb", "rtx3050-6gb", 168),
+    ("rtx 3050 laptop 6gb", "rtx3050-laptop", 168), ("a770 8gb", "arc-a770", 512), ("Arc A770", "arc-a770", 560),
+])
+def test_a_memory_tells_versions_of_one_name_apart(typed: str, name: str, bandwidth: float) -> None:
+    profile = load_profile(typed)
+    assert (profile.name, profile.bandwidth_gbs) == (name, bandwidth)
+    assert profile.memory_bytes >> 30 in profile.memory_gib
+
+
+@pytest.mark.parametrize("typed", ["rtx 3090 x2", "RTX 3090 x3", "rtx 4080 super x2", "rtx 3090 ti x2", "16x h100",
+                                   "h100 x16", "2 x rtx 3090", "rtx 3090 x 2", "5090x2"])
+def test_counted_cards_are_several_devices(typed: str) -> None:
+    with pytest.raises(UsageError, match="is several devices of the name"):
+        load_profile(typed)
 
 
 def test_capacities_fit_the_profile() -> None:
