@@ -120,9 +120,9 @@ class BitBudget:
             ends.append((8 * matrices / sum(map(parameters, weights)), _file_bytes(graph, types)))
         (least, smallest), (most, largest) = ends
         if self.bits is not None and not least <= self.bits <= most:
-            raise UsageError(f"--bits {self.bits:g} cannot be met: this model's matrices take from "
-                             f"{np.ceil(1000 * least) / 1000:g} to {np.floor(1000 * most) / 1000:g} bits per weight; "
-                             + ("f16 is --weights f16." if self.bits > most else "choose more."))
+            raise UsageError(f"--bits {self.bits:g} cannot be met: it must be from {np.ceil(1000 * least) / 1000:g} to "
+                             f"{np.floor(1000 * most) / 1000:g}, the bits per weight that this model's matrices take"
+                             + ("; f16 is --weights f16." if self.bits > most else "."))
         if self.size is not None and not smallest <= self.size <= largest:
             raise UsageError(f"--size {format_size(self.size)} cannot be met: this model's weights take from "
                              f"{format_size(smallest)} ({smallest} bytes) to {format_size(largest)}"

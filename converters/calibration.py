@@ -56,6 +56,18 @@ class Calibration:
     """These columns, by the names of matrices."""
 
 
+@dataclass(frozen=True)
+class ByOption:
+    """A conversion's calibration, and the option that asked for it."""
+
+    made: Callable[[Checkpoint], Calibration]
+    option: str
+
+    def __call__(self, checkpoint: Checkpoint) -> Calibration:
+        """Return the calibration of a checkpoint."""
+        return self.made(checkpoint)
+
+
 def record(calibration: Calibration | None, tensors: Sequence[TensorReport], chosen: ChosenTypes | None) -> bytes:
     """Return the content of the file in which a bundle records how its weights were rounded."""
     data: dict[str, Any] = {"method": "plain"}
@@ -72,8 +84,8 @@ def record(calibration: Calibration | None, tensors: Sequence[TensorReport], cho
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
-def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph) -> None:
-    """Refuse to calibrate a conversion that rounds no matrix.
+def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph, option: str) -> None:
+    """Refuse to calibrate a conversion that rounds no matrix; `option` is the one that asked for it.
 
     Raises
     ------
@@ -82,11 +94,11 @@ def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph) -> None:
     """
     matrices = [weight for weight in graph.weights if weight.kind in ("matrix", "experts", "embedding", "head")]
     if any(graph.types[weight.name].layout == "neuron" for weight in graph.weights):
-        raise UsageError("--calibrate rounds matrices in tiles, and --ffn-layout neuron stores neurons one by one; "
+        raise UsageError(f"{option} rounds matrices in tiles, and --ffn-layout neuron stores neurons one by one; "
                          "leave one of the two out.")
     if not any(is_rounded(checkpoint, weight, graph.types[weight.name]) for weight in matrices):
         kinds = sorted({graph.types[weight.name].dtype for weight in matrices})
-        raise UsageError(f"--calibrate has nothing to round: all {len(matrices)} matrices of {checkpoint.path} are "
+        raise UsageError(f"{option} has nothing to round: all {len(matrices)} matrices of {checkpoint.path} are "
                          f"stored as they are ({', '.join(kinds)}); give --weights q4 to round those that are not in "
                          "this type.")
 

@@ -123,7 +123,7 @@ def convert(
         checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
         if calibration and not chooser:
-            check_something_is_rounded(checkpoint, graph)
+            check_something_is_rounded(checkpoint, graph, getattr(calibration, "option", "--calibrate"))
         both = _joined(graph, drafts)
         reading = WeightReader(checkpoint, both, progress)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,

@@ -19,7 +19,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import GatedLinear, Graph, Linear, TypeOf, Weight
 from edgeinfer.quant import InputStatistics, WeightType
 
-from .calibration import Calibration
+from .calibration import ByOption, Calibration
 
 Columns = NDArray[np.int32]
 Of = Callable[[Weight], Sequence[InputStatistics] | None]
@@ -116,7 +116,8 @@ def with_outliers(calibration: Callable[[Any], Calibration] | None, asked: str) 
     if calibration is None:
         raise UsageError(f"--outliers {asked} needs to know the inputs of matrices; also give --calibrate, or "
                          "--imatrix FILE.")
-    return lambda checkpoint: replace(calibration(checkpoint), outliers=asked)
+    return ByOption(lambda checkpoint: replace(calibration(checkpoint), outliers=asked),
+                    getattr(calibration, "option", "--calibrate"))
 
 
 def find_outliers(graph: Graph, free: Callable[[Weight], bool], statistics: Of, share: float | None) -> Outliers:

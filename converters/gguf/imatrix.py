@@ -21,7 +21,7 @@ from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.graph import Columns, Graph, HeadOrder, Transposed, Weight, build_graph, requested_types
 from edgeinfer.quant import InputStatistics
 
-from ..calibration import Calibration, Statistics
+from ..calibration import ByOption, Calibration, Statistics
 from ..checkpoint.directory import Checkpoint
 from .file import read_header
 from .header import MAGIC
@@ -156,7 +156,7 @@ def by_imatrix(path: Path) -> Callable[[Checkpoint], Calibration]:
         return Calibration("importance", imatrix.text or path.name, imatrix.sha256, tokens,
                            lambda weight: found.get(weight.name) or found.get(weight.name.rpartition(".")[0]), remarks)
 
-    return calibration
+    return ByOption(calibration, "--imatrix")
 
 
 def _found(imatrix: Imatrix, graph: Graph) -> Iterator[tuple[str, Statistics]]:

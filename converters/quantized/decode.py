@@ -142,6 +142,10 @@ def _mlx_floats(name: str, parts: Parts, mode: str, size: int, recent: Recent) -
     return PackedTensor(name, kind, (*leading, columns), parts, load, recent)
 
 
+HALVES = (2.0**-24, 65504.0)
+"""Least and largest positive value of fp16."""
+
+
 def bitnet(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
     """Codes -1 to 2, less one in fields of 2 bits: field i of a byte is of the i-th quarter of the rows; one scale."""
     quarter, columns = parts.check("weight", ("U8",), (None, None))
@@ -149,9 +153,10 @@ def bitnet(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTen
 
     def load(parts: Parts) -> Loaded:
         scale = parts.floats("weight_scale").reshape(1, 1)
-        if not (scale > 0).all():
-            raise CheckpointError(f"The scale of {parts.name:.100} in {parts.path} is {scale[0, 0]:g}; it must be "
-                                  "positive: download the file again.")
+        (low, high), held = ((1 / HALVES[1], 1 / HALVES[0]), "its reciprocal") if scheme.divided else (HALVES, "it")
+        if not low <= scale[0, 0] <= high:
+            raise CheckpointError(f"The scale of {parts.name:.100} in {parts.path} is {scale[0, 0]:g}; it must be from "
+                                  f"{low:.3g} to {high:.3g}, so that fp16 holds {held}: download the file again.")
 
         def codes(start: int, stop: int) -> Codes:
             runs = [(i, max(start - i * quarter, 0), min(stop - i * quarter, quarter)) for i in range(4)]

@@ -153,8 +153,9 @@ class Parts:
         fits = len(have.shape) == len(shape) and 0 not in have.shape
         if not fits or any(want not in (None, n) for n, want in zip(have.shape, shape, strict=True)):
             want = ", ".join("n" if n is None else str(n) for n in shape)
+            free = f", {len(shape)} sizes of 1 or more" if None in shape else ""
             raise CheckpointError(f"The tensor {name:.100} in {file.path} has the shape {list(have.shape)}; as the "
-                                  f"config says how it is packed, it must be [{want}].")
+                                  f"config says how it is packed, it must be [{want}]{free}.")
         return have.shape
 
     def whole(self, part: str, dtype: str) -> NDArray[Any]:

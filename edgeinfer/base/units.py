@@ -42,7 +42,7 @@ def parse_size(text: str | int) -> int:
     if not isinstance(text, str):
         raise UsageError(f"Size {text!r} is a {type(text).__name__}; write it as '4GiB' or '500MB'.")
     match, plain = _SIZE.fullmatch(text.strip()), _PLAIN.fullmatch(text.strip())
-    if plain and (nbytes := int(plain[0])) >= MIN_PLAIN:
+    if plain and ((nbytes := int(plain[0])) >= MIN_PLAIN or nbytes == 0):
         return _in_range(nbytes, repr(text))
     if not match:
         units = ("GiB", "MB") if plain and int(plain[0]) < 1000 else ("MB", "kB")
@@ -62,7 +62,7 @@ def parse_size(text: str | int) -> int:
 
 def _in_range(nbytes: int, said: str) -> int:
     if not 1 <= nbytes <= MAX_BYTES:
-        raise UsageError(f"Size {said} is out of range; it must be from 1 byte to 2^63 - 1.")
+        raise UsageError(f"Size {said} is out of range; it must be more than 0, and at most 2^63 - 1 bytes.")
     return nbytes
 
 

@@ -310,3 +310,10 @@ def test_several_users() -> None:
     assert users["goodput"]["met"] and 8 <= users["goodput"]["users"] <= users["most_users"]
     planned = edgeinfer("plan", "llama-3.1-8b", "--machine", "l4", "--ctx", 640, "--samples", 8, "--json").json
     assert users["memory_bytes"] == pytest.approx(planned["device_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize("machine", ["m4 16gb", "rpi5", "rtx4090"])
+def test_the_memory_is_that_of_a_plan(machine: str) -> None:
+    plan, estimate = (edgeinfer(command, "llama-3.1-8b", "--machine", machine, "--json").json
+                      for command in ("plan", "estimate"))
+    assert estimate["total_bytes"] == plan["total_bytes"] and (plan["threads"] > 1) == (machine != "rtx4090")

@@ -73,6 +73,7 @@ def test_names_are_text() -> None:
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    assert "--html '' has no known ending; use .html." in edgeinfer(*ASKED, "--html", "").sentence
     assert "--html 'a.txt' has no known ending; use .html." in edgeinfer(*ASKED, "--html", "a.txt").sentence
     wrong = edgeinfer("estimate", "demo", "--all-devices", "--html", "a.html")
     assert wrong.sentence == "--html applies to a single machine; omit --all-devices."

@@ -94,8 +94,8 @@ def calibration(effects: dict[str, tuple[float, float]]) -> Calibration:
 
 
 @pytest.mark.parametrize("budget, said", [
-    ({"bits": 2}, r"--bits 2 cannot be met: this model's matrices take from 3\.\d+ to 8\.\d+ bits per weight; choose"),
-    ({"bits": 12}, r"--bits 12 cannot be met: .* bits per weight; f16 is --weights f16"),
+    ({"bits": 2}, r"--bits 2 cannot be met: it must be from 3\.\d+ to 8\.\d+, the bits per weight that"),
+    ({"bits": 12}, r"--bits 12 cannot be met: .* bits per weight .*; f16 is --weights f16"),
     ({"size": 1000}, r"--size 1.0 kB cannot be met: this model's weights take from .* to .*; choose more"),
     ({"size": 10**9}, r"--size 1.00 GB cannot be met: .*; the largest is --weights int8"),
 ])
@@ -113,7 +113,8 @@ def test_the_command_says_what_contradicts(source: Path) -> None:
         (("--size", "2GB", "--head", "q6"), "--size 2GB chooses the type of each matrix, and --head q6 sets one"),
         (("--weights", "Q4_K_M", "--head", "q6"), "--weights q4_k_m chooses the type of each matrix, and --head q6"),
         (("--size", "much"), "Size 'much' cannot be read"),
-        (("--bits", "nan"), "--bits nan cannot be met"),
+        (("--bits", "nan"), "--bits nan cannot be met: it must be from 3."),
+        (("--bits", "-1"), "--bits -1 cannot be met: it must be from 3."),
     ):
         done = convert_it(*options)
         assert done.code != 0 and said in done.sentence, done.sentence

@@ -272,10 +272,18 @@ def test_the_comparison_has_other_types(source: Path) -> None:
 @pytest.mark.parametrize("options, said", [
     (("--compare-types", "q5"), "--compare-types q5 needs a text to measure on; also give --compare TEXT"),
     (("--compare-types", "q5,q3", "--compare", "text.txt"), r"--compare-types is 'q3'; choose one of q4, int8"),
+    (("--compare-types", "", "--compare", "text.txt"), "--compare-types is ''; choose one of q4, int8"),
 ])
 def test_types_that_cannot_be_compared_are_refused(source: Path, options: tuple[str, ...], said: str) -> None:
     done = edgeinfer("convert", source, source.parent / "made", *options)
     assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
+
+
+@pytest.mark.parametrize("more", [(), ("--outliers", "auto")])
+def test_the_option_that_rounds_nothing_is_named(source: Path, more: tuple[str, ...]) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", "--weights", "f16", "--imatrix",
+                     DATA / "fables-draft-imatrix.gguf", *more)
+    assert done.code == 2 and "--imatrix has nothing to round: all" in done.sentence, done.sentence
 
 
 def test_the_built_in_text_is_long_enough_and_utf_8(source: Path) -> None:

@@ -104,7 +104,8 @@ PARTS: list[tuple[str, Any, str]] = [
     ("gptq", instead(".scales", f16(np.full((3, 64), np.nan))), "has a scale that is NaN or infinite"),
     ("mlx", instead(".biases", f16(np.full((64, 3), np.inf))), "has a bias that is NaN or infinite"),
     ("mlx mxfp8", instead(".scales", ("U8", (64, 3), b"\xff" * 192)), "has a scale that is NaN or infinite"),
-    ("mlx mxfp4", instead(".weight", ("U32", (), b"\0" * 4)), r"has the shape \[\]; .* it must be \[n, n\]"),
+    ("mlx mxfp4", instead(".weight", ("U32", (), b"\0" * 4)), r"has the shape \[\]; .* it must be \[n, n\], 2 size"),
+    ("bitnet", instead(".weight", ("U8", (0, 96), b"")), r"\[0, 96\]; .* it must be \[n, n\], 2 sizes of 1 or more\."),
     ("gptq", instead(".g_idx", i32(np.full(96, 3))), "has the group 3; there are groups 0 to 2"),
     ("gptq", instead(".g_idx", i32(np.full(96, 2**32 - 1))), "has the group -1"),
     ("gptq", instead(".g_idx", i32(np.zeros(95))), r"has the shape \[95\]"),
@@ -117,7 +118,10 @@ PARTS: list[tuple[str, Any, str]] = [
     ("fp8", instead(".weight_scale_inv", f32(np.ones((3, 6)))), r"it must be \[2, 6\]"),
     ("fp8", instead(".weight", ("F8_E4M3", (64, 96), bytes([127]) * 6144)), "has the value nan at"),
     ("bitnet", without(".weight_scale"), "has no weight_scale"),
-    ("bitnet", instead(".weight_scale", f32(np.array([0.0]))), "is 0; it must be positive"),
+    ("bitnet", instead(".weight_scale", f32(np.array([0.0]))), r"is 0; it must be from 1.53e-05 to 1.68e\+07"),
+    ("bitnet", instead(".weight_scale", f32(np.array([1e-45]))), "is 1.4013e-45; .* so that fp16 holds its reciprocal"),
+    ("bitnet auto", instead(".weight_scale", f32(np.array([1e-45]))),
+     r"is 1.4013e-45; it must be from 5.96e-08 to 6.55e\+04, so that fp16 holds it: download"),
     ("bitnet", instead(".weight_scale", f32(np.ones(2))), r"has the shape \[2\]; .* it must be \[1\]"),
 ]
 

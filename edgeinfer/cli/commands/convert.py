@@ -163,7 +163,8 @@ def _types_to_compare(text: Path | None, types: str | None) -> list[str]:
     """Return the types that are measured beside the bundle; refuses a text or types that cannot be measured."""
     if types is not None and text is None:
         raise UsageError(f"--compare-types {types:.40} needs a text to measure on; also give --compare TEXT.")
-    found = [checked("--compare-types", each.strip(), RULES["weights"]) for each in (types or "").split(",") if types]
+    listed = [] if types is None else types.split(",")
+    found = [checked("--compare-types", each.strip(), RULES["weights"]) for each in listed]
     if text is not None:
         from ...models.comparison import check_text
 

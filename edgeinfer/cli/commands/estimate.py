@@ -144,14 +144,14 @@ def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
     save_page(out, types, path)
 
 
-def _report(out: dict[str, Any], device: DeviceProfile, plot: Path | None, html: Path | None, json: bool) -> None:
+def _report(out: dict[str, Any], device: DeviceProfile, plot: str | None, html: str | None, json: bool) -> None:
     """Report on one device."""
     if html is not None:
-        _save_page(out, device, html)
+        _save_page(out, device, Path(html))
     if plot is not None:
         from ..reports.plot import save_plot
 
-        save_plot(chart(out), plot)
+        save_plot(chart(out), Path(plot))
     if json:
         print_json(out)
     else:

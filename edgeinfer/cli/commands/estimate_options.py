@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,9 +74,9 @@ Rows = Annotated[str | None, typer.Option(
 Explain = Annotated[bool, typer.Option(
     "--explain", help="Write the formulas out with their numbers, limits and techniques.")]
 AllDevices = Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")]
-Plot = Annotated[Path | None, typer.Option(
+Plot = Annotated[str | None, typer.Option(
     metavar="FILE", help="Plot tokens per second by context size: .svg, .png or .pdf.")]
-Html = Annotated[Path | None, typer.Option(
+Html = Annotated[str | None, typer.Option(
     metavar="FILE", help="Write the report with plots as one self-contained page.", show_default=False)]
 
 ONE_MACHINE = {"users": "--users", "answer": "-n", "goodput": "--goodput", "explain": "--explain", "energy": "--energy"}
@@ -126,7 +125,7 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
     return nbytes
 
 
-def check_request(given: Given, prompt: int | None, all_devices: bool, plot: Path | None, html: Path | None) -> None:
+def check_request(given: Given, prompt: int | None, all_devices: bool, plot: str | None, html: str | None) -> None:
     """Refuse values that are wrong for any model and machine."""
     for flag, value in (("--ctx", given.ctx), ("-p", prompt)):
         if value is not None and not 1 <= value <= MAX_CTX:

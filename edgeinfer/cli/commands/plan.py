@@ -114,6 +114,8 @@ def plan(
         raise UsageError("Missing argument 'MODEL': a GGUF file, checkpoint or bundle, an id on the hub, or a built-in "
                          "shape ('edgeinfer plan --list').")
     if prefill_device is not None:
+        _check_prefilling(prefill_device, {"--nodes": nodes, "--link": link, "--compare": compare, "--serve": serve,
+                                           "--max-sequences": max_sequences}, given)
         return _prefilling(model, prefill_device, given)
     beams = 1 if serve else options.searching(given)
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
@@ -181,6 +183,15 @@ def _served(given: options.Given, most: int | None) -> int:
     return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
 
 
+def _check_prefilling(device: str, others: dict[str, Any], given: options.Given) -> None:
+    """Refuse options that say something else than a replica of 'serve --prefill' on a device; `others` by flag."""
+    if given.by_flag("device") and given.device != device:
+        others = {f"--device {given.device}": True, **others}
+    for flag, value in others.items():
+        if value:
+            raise UsageError(f"--prefill-device {device} plans one replica that computes prompts; leave out {flag}.")
+
+
 def _prefilling(model: str, device: str, given: options.Given) -> int:
     """Report on a replica that computes prompts on a device, and return the exit code."""
     from edgeinfer.devices import served
@@ -192,9 +203,12 @@ def _prefilling(model: str, device: str, given: options.Given) -> int:
     from ..reports.plan_device import planned_on
 
     config, card = checked_prefill(device, model, given), machine_of(given)
-    if card and (device != CUDA or not served(card)):
-        raise UsageError(f"--prefill-device {device} is planned for this machine, or cuda for a card of NVIDIA's, and "
-                         f"--machine is {card.name}; leave --machine out.")
+    if card and device != CUDA:
+        raise UsageError(f"--prefill-device {device} is planned only for this machine; leave out --machine "
+                         f"{card.name}, or use --prefill-device cuda with an NVIDIA GPU.")
+    if card and not served(card):
+        raise UsageError(f"--prefill-device {device} needs an NVIDIA GPU, and --machine {card.name} is none; name one, "
+                         "such as --machine rtx4090, or leave --machine out for the GPU of this machine.")
     description = describe(model, *given.stored(model), Recipe(()))
     found = executor_on(PROVIDERS[device], description.graph, config)._replace(profile=served(card) if card else None)
     return _printed(planned_on(found, description, registry.drafting(WITHOUT_DRAFTS)), given.json)

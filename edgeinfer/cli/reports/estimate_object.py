@@ -222,6 +222,7 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
     from edgeinfer.memory_planner import RESIDENT, to_request
 
     from ...llm.executors import placed, stored_traffic
+    from .plan_object import threads_on
 
     exact, found = (cards.on(profile) if cards else None) or (None, None)
     if exact and found and found.planner and found.profile:
@@ -232,8 +233,8 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
         return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
                     on_card.device_bytes,
                     RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
-    config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=asked.budget_bytes or profile.usable_bytes,
-                     max_sequences=sequences)
+    config = replace(asked, ctx=ctx, kv=kv, threads=asked.threads or threads_on(profile), max_sequences=sequences,
+                     budget_bytes=asked.budget_bytes or profile.usable_bytes)
     plan, within = model.planner.plan(to_request(config)), placed(model, model.planner, config, profile)
     traffic = within and stored_traffic(model, within, profile, kv)
     total = (within or plan).total_bytes

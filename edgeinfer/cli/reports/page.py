@@ -119,10 +119,10 @@ def _plots(out: dict[str, Any], compared: dict[str, Any] | None) -> Iterator[str
             for row in compared["types"]])
 
 
-def check_page(path: Path) -> None:
+def check_page(path: str) -> None:
     """Raise `UsageError` for a file of another ending, before anything is computed."""
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--html {str(path)!r} has no known ending; use .html.")
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--html {path!r} has no known ending; use .html.")
 
 
 def save_page(out: dict[str, Any], compared: dict[str, Any] | None, path: Path) -> None:

@@ -60,7 +60,7 @@ class PlanReport:
 
         from ...llm.executors import Fitted, fitted
 
-        threads = config.threads or (_cores(device) if device else default_threads())
+        threads = config.threads or (threads_on(device) if device else default_threads())
         self.model, self.device, self.profile, self.choice, self.refused = model, device, profile, choice, refused
         self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
         self.budget, self.budget_source = self._limit()
@@ -244,7 +244,7 @@ class PlanReport:
         return f"The budget is the memory of {device.titled}{room}; --budget sets another.{exist}"
 
 
-def _cores(device: DeviceProfile) -> int:
+def threads_on(device: DeviceProfile) -> int:
     """Return the threads on a device: its processor cores; a GPU's multiprocessors run none."""
     return min(device.cores, MAX_THREADS) if device.isa in _our_isas() else 1
 

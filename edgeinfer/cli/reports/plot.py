@@ -40,14 +40,14 @@ class Chart:
     log_y: bool = False
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path | str) -> None:
     """Refuse a picture that cannot be made, before anything is computed.
 
     Raises `UsageError`: the file's ending is none of FORMATS, or matplotlib is absent.
     """
     from importlib.util import find_spec
 
-    kind = path.suffix.lower()
+    kind = Path(path).suffix.lower()
     if kind not in FORMATS:
         raise UsageError(f"--plot {str(path)!r} has no known ending; use one of {', '.join(FORMATS)}.")
     if find_spec("matplotlib") is None:
