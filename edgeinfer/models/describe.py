@@ -68,6 +68,8 @@ def describe(
     if path.is_dir() and is_bundle(path):
         return replace(_from_bundle(name, path, weights, group_size, recipe, profile), path=path)
     meant = None if path.exists() or name in KNOWN_NAMES or is_hub_id(name) else spoken(name)
+    if meant and meant.refused:
+        raise UsageError(meant.refused)
     if meant and meant.shape and (meant.file_type or meant.weights or meant.unknown_type):
         return _of_type(name, meant, weights, group_size, recipe)
     try:
@@ -226,7 +228,7 @@ def _unknown(name: str) -> str:
         return f"{missing} Built-in shapes are {', '.join(map(repr, near))}." if near else missing
     shapes = builtin_shapes()
     known = similar(name.lower(), [DEMO, *shapes, *KNOWN_NAMES], n=3, cutoff=0.5)
-    like = near_shapes(name) if known or len(name) > 3 else []
+    like = near_shapes(name) if known or len(name) > 3 or name[:1].isdigit() else []
     near = list(dict.fromkeys([*(one for one in known if one not in shapes), *like, *known]))[:3]
     return unknown_model(name, near, "Give a GGUF file, checkpoint, bundle or config.json, an id on the hub such as "
                          f"owner/name, or a built-in shape such as {next(iter(shapes))}; '{LISTING}' lists the shapes.")

@@ -25,6 +25,9 @@ COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K",
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
                    r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|"
                    r"exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
+_LEVELS = re.compile("[it]?q")
+_CONTEXT = re.compile(r"(?<![\d.a-z])(\d+k|1m)(?![a-z])")
+"""Types of a GGUF file, of which it has one; lengths of context."""
 _MIXED = {
     "Q2_K_XL": "Q2_K", "Q2_K_L": "Q2_K", "Q3_K": "Q3_K_M", "Q3_K_XL": "Q3_K_M", "Q4_K": "Q4_K_M", "Q4_K_L":
     "Q4_K_M", "Q4_K_XL": "Q4_K_M", "Q5_K": "Q5_K_M", "Q5_K_L": "Q5_K_M", "Q5_K_XL": "Q5_K_M", "Q6_K_L": "Q6_K",
@@ -87,6 +90,8 @@ class Spoken:
     """A type that it states and that cannot be described."""
     stated: str | None = None
     """The type as the name states it."""
+    refused: str | None = None
+    """Sentence for a name that states two types, one without a model, or a longer context than the shape's."""
 
 
 def key_of(text: str) -> tuple[str, ...]:
@@ -114,9 +119,20 @@ def spoken(text: str) -> Spoken:
         return Spoken(exact)
     types = [*_TYPE.finditer(lowered)]
     found = types[-1] if types else None  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
+    two = list(dict.fromkeys(kind[0].upper() for kind in types if _LEVELS.match(kind[1])))
+    if len(two) > 1:
+        return Spoken(None, refused=f"{text!r} states two types of weights, {two[-2]} and {two[-1]}; leave one out.")
     rest = _TYPE.sub(" ", lowered)
+    if found and not _words(rest):
+        return Spoken(None, refused=f"{text!r} is a type of weights without a model; write one before it, such as "
+                                    f"'llama-3.1-8b {text}'.")
     name = _named(rest.rpartition("/")[2]) or _named(rest)
     shape = builtin_shapes()[name] if name else None
+    if shape and (longer := _longer(rest, shape)):
+        most = shape.config["max_position_embeddings"]
+        return Spoken(None, refused=f"{text!r} is a version with a longer context, {longer}, of which no shape is "
+                                    "built in; give its config.json or its id on the hub, or take "
+                                    f"{shape.name!r} for up to {most} positions.")
     if found is None:
         return Spoken(shape)
     stated = _ROWS.sub("", found[1].replace("-", "_").replace(" ", "").upper())
@@ -124,6 +140,15 @@ def spoken(text: str) -> Spoken:
         return Spoken(shape, file_type=kind, stated=found[0].upper())
     made = _MADE.get(stated.lower().replace("_", ""))
     return Spoken(shape, made, unknown_type=None if made else found[1])
+
+
+def _longer(text: str, shape: Shape) -> str | None:
+    """Return the length of context that a name states if the shape, of a shorter one, is of another version."""
+    for stated in _CONTEXT.finditer(text):
+        positions = int(stated[1][:-1]) * (1_000_000 if stated[1][-1] == "m" else 1000)
+        if positions > shape.config.get("max_position_embeddings", positions):
+            return stated[0]
+    return None
 
 
 def _named(text: str) -> str | None:
@@ -155,6 +180,8 @@ def _amid(text: str) -> str | None:
 def near_shapes(text: str) -> list[str]:
     """Return three built-in shapes whose names are like one: those with the same words first, then those like spelt."""
     typed, keys = key_of(_TYPE.sub(" ", _FILE.sub(" ", text.lower()))), _keys()
+    if len(typed) == 1 and _SIZE.fullmatch(typed[0]):
+        return [name for name in builtin_shapes() if typed[0] in key_of(name)][:3]
     joined = {" ".join(key): key for key in keys}
     near = similar(" ".join(typed), joined, n=20, cutoff=0.2)
     same = sorted(keys, key=lambda key: -_alike(key, typed))[:12]

@@ -70,10 +70,16 @@ def test_a_fine_tune_is_the_model_whose_version_and_size_it_has() -> None:
 
 def test_what_is_refused() -> None:
     for typed, sentence in (("llama 3.1 8b exl2", "states exl2, which cannot be described without its file"),
-                            ("gemma 3 5b", "did you mean 'gemma-3-")):
+                            ("gemma 3 5b", "did you mean 'gemma-3-"),
+                            ("llama-3.1-8b q4 q8", "states two types of weights, Q4 and Q8; leave one out."),
+                            ("phi-3-medium-128k", "longer context, 128k, of which no shape is built in; give"),
+                            ("qwen2.5 7b 1m", "or take 'qwen2.5-7b' for up to 131072 positions."),
+                            ("8b", "did you mean 'llama-3-8b', 'llama-3.1-8b' or "), ("70b", "did you mean 'llama-"),
+                            ("UD-Q4_K_XL", "is a type of weights without a model; write one before it, such as")):
         with pytest.raises((ModelNotFoundError, UsageError)) as caught:
             describe(typed)
         assert sentence in str(caught.value)
+    assert "two types" in edgeinfer("recommend", "llama-3.1-8b q4 q8", "--all-devices").err
     done = edgeinfer("plan", "llama-3.2-1b Q8_0", "--weights", "q4")
     assert done.code == 2 and "states Q8_0, and --weights q4; leave one of them out" in done.err
 
@@ -91,7 +97,8 @@ def test_a_hub_id_without_the_hub_is_the_shape_of_its_name(monkeypatch: pytest.M
         describe("some/model")
 
 
-@pytest.mark.parametrize("typed", [one for one, name in PAIRS if name == REFUSED and not spoken(one).unknown_type])
+@pytest.mark.parametrize("typed", [one for one, name in PAIRS if name == REFUSED
+                                   and not (spoken(one).unknown_type or spoken(one).refused)])
 def test_refusals_have_three_near_names(typed: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         describe(typed)

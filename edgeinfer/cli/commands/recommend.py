@@ -101,7 +101,10 @@ def _check(ctx: int, min_speed: float, use: str, model: str | None, all_devices:
 
 
 def _shape(model: str) -> str:
-    meant = spoken(model).shape
+    said = spoken(model)
+    if said.refused:
+        raise UsageError(said.refused)
+    meant = said.shape
     if meant is None or meant.name not in sizes.names():
         near = ", ".join(map(repr, near_shapes(model)))
         raise UsageError(f"{model!r} is not a built-in shape; similar names are {near}.")
