@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
 
 CONFIG_FILE = "config.json"
+_SHAPE_WEIGHTS = {"bitnet": "q2"}
+"""Types of the weights of built-in shapes whose checkpoints have their own, by model_type; others are q4."""
 
 
 def describe(
@@ -41,7 +43,7 @@ def describe(
         fetched.
     weights : str, optional
         Storage of the matrices, with the defaults of converting for embedding and head. By default a bundle's own, else
-        that of checkpoints which are converted on the way.
+        that of checkpoints which are converted on the way; q2 for a built-in shape of BitNet.
     group_size : int, optional
     recipe : Recipe, optional
         The passes of the run that is described.
@@ -78,11 +80,11 @@ def describe(
 
             if is_gguf(path):
                 return replace(describe_gguf_file(name, path, weights, group_size, recipe), path=path)
-        config, source = _config(name, path)
+        config, source, own = _config(name, path)
         if is_quantised(config):
             found = _from_packed(name, path, config, weights, group_size, recipe)
         else:
-            found = describe_config(config, name, source, weights, group_size, recipe)
+            found = describe_config(config, name, source, weights or own, group_size, recipe)
         return replace(found, path=path) if any(path.glob("*.safetensors")) else found
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
@@ -192,31 +194,33 @@ def _from_bundle(
                                 sparse=sparse, bundle=path)
 
 
-def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The fields of config.json that the name stands for, and where they come from."""
+def _config(name: str, path: Path) -> tuple[dict[str, Any], str, str | None]:
+    """Return the fields of config.json that the name stands for, where they come from, and the type of a shape's
+    weights if it is not the default."""
     from edgeinfer.converters import fetch_config, read_json
 
     if path.is_file():
         if not path.stat().st_size:
             raise CheckpointError(f"{path} is empty; download it again.")
-        return read_json(path), f"file {path}"
+        return read_json(path), f"file {path}", None
     if path.is_dir():
         if (path / CONFIG_FILE).is_file():
-            return read_json(path / CONFIG_FILE), f"checkpoint {path}"
+            return read_json(path / CONFIG_FILE), f"checkpoint {path}", None
         if name.lower() not in builtin_shapes():
             raise ModelNotFoundError(f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no "
                                      f"{CONFIG_FILE}).")
     if name.lower() in builtin_shapes() or not (name in KNOWN_NAMES or is_hub_id(name)):
         if shape := spoken(name).shape:
-            return dict(shape.config), shape.origin
+            return dict(shape.config), shape.origin, _SHAPE_WEIGHTS.get(shape.config["model_type"])
     else:
         repo_id = KNOWN_NAMES.get(name, name)
         try:
-            return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
+            return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub", None
         except CheckpointError:  # no network, or a repository of GGUF files alone
             if not (shape := spoken(repo_id).shape):
                 raise
-            return dict(shape.config), f"{shape.origin}; no {CONFIG_FILE} of {repo_id} was had"
+            source = f"{shape.origin}; no {CONFIG_FILE} of {repo_id} was had"
+            return dict(shape.config), source, _SHAPE_WEIGHTS.get(shape.config["model_type"])
     raise ModelNotFoundError(_unknown(name))
 
 

@@ -24,7 +24,7 @@ COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K",
 """Such whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
                    r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|"
-                   r"exl[23]|awq|gptq)(?:[_-]moe)?(?![a-z0-9])")
+                   r"exl[23]|awq|gptq|i2_s)(?:[_-]moe)?(?![a-z0-9])")
 _LEVELS = re.compile("[it]?q")
 _CONTEXT = re.compile(r"(?<![\d.a-z])(\d+k|1m)(?![a-z])")
 """Types of a GGUF file, of which it has one; lengths of context."""
@@ -71,7 +71,8 @@ _OTHER_KINDS = frozenset(
 """Words of models that are no fine-tune of the model whose name stands beside them, or of another size."""
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
-         "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8"}
+         "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8",
+         "i2s": "q2"}
 """Types of weights that edgeinfer makes, by their common names."""
 MAX_CHARACTERS = 200
 

@@ -36,9 +36,11 @@ def test_names_as_people_write_them() -> None:
 @pytest.mark.parametrize(("typed", "kind"), [
     ("llama 3.2 1b instruct Q4_K_M", "q4k"), ("llama-3.2-1b Q8_0", "int8"), ("llama3.2:1b-instruct-q6_K", "q6"),
     ("llama 3.2 1b 4-bit", "q4"), ("llama 3.2 1b fp16", "f16"), ("llama 3.2 1b", "q4"), ("llama-3.2-1b IQ4_XS", "iq4k"),
+    ("bitnet-2b", "q2"), ("bitnet-b1.58-2B-4T-gguf:i2_s", "q2"), ("bitnet 2b i2_s", "q2"), ("bitnet 2b4t int8", "int8"),
 ])
 def test_a_type_in_the_name_is_the_type_of_the_weights(typed: str, kind: str) -> None:
-    assert describe(typed).quantisation.weights == kind
+    found = describe(typed)
+    assert found.quantisation.weights == kind and "does not run" not in found.source
 
 
 @pytest.mark.parametrize(("kind", "gigabytes"), zip(FILE_TYPES, (3.83, 3.86, 4.08, 3.64, 4.65, 4.78, 5.53, 7.16),
