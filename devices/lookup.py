@@ -11,6 +11,7 @@ from typing import Any
 
 from edgeinfer.errors import UsageError
 
+from .kinds import kind_of
 from .known import all_rows, profile_of
 from .names import (
     AMOUNT,
@@ -59,7 +60,10 @@ def of_any_name(text: str) -> DeviceProfile | None:
 
 
 def no_device(text: str) -> UsageError:
-    """Return the message for a name that is no device's: near names."""
+    """Return the message for a name that is no device's: near names, or for that of a kind three of it."""
+    if kind := kind_of(text):
+        return UsageError(f"There is no device {text!r}, which is a kind of them; write the model, such as "
+                          f"{kind[0]!r}, {kind[1]!r} or {kind[2]!r}.")
     typed = taken_apart(text)
     return _several(text) or UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 

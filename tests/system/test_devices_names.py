@@ -9,6 +9,7 @@ import pytest
 
 import edgeinfer.devices.names as devices_of_names
 from edgeinfer.devices import load_profile, profiles, served
+from edgeinfer.devices.kinds import KINDS
 from edgeinfer.devices.known import all_rows, profile_of
 from edgeinfer.errors import UsageError
 from tests.helpers.command_line import edgeinfer
@@ -131,6 +132,21 @@ def test_a_memory_tells_versions_of_one_name_apart(typed: str, name: str, bandwi
 def test_counted_cards_are_several_devices(typed: str) -> None:
     with pytest.raises(UsageError, match="is several devices of the name"):
         load_profile(typed)
+
+
+@pytest.mark.parametrize(("typed", "first"), [
+    ("cpu", "ryzen-7950x"), ("gpu", "rtx4090"), ("i5", "i5-12400"), ("core i5", "i5-12400"),
+    ("Intel Core i7", "i7-12700k"), ("xeon 6", "xeon-6787p"), ("ryzen 9", "ryzen-5950x"),
+    ("snapdragon", "sd855"), ("imac", "m1"),
+])
+def test_a_kind_of_device_is_answered_with_three_of_it(typed: str, first: str) -> None:
+    with pytest.raises(UsageError, match=f"which is a kind of them; write the model, such as '{first}', '"):
+        load_profile(typed)
+
+
+def test_devices_of_kinds_exist() -> None:
+    for names in KINDS.values():
+        assert len({*names} & {*all_rows()}) == 3, names
 
 
 def test_capacities_fit_the_profile() -> None:
