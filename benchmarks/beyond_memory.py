@@ -6,8 +6,8 @@ BUNDLE is llama-2-7b's shape with a predictor (converters/synthetic/random_bundl
 --predictor). The limit allows a share of the FFNs' bytes beside everything else, and is also the budget that edgeinfer
 is given. Sides: hot and cold neurons with a warm cache, where half of the tokens are the one before again and where
 none is, and with a cache that is emptied before each token; layers streamed by an exact run; and llama.cpp with a GGUF
-of the same shape and bits, which is written into DIRECTORY once. They take turns; whoever waits is stopped. Bytes are
-those that each process has read from the disk, by the system's count. docs/explanation/offload.md has the outcome.
+of the same shape and bits, which is written into DIRECTORY once. They take turns; the waiting one is stopped.
+Bytes are those that each process has read from the disk, by the system's count. Results: docs/explanation/offload.md.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ cache.
 BUNDLE is an MoE model's shape with random weights and a routing of stated skew (converters/synthetic/random_bundle.py,
 --routing); FILE the same shape, bits and skew for llama.cpp (benchmarks/peers/gguf_models.py, --spread). The limit is
 also the budget that edgeinfer is given. Tokens are in no order and others in each round, so that only the skew repeats
-experts. Sides take turns; whoever waits is stopped. Bytes are those that, by the system's count, each process has read
-from the disk.
+experts. They take turns; the waiting one is stopped. Bytes are those that each process has read from the disk, by the
+system's count.
 
 Predicted is the time of a token in memory, as measured here without a limit, and the bytes of the experts that a cache
 of those chosen most does not hold, at the speed of scattered reads as the runtime has them, the median of readings

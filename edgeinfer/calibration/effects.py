@@ -95,7 +95,7 @@ class _Run:
         before: list[Floats] = []
 
         def remember() -> None:
-            adds = op.over is not None and not isinstance(op, LinearPart)  # which writes columns anew
+            adds = op.over is not None and not isinstance(op, LinearPart)  # a part overwrites its columns
             before.append(self._view.floats(op.over).copy() if op.over and adds else np.zeros((), np.float32))
 
         def noise() -> None:

@@ -36,7 +36,7 @@ STORES = {
 }
 NAME, SIZE, HOLDS = 38, 9, 12
 """Widths of columns."""
-REQUANTISED = "--weights: runs where run is told by --weights q4 (or int8, f16, f32) to requantise it."
+REQUANTISED = "--weights: run it with --weights q4 (or int8, f16, f32), which requantises it."
 
 
 def models(
