@@ -18,7 +18,7 @@ from tests.helpers.onnx_pages import at
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
 gpu_check = pytest.importorskip("benchmarks.gpu_check")
-DEMO = ["--device", "onnx-cpu", "--models", "demo", "--quick"]
+DEMO = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--minutes", "60"]
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
