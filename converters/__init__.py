@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .hub.gguf_files import cached_gguf, fetch_gguf, gguf_type
     from .outliers import share_of, with_outliers
     from .quantized.describe import describe_packed
-    from .report import ConversionReport, TensorReport
+    from .report import ConversionReport
     from .stores.find import find_models, lm_studio_folders, ollama_models
     from .stores.ollama import ollama_file
     from .stores.scan import Found, models_below
@@ -29,49 +29,12 @@ if TYPE_CHECKING:
     from .synthetic.random_neurons import Sparsity
 
 __all__ = [
-    "CALIBRATION_FILE",
-    "SHAPES",
-    "BitBudget",
-    "Calibration",
-    "Checkpoint",
-    "ChosenTypes",
-    "ConversionReport",
-    "FileDescription",
-    "Found",
-    "GgufHeader",
-    "GgufTokenizer",
-    "PassedOver",
-    "Sparsity",
-    "TensorReport",
-    "by_imatrix",
-    "cached_gguf",
-    "check_tokenizer",
-    "convert",
-    "convert_apart",
-    "describe_gguf",
-    "describe_packed",
-    "fetch",
-    "fetch_config",
-    "fetch_gguf",
-    "find_models",
-    "gguf_origin",
-    "gguf_parts",
-    "gguf_purpose",
-    "gguf_structure",
-    "gguf_type",
-    "is_gguf",
-    "lm_studio_folders",
-    "models_below",
-    "ollama_file",
-    "ollama_models",
-    "open_checkpoint",
-    "read_gguf_tokenizer",
-    "read_headers",
-    "read_imatrix",
-    "read_json",
-    "share_of",
-    "with_outliers",
-    "write_random_bundle",
+    "CALIBRATION_FILE", "SHAPES", "BitBudget", "Calibration", "Checkpoint", "ChosenTypes", "ConversionReport",
+    "FileDescription", "Found", "GgufHeader", "GgufTokenizer", "PassedOver", "Sparsity", "by_imatrix", "cached_gguf",
+    "check_tokenizer", "convert", "convert_apart", "describe_gguf", "describe_packed", "fetch", "fetch_config",
+    "fetch_gguf", "find_models", "gguf_origin", "gguf_parts", "gguf_purpose", "gguf_structure", "gguf_type", "is_gguf",
+    "lm_studio_folders", "models_below", "ollama_file", "ollama_models", "open_checkpoint", "read_gguf_tokenizer",
+    "read_headers", "read_imatrix", "read_json", "share_of", "with_outliers", "write_random_bundle",
 ]
 __getattr__ = lazily(__name__, {
     "bit_budget": "BitBudget", "chosen_types": "ChosenTypes",
@@ -88,5 +51,5 @@ __getattr__ = lazily(__name__, {
     "quantized.describe": "describe_packed",
     "synthetic.random_bundle": "SHAPES write_random_bundle",
     "synthetic.random_neurons": "Sparsity",
-    "report": "ConversionReport TensorReport",
+    "report": "ConversionReport",
 })

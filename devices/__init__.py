@@ -15,23 +15,13 @@ if TYPE_CHECKING:
     from .gpus import SERVED, gpu_profile, served
     from .known import profiles
     from .learning import fit_errors, learn, may_learn, with_runs
-    from .neurons import (
-        DEFAULT_CURVES,
-        DEFAULT_DENSE,
-        DENSE_SHARE,
-        GATES_SHARE,
-        MASKED_SHARE,
-        PER_MILLE,
-        break_even_density,
-        fastest,
-        relative_time,
-    )
+    from .neurons import DENSE_SHARE, GATES_SHARE, MASKED_SHARE, PER_MILLE, break_even_density, fastest, relative_time
     from .power import Power, power_of
-    from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
-    from .random_reads import BreakEven, break_even, smallest_row
+    from .profile import CLASSES, Curve, DeviceProfile, parse_profile
+    from .random_reads import break_even, smallest_row
     from .several_rows import peak_of
-    from .speculation import Drafted, drafted, least_acceptance, pass_ms, tokens_per_pass
-    from .storage import MEMORY_SPREAD, STORAGE_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
+    from .speculation import drafted, least_acceptance, pass_ms, tokens_per_pass
+    from .storage import MEMORY_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
     from .store import (
         load_profile,
         local_path,
@@ -42,16 +32,15 @@ if TYPE_CHECKING:
         save_profile,
     )
     from .traffic import Traffic
-    from .units import UNITS, chosen, processor_of
-    from .without_profile import KINDS, UNLISTED, unlisted
+    from .units import chosen, processor_of
+    from .without_profile import unlisted
 
 __all__ = [
-    "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "KINDS",
-    "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS", "PER_MILLE", "SERVED", "STORAGE_SPREAD", "UNITS",
-    "UNLISTED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Drafted", "Estimate",
-    "Power", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes",
-    "constants_for", "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate",
-    "fastest", "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
+    "CLASSES", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS",
+    "PER_MILLE", "SERVED", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "Power",
+    "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes", "constants_for",
+    "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest",
+    "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
     "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name",
     "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast",
     "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted",
@@ -63,18 +52,17 @@ __getattr__ = lazily(__name__, {
     "estimator": "DRAFT_SHARE Estimate constants_for crossover decode_terms estimate prefill_terms",
     "several_rows": "peak_of",
     "learning": "fit_errors learn may_learn with_runs",
-    "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
-               "relative_time",
+    "neurons": "DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest relative_time",
     "power": "Power power_of",
-    "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
-    "random_reads": "BreakEven break_even smallest_row",
-    "speculation": "Drafted drafted least_acceptance pass_ms tokens_per_pass",
-    "storage": "MEMORY_SPREAD STORAGE_SPREAD equipped slow_and_fast spread_of storage_report storages",
+    "profile": "CLASSES Curve DeviceProfile parse_profile",
+    "random_reads": "break_even smallest_row",
+    "speculation": "drafted least_acceptance pass_ms tokens_per_pass",
+    "storage": "MEMORY_SPREAD equipped slow_and_fast spread_of storage_report storages",
     "known": "profiles",
     "gpus": "SERVED gpu_profile served",
     "store": "load_profile local_path local_profile machine_name processor_name profile_table "
              "save_profile",
     "traffic": "Traffic",
-    "units": "UNITS chosen processor_of",
-    "without_profile": "KINDS UNLISTED unlisted",
+    "units": "chosen processor_of",
+    "without_profile": "unlisted",
 })

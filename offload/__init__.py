@@ -12,12 +12,11 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .experts import ALIKE, SKEWED, FromFlash, expected, from_flash, keep_experts
-    from .placement import Heat, choose, place_neurons
-    from .prediction import Prediction, cold_reads, predict, statistics_of
+    from .placement import Heat, choose
+    from .prediction import predict
 
-__all__ = ["ALIKE", "SKEWED", "FromFlash", "Heat", "Prediction", "choose", "cold_reads", "expected", "from_flash",
-           "keep_experts", "place_neurons", "predict", "statistics_of"]
+__all__ = ["ALIKE", "SKEWED", "FromFlash", "Heat", "choose", "expected", "from_flash", "keep_experts", "predict"]
 __getattr__ = lazily(__name__, {
-    "experts": "ALIKE SKEWED FromFlash expected from_flash keep_experts", "placement": "Heat choose place_neurons",
-    "prediction": "Prediction cold_reads predict statistics_of",
+    "experts": "ALIKE SKEWED FromFlash expected from_flash keep_experts", "placement": "Heat choose",
+    "prediction": "predict",
 })

@@ -12,41 +12,22 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .ffn import Ffn, ffns, parts
-    from .fitting import LAMBDAS, Fitted, choose, fit
-    from .head import make_screen
+    from .ffn import ffns, parts
+    from .fitting import LAMBDAS, choose, fit
     from .making import sparsify
     from .predictors import low_rank, scorer, thresholds
     from .screened import Screened, screen_head
-    from .simulate import Tally, predicted, read_bytes_share
+    from .simulate import Tally, predicted
     from .sparsified import Sparsified
     from .texts import MAX_TOKENS, MEASURED_TOKENS
 
 __all__ = [
-    "LAMBDAS",
-    "MAX_TOKENS",
-    "MEASURED_TOKENS",
-    "Ffn",
-    "Fitted",
-    "Screened",
-    "Sparsified",
-    "Tally",
-    "choose",
-    "ffns",
-    "fit",
-    "low_rank",
-    "make_screen",
-    "parts",
-    "predicted",
-    "read_bytes_share",
-    "scorer",
-    "screen_head",
-    "sparsify",
-    "thresholds",
+    "LAMBDAS", "MAX_TOKENS", "MEASURED_TOKENS", "Screened", "Sparsified", "Tally", "choose", "ffns", "fit", "low_rank",
+    "parts", "predicted", "scorer", "screen_head", "sparsify", "thresholds",
 ]
 __getattr__ = lazily(__name__, {
-    "ffn": "Ffn ffns parts", "fitting": "LAMBDAS Fitted choose fit",
-    "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
-    "making": "sparsify", "head": "make_screen", "screened": "Screened screen_head", "sparsified": "Sparsified",
+    "ffn": "ffns parts", "fitting": "LAMBDAS choose fit",
+    "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted",
+    "making": "sparsify", "screened": "Screened screen_head", "sparsified": "Sparsified",
     "texts": "MEASURED_TOKENS MAX_TOKENS",
 })

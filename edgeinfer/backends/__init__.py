@@ -24,26 +24,25 @@ if TYPE_CHECKING:
         plan_draft,
         smaller,
     )
-    from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
+    from .onnx.flavour import Flavour
     from .onnx.packages import check_wheels, import_onnxruntime
     from .onnx.planning import DevicePlanner, device_planner
     from .onnx.runner import OnnxRunner
-    from .onnx.verify import Verified, is_export, verify_export
+    from .onnx.verify import is_export, verify_export
 
-__all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
-           "OnnxRunner", "Provider", "Verified", "check_draft", "check_wheels", "device_fits", "device_planner",
-           "export", "fill_device", "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx",
-           "memory_of", "most_sequences", "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export",
-           "why_not"]
+__all__ = ["PROVIDERS", "DevicePlanner", "ExportReport", "Flavour", "OnnxRunner", "Provider", "check_draft",
+           "check_wheels", "device_fits", "device_planner", "export", "fill_device", "fit_device", "gpu_free_bytes",
+           "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences", "plan_draft", "provider_of",
+           "read_gpu", "smaller", "verify_export", "why_not"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of why_not",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
-    "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
+    "onnx.flavour": "Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
     "onnx.fitting": "check_draft device_fits fill_device fit_device longest_ctx memory_of most_sequences plan_draft "
                     "smaller",
     "onnx.planning": "DevicePlanner device_planner",
     "onnx.runner": "OnnxRunner",
-    "onnx.verify": "Verified is_export verify_export",
+    "onnx.verify": "is_export verify_export",
 })

@@ -9,43 +9,34 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .calibration import CALM_SHARE, SHAPES, Lengths, Shape
+    from .calibration import CALM_SHARE, SHAPES, Lengths
     from .machine import ProbeRequest, probe_machine
-    from .neurons import FfnBench, FfnShape, neuron_speed, seconds
+    from .neurons import FfnBench, FfnShape, seconds
     from .probe import CHUNK_SIZES, MachineProbe, thread_counts
-    from .profile import make_profile, operation_name
+    from .profile import operation_name
     from .repetitions import measure, token_ids
     from .results import Case, Measurement, OperationTime, Profile, Row, make_cases, needed_ctx
     from .served import measure_served
-    from .serving import (
-        Load,
-        RequestLength,
-        ServingRow,
-        make_lengths,
-        measure_serving,
-        parse_goodput,
-        read_lengths,
-    )
-    from .speculation import COUNTS, REPLAYED_TOKENS, Replayed, SpeculationBench, measure_speculation, pass_times
+    from .serving import Load, RequestLength, make_lengths, measure_serving, parse_goodput, read_lengths
+    from .speculation import COUNTS, REPLAYED_TOKENS, Replayed, SpeculationBench, measure_speculation
     from .startup import first_token_ms, prompt_of
-    from .storage import StorageProbe, StorageSpeed
+    from .storage import StorageProbe
     from .traffic import bytes_per_token, operations_per_token
 
 __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "Case", "FfnBench", "FfnShape",
            "Lengths", "Load", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed",
-           "RequestLength", "Row", "ServingRow", "Shape", "SpeculationBench", "StorageProbe", "StorageSpeed",
-           "bytes_per_token", "first_token_ms", "make_cases", "make_lengths", "make_profile", "measure",
-           "measure_served", "measure_serving", "measure_speculation", "needed_ctx", "neuron_speed", "operation_name",
-           "operations_per_token", "parse_goodput", "pass_times", "probe_machine", "prompt_of", "read_lengths",
-           "seconds", "thread_counts", "token_ids"]
+           "RequestLength", "Row", "SpeculationBench", "StorageProbe", "bytes_per_token", "first_token_ms",
+           "make_cases", "make_lengths", "measure", "measure_served", "measure_serving", "measure_speculation",
+           "needed_ctx", "operation_name", "operations_per_token", "parse_goodput", "probe_machine", "prompt_of",
+           "read_lengths", "seconds", "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
-    "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
-    "neurons": "FfnBench FfnShape neuron_speed seconds",
-    "machine": "ProbeRequest probe_machine", "storage": "StorageProbe StorageSpeed",
-    "repetitions": "measure token_ids", "profile": "make_profile operation_name",
+    "calibration": "CALM_SHARE SHAPES Lengths", "probe": "CHUNK_SIZES MachineProbe thread_counts",
+    "neurons": "FfnBench FfnShape seconds",
+    "machine": "ProbeRequest probe_machine", "storage": "StorageProbe",
+    "repetitions": "measure token_ids", "profile": "operation_name",
     "results": "Measurement OperationTime Profile Row Case make_cases needed_ctx",
     "served": "measure_served",
-    "serving": "Load RequestLength ServingRow make_lengths measure_serving parse_goodput read_lengths",
-    "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation pass_times",
+    "serving": "Load RequestLength make_lengths measure_serving parse_goodput read_lengths",
+    "speculation": "COUNTS REPLAYED_TOKENS Replayed SpeculationBench measure_speculation",
     "startup": "first_token_ms prompt_of", "traffic": "bytes_per_token operations_per_token",
 })

@@ -11,11 +11,8 @@ from .config_json import config_from_json
 from .files import is_bundle
 from .format import (
     APPROXIMATING,
-    FORMAT_NAME,
     FORMAT_VERSION,
     PARTS,
-    FileEntry,
-    Header,
     Quantisation,
     TensorEntry,
     cluster_shape,
@@ -23,7 +20,7 @@ from .format import (
     neuron_layers,
     weights_file_bytes,
 )
-from .header import HEADER_FILE, header_from_json, header_to_json
+from .header import HEADER_FILE
 from .mapping import check_state, watch
 from .reader import Bundle
 
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from .parts import (
         PREDICTOR_FILE,
         PREDICTOR_TYPE,
-        PREDICTORS,
         STATISTICS_FILE,
         Predictor,
         Statistics,
@@ -48,19 +44,18 @@ if TYPE_CHECKING:
     from .screens import SCREEN_FILE, HeadScreen, read_screen, screen_settings
     from .writer import BundleWriter
 
-__all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS",
-           "PREDICTORS", "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle",
-           "BundleWriter", "Cold", "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics",
-           "TensorEntry", "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets",
-           "header_from_json", "header_to_json", "is_bundle", "named", "neuron_layers", "open_arrays", "own_weights",
+__all__ = ["APPROXIMATING", "COLD_FILE", "DRAFT_HEAD_FILE", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTOR_FILE",
+           "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "HeadScreen",
+           "Predictor", "Quantisation", "Statistics", "TensorEntry", "check_state", "cluster_shape", "cold_bytes",
+           "config_from_json", "file_offsets", "is_bundle", "named", "neuron_layers", "open_arrays", "own_weights",
            "pack_arrays", "pack_cold", "pack_draft_head", "part_extents", "predictor_settings", "read_cold",
            "read_draft_head", "read_predictor", "read_screen", "read_statistics", "screen_settings", "watch",
            "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter", "arrays": "open_arrays pack_arrays",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
-    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_extents "
-             "predictor_settings read_predictor read_statistics weights_identity",
+    "parts": "PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_extents predictor_settings "
+             "read_predictor read_statistics weights_identity",
     "draft_heads": "DRAFT_HEAD_FILE own_weights pack_draft_head read_draft_head",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen screen_settings",
 })

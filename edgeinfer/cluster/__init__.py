@@ -8,14 +8,12 @@ if TYPE_CHECKING:
     from .job import WorkerLost
     from .node import PORT, current, own_address, start_head, start_worker, stop
     from .on_ray import PREFILL_SEQUENCES, Ray, connected
-    from .pool import Pool, Worker
+    from .pool import Pool
     from .remote_model import RemoteModel
-    from .split import NodeSplit
     from .stages import Stored
 
-__all__ = ["PORT", "PREFILL_SEQUENCES", "NodeSplit", "Pool", "Ray", "RemoteModel", "Stored", "Worker", "WorkerLost",
-           "connected", "current", "own_address", "start_head", "start_worker", "stop"]
+__all__ = ["PORT", "PREFILL_SEQUENCES", "Pool", "Ray", "RemoteModel", "Stored", "WorkerLost", "connected", "current",
+           "own_address", "start_head", "start_worker", "stop"]
 __getattr__ = lazily(__name__, {
     "job": "WorkerLost", "node": "PORT current own_address start_head start_worker stop",
-    "on_ray": "PREFILL_SEQUENCES Ray connected", "pool": "Pool Worker", "remote_model": "RemoteModel",
-    "split": "NodeSplit", "stages": "Stored"})
+    "on_ray": "PREFILL_SEQUENCES Ray connected", "pool": "Pool", "remote_model": "RemoteModel", "stages": "Stored"})

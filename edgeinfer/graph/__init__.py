@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..base.lazy_import import lazily
 from ..quant import WeightType
 from .build import build_draft_head, build_graph, read_config
-from .builder.builder import F_NORM, GraphBuilder
+from .builder.builder import F_NORM
 from .builder.moe import MAX_EXPERTS_PER_LAYER
 from .check import check, check_runnable
 from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
@@ -27,12 +27,12 @@ from .layer_range import LAYER_RANGE, cut_before
 from .ops.alibi import alibi_bias, alibi_slopes
 from .ops.attention import Attention, RopeStore, RotateQueries, Rotation
 from .ops.base import Op, RowOp
-from .ops.costs import KvAccess, OnDemand, Read, Scratch, Sizes
+from .ops.costs import KvAccess, OnDemand, Read, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .ops.lm_head import OUTER_TYPE, Screen, ScreenableHead, ScreenedHead, find_head, inner_type, with_screen
 from .ops.matmul import RELUS, GatedLinear, Linear, LinearPart, MatMul, NeuronDown, NeuronGated, parameters
-from .ops.recurrent import CausalConv, DeltaRule, DeltaRuleRows, GatedNorm, SelectiveScan, StateRule
+from .ops.recurrent import CausalConv, DeltaRule, GatedNorm, SelectiveScan, StateRule
 from .ops.rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .ops.rows import (
     Activate,
@@ -68,24 +68,21 @@ if TYPE_CHECKING:
 __all__ = ["DIGITS", "DRAFT_WORDS", "F_NORM", "GPT2", "INSTEAD", "LAYER_RANGE", "MAX_EXPERTS_PER_LAYER", "ORDER",
            "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate",
            "AddPositions", "Affine", "AlibiConfig", "Attention", "CausalConv", "Columns", "ConfigReader", "Decay",
-           "DeltaRule", "DeltaRuleRows", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown", "ExpertsGated",
-           "ExpertsInput", "Family", "GatedLinear", "GatedNorm", "GatherOutputs", "Gguf", "GgufExperts",
-           "GgufMetadata", "GivenRows", "Graph", "GraphBuilder", "HeadLinear", "HeadOrder", "KvAccess",
-           "LatentAttention", "LatentConfig", "LayerNorm", "Linear", "LinearPart", "MatMul", "ModelConfig",
-           "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "OnDemand", "Op", "OutlierColumns",
-           "PreTokenizer",
-           "Quantize", "QuantizeHeads", "Read", "RecurrentConfig", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore",
-           "RotateQueries", "Rotation", "Route", "RowOp", "Rows", "Sample", "ScoreMask", "Scratch", "Screen",
-           "ScreenableHead", "ScreenedHead", "SelectedAttention", "SelectiveScan", "Shape", "SigmoidGate", "SignMask",
-           "Sizes", "SortRoutes", "Source", "StateRule", "Step", "StoreLatent", "Tap", "Tensor", "TokenRows",
-           "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias", "alibi_slopes", "apply",
-           "approximate", "approximates", "build_draft_head", "build_graph", "builtin_shapes", "check",
-           "check_runnable", "cut_before", "draft_head_prefix", "expected_types", "family_of", "fill_rope_tables",
-           "find_head", "fitting", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
-           "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters", "plain_value",
-           "pre_tokenizers",
-           "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",
-           "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
+           "DeltaRule", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput",
+           "Family", "GatedLinear", "GatedNorm", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata", "GivenRows",
+           "Graph", "HeadLinear", "HeadOrder", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
+           "LinearPart", "MatMul", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama",
+           "OnDemand", "Op", "OutlierColumns", "PreTokenizer", "Quantize", "QuantizeHeads", "Read", "RecurrentConfig",
+           "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries", "Rotation", "Route", "RowOp", "Rows",
+           "Sample", "ScoreMask", "Screen", "ScreenableHead", "ScreenedHead", "SelectedAttention", "SelectiveScan",
+           "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StateRule", "Step", "StoreLatent",
+           "Tap", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias",
+           "alibi_slopes", "apply", "approximate", "approximates", "build_draft_head", "build_graph", "builtin_shapes",
+           "check", "check_runnable", "cut_before", "draft_head_prefix", "expected_types", "family_of",
+           "fill_rope_tables", "find_head", "fitting", "gguf_architectures", "gguf_of", "graph_pass", "inner_type",
+           "insert_after", "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters",
+           "plain_value", "pre_tokenizers", "quantize_activations", "read_config", "requested_types", "rope_tables",
+           "seeing_models", "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
            "without_approximations", "words_of"]
 __getattr__ = lazily(__name__, {"families.family": "ExpertModules Family Gguf GgufExperts Ollama",
                                 "families.gguf_metadata": "GgufMetadata plain_value with_head",

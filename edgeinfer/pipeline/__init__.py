@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .parts import PartCounts
     from .process import ProcessStage, config_of, error_of, plain_config
     from .runner import PipelineRunner
-    from .split import Split, auto_split, check_split, layer_costs, layer_sizes, parse_split
+    from .split import Split, auto_split, layer_costs, layer_sizes, parse_split
     from .stage import LocalStage, Stage
 
 __all__ = ["AUTO", "LINKS", "Link", "LocalStage", "Part", "PartCounts", "PipelineRunner", "Place", "ProcessStage",
-           "Split", "Stage", "StageCalls", "StageInfo", "StageSegment", "Wish", "as_error", "auto_split", "check_split",
-           "config_of", "error_of", "layer_costs", "layer_sizes", "link_seconds", "open_pipeline", "open_stages",
-           "parse_link", "parse_split", "pass_seconds", "plain_config", "split_of", "whole_graph"]
+           "Split", "Stage", "StageCalls", "StageInfo", "StageSegment", "Wish", "as_error", "auto_split", "config_of",
+           "error_of", "layer_costs", "layer_sizes", "link_seconds", "open_pipeline", "open_stages", "parse_link",
+           "parse_split", "pass_seconds", "plain_config", "split_of", "whole_graph"]
 __getattr__ = lazily(__name__, {
     "calls": "Part StageCalls StageInfo StageSegment Wish as_error",
     "links": "LINKS Link link_seconds parse_link pass_seconds",
@@ -30,6 +30,6 @@ __getattr__ = lazily(__name__, {
     "parts": "PartCounts",
     "process": "ProcessStage config_of error_of plain_config",
     "runner": "PipelineRunner",
-    "split": "Split auto_split check_split layer_costs layer_sizes parse_split",
+    "split": "Split auto_split layer_costs layer_sizes parse_split",
     "stage": "LocalStage Stage",
 })

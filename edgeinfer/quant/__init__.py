@@ -7,7 +7,6 @@ from .table import (
     FFN_LAYOUTS,
     INPUT_COLUMNS,
     KV_TYPES,
-    LAYOUTS,
     LINE_BYTES,
     SUPER_COLUMNS,
     TILE_ROWS,
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from . import kv, layouts, levels, packed, quantise, rounding
     from .input_statistics import InputStatistics
 
-__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "INPUT_COLUMNS", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "SUPER_COLUMNS",
-           "TILE_ROWS", "TYPES", "InputStatistics", "KvType", "StorageType", "WeightType", "embedding_type", "holds",
-           "kv", "layouts", "levels", "packed", "quantise", "requestable", "rounding"]
+__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "INPUT_COLUMNS", "KV_TYPES", "LINE_BYTES", "SUPER_COLUMNS", "TILE_ROWS",
+           "TYPES", "InputStatistics", "KvType", "StorageType", "WeightType", "embedding_type", "holds", "kv",
+           "layouts", "levels", "packed", "quantise", "requestable", "rounding"]
 __getattr__ = lazily(__name__, {**{name: name for name in ("kv", "layouts", "levels", "packed", "quantise",
                                                           "rounding")},
                                 "input_statistics": "InputStatistics"})

@@ -26,8 +26,7 @@ from ..base.lazy_import import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .interfaces import Cancellation, DraftRunner, SparseNeurons, WeightReader
-    from .prefill import PrefillStrategy
+    from .interfaces import Cancellation, DraftRunner
     from .prompt_parts import BlockForm, computed_elsewhere, why_not_elsewhere
     from .runner import Runner
     from .sequences import (
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
         prepare_samples,
     )
 
-__all__ = ["DECODE", "GONE", "PROMPT", "BlockForm", "Cancellation", "DraftRunner", "PrefillStrategy", "Runner",
-           "Segment", "Sequence", "SparseNeurons", "WeightReader", "WindowTable", "computed_elsewhere", "decoding",
-           "integers", "plain_segments", "prepare_samples", "why_not_elsewhere"]
+__all__ = ["DECODE", "GONE", "PROMPT", "BlockForm", "Cancellation", "DraftRunner", "Runner", "Segment", "Sequence",
+           "WindowTable", "computed_elsewhere", "decoding", "integers", "plain_segments", "prepare_samples",
+           "why_not_elsewhere"]
 __getattr__ = lazily(__name__, {
-    "interfaces": "Cancellation DraftRunner SparseNeurons WeightReader", "prefill": "PrefillStrategy",
+    "interfaces": "Cancellation DraftRunner",
     "prompt_parts": "BlockForm computed_elsewhere why_not_elsewhere", "runner": "Runner",
     "sequences": "DECODE GONE PROMPT WindowTable Segment Sequence decoding integers plain_segments prepare_samples",
 })

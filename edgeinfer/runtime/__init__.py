@@ -19,21 +19,17 @@ if TYPE_CHECKING:
     from .sparse_fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
     from .stage import Rows, StageSession, check_stage_config
     from .weights.on_demand import read_on_demand
-    from .weights.slots import Slots
-    from .weights.stream import Stream
 
 __all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "DraftHeadPlan", "DraftHeadSession", "Executor", "HiddenRows",
            "Instruction", "Lowering", "Program", "PruningStages", "Rows", "SelfDraftPlan", "SelfDraftSession",
-           "Session", "Slots", "SparseFfn", "StageSession", "Stream", "allocate", "check_stage_config", "decide",
-           "dense_layers", "everywhere", "lower", "or_exact", "plan_run", "planner_of", "predicted_time",
-           "read_on_demand", "rows"]
+           "Session", "SparseFfn", "StageSession", "allocate", "check_stage_config", "decide", "dense_layers",
+           "everywhere", "lower", "or_exact", "plan_run", "planner_of", "predicted_time", "read_on_demand", "rows"]
 __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
     "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
     "program.lowering.base": "EXPERTS_KERNEL RESOLVE_KERNEL", "weights.on_demand": "read_on_demand",
-    "weights.slots": "Slots",
     "stage": "Rows StageSession check_stage_config",
-    "prompt_pruning": "PruningStages", "weights.stream": "Stream",
+    "prompt_pruning": "PruningStages",
     "memory": "allocate", "draft_head": "DraftHeadPlan DraftHeadSession", "hidden": "HiddenRows",
 })

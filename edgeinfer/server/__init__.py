@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from .models import Models, in_thread
     from .private import private_server
     from .program import bound, serve
-    from .server import Server, application
+    from .server import Server
     from .settings import ServerConfig
 
 __all__ = ["Answered", "Answerer", "Arrivals", "InProcess", "Models", "Results", "Row", "Rows", "Server",
-           "ServerConfig", "answer_all", "application", "bound", "in_thread", "line_of", "private_server", "serve"]
+           "ServerConfig", "answer_all", "bound", "in_thread", "line_of", "private_server", "serve"]
 __getattr__ = lazily(__name__, {
     "answers": "Arrivals", "batch": "Answered Answerer InProcess Results Row Rows answer_all line_of",
     "models": "Models in_thread", "private": "private_server", "program": "bound serve",
-    "server": "Server application", "settings": "ServerConfig"})
+    "server": "Server", "settings": "ServerConfig"})
