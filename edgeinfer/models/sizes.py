@@ -25,6 +25,8 @@ MADE = ("f16", "int8", "q6", "q5m", "q5k", "q5", "q4m", "q4k", "iq4", "iq4k", "t
 COMPARED = ("f16", "int8", "q6", "Q6_K", "q5m", "q5k", "Q5_K_M", "q5", "q4m", "q4k", "Q4_K_M", "iq4", "iq4k", "tableq",
             "IQ4_XS", "q4", "Q4_0", "mxfp4", "tableq3")
 """All of them."""
+TERNARY = ("q2", "q4", "int8", "f16")
+"""Types that hold the weights of a model that was trained with three values, all exactly, the smallest first."""
 EITHER = ("Q5_K_M", "Q4_K_M")
 """Types of files that can be made too (``convert --weights q4_k_m``)."""
 OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits")
@@ -48,6 +50,8 @@ class Sized:
     other_bytes: int
     """Bytes of a run with a context of `CTX`, without weights and KV cache."""
     traffic: Traffic
+    ternary: bool = False
+    """True if its weights have three values, which no type of `TERNARY` rounds."""
 
     def run_bytes(self, ctx: int, sequences: int = 1) -> float:
         """Return the memory of a run, all weights in memory, to a few megabytes."""
@@ -88,6 +92,11 @@ def names() -> list[str]:
     return list(_table())
 
 
+def types_of(name: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the types of a built-in shape that are compared: `kinds`, or those that hold three values."""
+    return TERNARY if "q2" in _table()[name]["types"] else kinds
+
+
 @cache
 def sized(name: str, kind: str) -> Sized:
     """Return a built-in shape with one type of weights; a type that the table lacks takes 20 ms to describe."""
@@ -98,7 +107,9 @@ def sized(name: str, kind: str) -> Sized:
         from .describe import describe
 
         model = describe(name, kind)
-        return replace(sized(name, "q4"), kind=kind, file_bytes=model.weight_bytes, traffic=model.traffic(KV))
+        return replace(sized(name, "q4"), kind=kind, file_bytes=model.weight_bytes, traffic=model.traffic(KV),
+                       ternary=False)
     nbytes, *values = row["types"][kind]
     traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=True)))
-    return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic)
+    return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic,
+                 ternary="q2" in row["types"])

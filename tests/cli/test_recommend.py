@@ -78,6 +78,18 @@ def test_all_types_are_compared_in_one_table() -> None:
     assert "'nosuch-9z'" in edgeinfer("plan", "nosuch-9z", "--compare", "--machine", "m4").sentence
 
 
+def test_a_model_of_three_values_is_compared_in_types_that_hold_them() -> None:
+    asked = ("plan", "bitnet-2b", "--machine", "rpi5", "--compare")
+    out = edgeinfer(*asked, "--json").json
+    assert [found["weights"] for found in out["types"]] == list(sizes.TERNARY)
+    assert all(found["kld"] is None and found["from"] == "convert" for found in out["types"])
+    planned = edgeinfer("plan", "bitnet-2b", "--machine", "rpi5", "--json").json
+    assert out["types"][0]["total_bytes"] == pytest.approx(planned["total_bytes"], rel=0.02)
+    assert edgeinfer(*asked).out.startswith("q2 holds the model's three values exactly")
+    found = edgeinfer("recommend", "bitnet-2b", "--all-devices", "--json").json["devices"]
+    assert len(found) > 100 and {row["weights"] for row in found} == {"q2"}
+
+
 def test_models_on_disk_are_compared(tmp_path: Path) -> None:
     """A bundle and a checkpoint with all types that can be made; a quantised file as it is and with smaller ones."""
     checkpoint = tmp_path / "model"

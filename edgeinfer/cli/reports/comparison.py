@@ -40,9 +40,10 @@ def compared(name: str, model: str, device: DeviceProfile, ctx: int, budget: int
     budget : int, optional
         By default the memory of the device.
     kinds : tuple of str
-        Types of weights.
+        Types of weights; a model that was trained with three values has those that hold them instead.
     """
-    return _object(name, model, device, ctx, budget, (sizes.sized(model, kind) for kind in kinds))
+    models = (sizes.sized(model, kind) for kind in sizes.types_of(model, kinds))
+    return _object(name, model, device, ctx, budget, models)
 
 
 def compared_of(name: str, device: DeviceProfile, ctx: int | None, budget: int | None = None) -> dict[str, Any]:
@@ -89,8 +90,8 @@ def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budge
     for model in models:
         found = one(endless, model, ctx)
         assert found is not None
-        loss = LOSSES.get(model.kind)
-        made = model.kind in sizes.MADE
+        loss = None if model.ternary else LOSSES.get(model.kind)
+        made = model.ternary or model.kind in sizes.MADE
         source = MAKE if made else EITHER if model.kind in sizes.EITHER else "" if model.kind == STORED else FILE
         rows.append({
             "weights": model.kind, "made": made, "from": source,
@@ -112,7 +113,8 @@ def print_comparison(out: dict[str, Any]) -> None:
         top = fitting[0] if out["quantised"] else next(
             (row for row in fitting if row["weights"] != STORED), fitting[0])
         what = f"The file as it is fits {where}, and nothing is more exact" if top["weights"] == STORED else \
-            f"{top['weights']} is the most exact that fits {where}"
+            f"q2 holds the model's three values exactly, as larger types do, and fits {where}" \
+            if top["weights"] == "q2" else f"{top['weights']} is the most exact that fits {where}"
         said = (f"{what}: {format_size(top['total_bytes'])}, {speed(top['decode_tok_per_s'])} tokens/s "
                 f"({top['program']} on the {top['unit'].upper()}).")
     else:
@@ -123,7 +125,8 @@ def print_comparison(out: dict[str, Any]) -> None:
         wait = "" if row["ttft_ms"] is None else f"{row['ttft_ms'] / 1000:.1f} s"
         table.append((row["weights"], row["from"], format_size(row["file_bytes"]),
                       format_size(row["total_bytes"]), "yes" if row["fits"] else "no", speed(row["decode_tok_per_s"]),
-                      f"{speed(row['low'])}-{speed(row['high'])}", wait, loss_words(row["weights"])))
+                      f"{speed(row['low'])}-{speed(row['high'])}", wait,
+                      loss_words(row["weights"]) if row["kld"] else ""))
     print_table(table, right=[2, 3, 5, 7])
     own = " Other types than the bundle's own are made from its checkpoint." if out["bundle"] else ""
     print("\n" + "\n".join(folded(

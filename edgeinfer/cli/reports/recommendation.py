@@ -33,7 +33,7 @@ def one(device: DeviceProfile, model: Sized, ctx: int) -> dict[str, Any] | None:
     if needed > device.usable_bytes:
         return None
     found = estimate(card or device, model.traffic, ctx // 2, min(PROMPT, ctx))
-    loss = LOSSES.get(model.kind)
+    loss = None if model.ternary else LOSSES.get(model.kind)
     return {
         "model": model.name, "weights": model.kind, "parameters": model.parameters, "ctx": ctx,
         "total_bytes": round(needed), "decode_tok_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high,
@@ -47,7 +47,7 @@ def best(device: DeviceProfile, name: str, ctx: int, min_speed: float) -> dict[s
 
     f16 is left out: int8 loses nothing that was measured, at half the bytes.
     """
-    for kind in sizes.TYPES:
+    for kind in sizes.types_of(name, sizes.TYPES):
         if kind != "f16":
             found = one(device, sizes.sized(name, kind), ctx)
             if found and found["decode_tok_per_s"] >= min_speed:
@@ -97,7 +97,7 @@ def print_models(out: dict[str, Any]) -> None:
         wait = "" if row["ttft_ms"] is None else f"{row['ttft_ms'] / 1000:.1f} s"
         table.append((row["called"][:24], row["weights"], format_size(row["total_bytes"]),
                       speed(row["decode_tok_per_s"]), f"{speed(row['low'])}-{speed(row['high'])}", wait,
-                      loss_words(row["weights"])))
+                      loss_words(row["weights"]) if row["kld"] else ""))
     print_table(table, right=[2, 3, 5])
     print("\n" + "\n".join(folded(
         f"With {asked}, half of it filled; TTFT is of a prompt of {min(PROMPT, out['ctx'])}. KLD was "
