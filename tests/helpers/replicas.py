@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from edgeinfer import LLM
 from edgeinfer.cluster import RemoteModel
 from edgeinfer.cluster.handing import Handing, Piece
-from edgeinfer.cluster.job import Identity, Item, Job, Prefilled, WorkerLost
+from edgeinfer.cluster.job import Done, Identity, Item, Job, Part, Prefilled, WorkerLost
 from edgeinfer.cluster.serving import Serving, facts_of
 
 OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=8, max_queue=256)
@@ -21,8 +21,9 @@ class Within:
 
     Attributes
     ----------
-    lost_after : callable
-        Gets a job and the tokens sent, and says whether the replica is lost now.
+    lost_after : callable or None
+        Gets a job and the tokens sent, and says whether the replica is lost now; asked before each token, so that a
+        replica whose tokens come all at once is lost after the same one.
     jobs : list of Job
         Those it was given.
     """
@@ -32,7 +33,7 @@ class Within:
         self._serving, self.facts = Serving(self.llm), facts_of(self.llm)
         if arithmetic:
             self.facts = self.facts._replace(identity=Identity("1", "b", arithmetic), isa=arithmetic)
-        self.lost_after: Callable[[Job, int], bool] = lambda job, tokens: False
+        self.lost_after: Callable[[Job, int], bool] | None = None
         self.jobs, self.prompts = list[Job](), list[Job]()
         self.back = threading.Event()
         self.back.set()
@@ -41,17 +42,18 @@ class Within:
         self.jobs.append(job)
         sent = 0
         try:
-            async for item in self._serving.run(job):
-                if self.lost_after(job, sent):
-                    raise WorkerLost("killed")
-                sent += sum(len(part.ids) for part in item) if isinstance(item, list) else 0
-                yield item
+            async for whole in self._serving.run(job):
+                for item in apart(whole) if self.lost_after else [whole]:
+                    if self.lost_after and self.lost_after(job, sent):
+                        raise WorkerLost("killed")
+                    sent += sum(len(part.ids) for part in item) if isinstance(item, list) else 0
+                    yield item
         finally:
             self._serving.cancel(job.key)
 
     async def prefill(self, job: Job) -> Sender | None:
         self.prompts.append(job)
-        if self.lost_after(job, 0):
+        if self.lost_after and self.lost_after(job, 0):
             raise WorkerLost("killed")
         return Sender(self._serving.handing, job.key) if self._serving.prefill(job) else None
 
@@ -70,6 +72,17 @@ class Within:
     @property
     def free(self) -> bool:
         return self.llm.state().kv_usage == 0 and not self._serving._running
+
+
+def apart(item: Item) -> Iterator[Item]:
+    """Yield the tokens of an item one by one, and its end without any."""
+    for part in item if isinstance(item, list) else item.parts if isinstance(item, Done) else ():
+        for i in range(len(part.ids) - 1):
+            yield [Part(part.number, part.pieces[i:i + 1], part.ids[i:i + 1], part.logprobs[i:i + 1], "", None, None)]
+        last = max(len(part.ids) - 1, 0)
+        yield [part._replace(pieces=part.pieces[last:], ids=part.ids[last:], logprobs=part.logprobs[last:])]
+    if not isinstance(item, list):
+        yield item._replace(parts=()) if isinstance(item, Done) else item
 
 
 class Sender:

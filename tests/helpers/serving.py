@@ -57,7 +57,7 @@ class Running:
 
     def ask(self, path: str, body: Any = None, method: str = "", **headers: str) -> Answered:
         """Send a request, and return the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = body if body is None or isinstance(body, (bytes, str)) else json.dumps(body)
             connection.request(method or ("GET" if body is None else "POST"), path, data,
@@ -69,7 +69,7 @@ class Running:
 
     def connect(self) -> socket.socket:
         """Return a connection to the server."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
     def llm(self, name: str = "") -> LLM:
         """Return an open model."""
@@ -80,7 +80,7 @@ class Running:
         return self.llm().state().kv_usage == 0 and not self.server.answers
 
 
-def until(found: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(found: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Wait for something to become true, and return whether it has."""
     end = time.monotonic() + seconds
     while not found() and time.monotonic() < end:
@@ -127,14 +127,14 @@ def serving(models: dict[str, str], opener: Callable[[str, int | None], LLM] | N
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        assert started.wait(60)
+        assert started.wait(120)
         if "error" in kept:
             raise kept["error"]
         try:
             yield Running(kept["server"], listener.getsockname()[1], lines)
         finally:
             kept["web"].should_exit = True
-            thread.join(30)
+            thread.join(120)
 
 
 def chat_model(folder: Path) -> str:

@@ -25,6 +25,7 @@ from edgeinfer.runtime.execution import threads as threads_module
 from tests.helpers.command_line import listening
 from tests.helpers.python_kernels import COUNT_FREE, Make, executors
 from tests.helpers.sessions import free_blocks, logits_of, session, tokens, write_model
+from tests.helpers.tasks import within
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = ModelConfig(
@@ -146,7 +147,8 @@ def test_a_cancelled_pass_ends_at_the_barrier(make: Make) -> None:
         ran.append(instruction)
         if (instruction, tid) == (cancels[0], 1):
             cancellation.cancel()
-            time.sleep(0.1)  # whoever waits for the forward pass sees it within WAIT_SECONDS
+            if instruction == 1:  # whoever waits for the pass looks every WAIT_SECONDS
+                assert within(60, lambda: executor.pool.words[abi.CTX_CANCEL >> 3] != 0)
 
     executor = make(["work"] * 4, 2, work=work)
     for cancels[0], expected in ((1, [0, 0, 1, 1]), (-1, [0, 0, 1, 1, 2, 2, 3, 3]), (3, [0, 0, 1, 1, 2, 2, 3, 3])):
@@ -284,8 +286,14 @@ def test_closing_gives_the_memory_back_while_the_session_is_referenced(models: P
 
 
 def test_closing_from_another_thread_cancels_what_runs(make: Make) -> None:
-    executor = make(["work"] * 1000, 2, work=lambda instruction, tid: time.sleep(1e-3))
-    close = threading.Timer(0.05, executor.close)
+    begun = threading.Event()
+
+    def work(instruction: int, tid: int) -> None:
+        begun.set()
+        assert within(60, lambda: executor.ended(None))
+
+    executor = make(["work"] * 1000, 2, work=work)
+    close = threading.Thread(target=lambda: begun.wait(60) and executor.close())
     close.start()
     with pytest.raises((CancelledError, ClosedError)):
         executor.run()

@@ -79,9 +79,16 @@ def test_a_event_whose_data_does_not_come(make: Make, instruction: int) -> None:
 def test_a_wait_for_an_event_ends_with_an_error_and_with_stop(make: Make, word: int) -> None:
     """Even if the completion event is set in the same moment: the instruction does not run."""
     ran: list[int] = []
-    executor = with_event(make(["work"] * 2, 2, work=lambda instruction, tid: ran.append(instruction)), 1)
+    begun = threading.Event()
+
+    def work(instruction: int, tid: int) -> None:
+        ran.append(instruction)
+        begun.set()
+
+    executor = with_event(make(["work"] * 2, 2, work=work), 1)
 
     def end() -> None:
+        begun.wait(60)  # a forward pass begins with both words at 0
         executor.set(word, 5)
         executor.redeem(3)
 

@@ -22,6 +22,7 @@ from edgeinfer.runtime.execution import threads as threads_module
 from edgeinfer.runtime.execution.thread_tuner import CALLER_NS, LONGEST_INTERVAL, TRIAL, TRIED_NS, ThreadTuner
 from tests.helpers.python_kernels import AnyMode, Make, executors, real
 from tests.helpers.sessions import logits_of, session, tokens, write_model
+from tests.helpers.tasks import within
 
 SIX = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)
 
@@ -105,7 +106,7 @@ def test_a_pass_of_one_thread_wakes_no_other(make: Make, futex: CountedFutex) ->
     executor = make(["work"] * 3, 4, work=lambda instruction, tid: ran.append(tid))
     executor.tuner = one = AnyMode(4)  # type: ignore[assignment]
     one.plan = lambda *forward: (1, True)  # type: ignore[method-assign]
-    time.sleep(0.05)  # the threads fall asleep
+    assert within(60, lambda: [waits for _, waits in futex.calls] == [True] * 4), "the threads fall asleep"
     futex.calls.clear()
     for _ in range(10):
         executor.run()

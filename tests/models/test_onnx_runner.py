@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -206,19 +205,20 @@ def test_a_cancelled_pass_leaves_its_sequence_as_it_was(tmp_path: Path) -> None:
 def test_closing_ends_a_pass_of_another_thread(tmp_path: Path) -> None:
     with runner(write_model(tmp_path), ctx=64, prefill_chunk=4) as opened:
         found: list[BaseException] = []
+        sequence, begun = opened.new_sequence(), threading.Event()
 
         def forward() -> None:
-            sequence = opened.new_sequence()
             try:
                 while True:
                     opened.prefill(sequence, tokens(60))
-                    opened.release(sequence)
+                    opened.truncate(sequence, 0)
+                    begun.set()
             except BaseException as error:
                 found.append(error)
 
         thread = threading.Thread(target=forward)
         thread.start()
-        time.sleep(0.2)
+        assert begun.wait(60)
         opened.close()
         thread.join(600)
         assert not thread.is_alive() and isinstance(found[0], ClosedError), found

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -330,11 +329,7 @@ def test_a_stage_ends_when_who_started_it_dies(folder: Path) -> None:
     stage = ProcessStage(path, config_of(threads=1, ctx=64), 0, 1)
     stage.wait()
     stage._to.close()  # as the system does with all that a process has open
-    for _ in range(200):
-        if stage._process.poll() is not None:
-            break
-        time.sleep(0.02)
-    assert stage._process.poll() == 0
+    assert stage._process.wait(120) == 0
     stage.close()
 
 
