@@ -56,7 +56,7 @@ NOT_RUN = {
     ".ci/release": "compiles every instruction set; .ci/run calls it",
     "edgeinfer devices --probe": "measures for minutes; tests/system/test_devices_probe.py takes small sizes",
     "edgeinfer cache clear": "empties the cache of all tests; tests/cli/test_run.py clears its own",
-    "edgeinfer serve": "runs until a signal; tests/system/test_server_guards.py sends one",
+    "edgeinfer serve": "runs until a signal; tests/system/test_server_program.py sends one",
     "edgeinfer bench --serve": "needs a server; tests/system/test_server_cli.py has one",
     "edgeinfer chat": "needs a server; tests/system/test_server_cli.py has one",
     "edgeinfer batch requests.jsonl": "needs a file of requests; docs/how-to/batch.md writes one and runs it",

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from edgeinfer.engine import Request, Task
 from edgeinfer.engine.scheduler import Scheduler
 from edgeinfer.engine.step import Steps
 from edgeinfer.runner import Runner
+
+if TYPE_CHECKING:
+    from edgeinfer import LLM
 
 Result = TypeVar("Result")
 
@@ -48,6 +54,44 @@ class Stepped(Generic[Result]):
         """Cancel it where it is, and return the outcome."""
         self.request.cancel()
         return self.finish()
+
+
+class Hold:
+    """Forward passes that wait.
+
+    Attributes
+    ----------
+    entered : threading.Event
+        Set once a pass waits.
+    go_on : threading.Event
+        Lets it run, and all that follow.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+
+@contextmanager
+def held(llm: LLM, after: int = 0) -> Iterator[Hold]:
+    """Let forward passes but the first ones wait until the block is left.
+
+    What runs then has not ended, however fast the machine is, and however late another thread.
+    """
+    hold, passes, runner = Hold(), count(), cast(Any, llm.runner)
+    run = runner._run
+
+    def waits(*how: Any) -> Any:
+        if next(passes) >= after:
+            hold.entered.set()
+            hold.go_on.wait(600)
+        return run(*how)
+
+    runner._run = waits
+    try:
+        yield hold
+    finally:
+        hold.go_on.set()
+        del runner._run
 
 
 def within(limit_s: float, condition: Callable[[], bool]) -> bool:

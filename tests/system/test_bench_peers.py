@@ -131,8 +131,8 @@ def test_disturbed_pairs_are_measured_again(fake: list[str], monkeypatch: pytest
 
 def test_others_are_noticed() -> None:
     meter = Others(os.getpid())
-    busy = subprocess.run([sys.executable, "-c", "import time; t = time.time()\nwhile time.time() < t + 0.5: pass"])
-    assert busy.returncode == 0 and meter.cores() > 0.3
+    busy = subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"])
+    assert busy.returncode == 0 and meter.cores() > 0.05  # 0.5 s of a processor, within 10 s on a busy machine
     assert wait_for_calm(0, 1000) is True
     assert wait_for_calm(0, -1) is False
 

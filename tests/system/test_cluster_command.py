@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,8 +104,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> No
         done = edgeinfer("cluster", *arguments)
         assert done.code == 2 and sentence in done.sentence
     monkeypatch.setitem(sys.modules, "ray", None)
-    began = time.monotonic()
     for arguments in (("up",), ("join", "192.168.1.10:6379"), ("status", "--ray", "192.168.1.10:6379")):
         done = edgeinfer("cluster", *arguments)
         assert done.code == 2 and "needs the package ray; install it with: pip install 'edgeinfer[clu" in done.err
-    assert time.monotonic() - began < 10

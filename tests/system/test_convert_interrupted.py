@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from edgeinfer.converters import convert
 from edgeinfer.errors import DestinationError
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.command_line import listening
+from tests.helpers.tasks import within
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDING = "model.embed_tokens.weight"
@@ -26,12 +28,13 @@ def source(tmp_path: Path) -> Path:
 
 
 SLOWLY = """
-import sys, time
+import os, sys, time
 from edgeinfer.converters import convert
 
 def wait(done, total, name):
     print(name, flush=True)
-    time.sleep(0.2)
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.02)
 
 try:
     convert(sys.argv[1], sys.argv[2], progress=wait)
@@ -42,8 +45,8 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def slow_conversion(source: Path, tmp_path: Path) -> Any:
-    """A conversion in another process that has begun to write."""
-    command = [sys.executable, "-c", SLOWLY, str(source), str(tmp_path / "bundle")]
+    """A conversion in another process that has begun to write, and goes on once there is a file `hf/go_on`."""
+    command = [sys.executable, "-c", SLOWLY, str(source), str(tmp_path / "bundle"), str(source / "go_on")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=listening)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == EMBEDDING
@@ -64,10 +67,14 @@ def test_ctrl_c_leaves_nothing(slow_conversion: subprocess.Popen[str], tmp_path:
 def test_the_second_of_two_conversions_to_one_destination_waits(
     slow_conversion: subprocess.Popen[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DestinationError, match="bundle already exists"):
-        convert(source, tmp_path / "bundle")
-    assert capsys.readouterr().err == \
-        f"edgeinfer: Another process is writing {tmp_path / 'bundle'}; waiting for it.\n"
+    said = list[str]()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(convert, source, tmp_path / "bundle")
+        assert within(120, lambda: said.append(capsys.readouterr().err) or "waiting" in said[-1])
+        (source / "go_on").touch()
+        with pytest.raises(DestinationError, match="bundle already exists"):
+            second.result()
+    assert "".join(said) == f"edgeinfer: Another process is writing {tmp_path / 'bundle'}; waiting for it.\n"
     assert slow_conversion.wait(600) == 0  # it was let finish
 
 

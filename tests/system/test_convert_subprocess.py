@@ -105,8 +105,11 @@ if sys.argv[1:]:
     convert_apart(sys.argv[1], sys.argv[2], "q4", 32, progress=lambda *_: print(_, flush=True))
 else:
     def packed(*given):
-        time.sleep(0.2)
+        for _ in range(1 if len(calls) < 3 else 3000):
+            time.sleep(0.2)
+        calls.append(given)
         yield from convert(*given)
+    calls = []
     packing._packed = packed
     sys.exit(apart.main())
 """

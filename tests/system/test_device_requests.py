@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from edgeinfer.quality.evaluate import OUTPUT_ROWS, evaluate, token_stream
 from edgeinfer.runner import Runner
 from edgeinfer.text import Tokenizer
 from tests.helpers.sessions import TINY, tokens, write_model
+from tests.helpers.tasks import held, within
 
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -172,17 +174,23 @@ def test_prompt_caches_are_refused(both: tuple[LLM, LLM], tmp_path: Path) -> Non
     assert both[1].generate(PROMPT, max_tokens=2, temperature=0)
 
 
-@pytest.mark.timing
 def test_a_cancelled_stream_and_a_closed_model() -> None:
     with opened("onnx-cpu") as llm:
-        stream = llm.stream(PROMPT, temperature=0, max_tokens=100, ignore_eos=True)
-        next(stream)
-        llm.cancel()
+        with held(llm, after=5) as hold:
+            stream = llm.stream(PROMPT, temperature=0, max_tokens=100, ignore_eos=True)
+            next(stream)
+            assert hold.entered.wait(120)
+            llm.cancel()
         list(stream)
         assert stream.completion.finish_reason == "cancelled" and 0 < stream.completion.completion_tokens < 90
-        stream = llm.stream(PROMPT, temperature=0, max_tokens=100, ignore_eos=True)
-        text = next(stream)
-        llm.close()
+        with held(llm, after=5) as hold, ThreadPoolExecutor(1) as pool:
+            stream = llm.stream(PROMPT, temperature=0, max_tokens=100, ignore_eos=True)
+            text = next(stream)
+            assert hold.entered.wait(120)
+            closing = pool.submit(llm.close)
+            assert within(120, lambda: stream._request.task.cancellation.asked)
+            hold.go_on.set()
+            closing.result()
         assert stream.completion.finish_reason == "cancelled" and stream.completion.completion_tokens < 90
         assert text + "".join(stream) == stream.completion.text
         with pytest.raises(RequestError, match="The model is run by onnxruntime CPUExecutionProvider, not by our own"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,9 +115,8 @@ def test_a_request_that_did_not_say_so_never_goes_to_a_device(running: Running, 
 def test_without_those_that_answer_a_device_does_not(running: Running, three: list[Within]) -> None:
     for one in three[1:]:
         one.reopens, one.lost_after = False, lambda job, tokens: True
-    began = time.monotonic()
     found = running.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 8})
-    assert found.status == 503 and "No replica is left" in found.error and time.monotonic() - began < 10
+    assert found.status == 503 and "No replica is left" in found.error
     assert not three[0].jobs
 
 

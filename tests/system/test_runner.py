@@ -233,10 +233,12 @@ def test_a_late_cancel_never_ends_the_next_request(llm: LLM) -> None:
     thread = threading.Thread(target=pester)
     thread.start()
     try:
-        for i in range(1000):
+        for i in range(100_000):
             request = llm.request([5, 6, 7 + i % 3], {"max_tokens": 2, "ignore_eos": True})
             assert request.finish().finish_reason == "length", f"request {i}"
             previous.append(request)
+            if i >= 1000 and n_cancelled > 100:  # the other thread may wait for a core
+                break
     finally:
         stop.set()
         thread.join()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import signal
 import socket
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +13,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-from edgeinfer.base.process import python_command
 from edgeinfer.errors import UsageError
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.serving import Running, serving, until
+from tests.helpers.tasks import held
 
 KEYS = ("key-number-one", "key-number-two")
 COMPLETIONS = "/v1/completions"
@@ -31,7 +26,7 @@ SHORT = {**LONG, "max_tokens": 8}
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with serving({"demo": "demo"}, api_keys=KEYS, max_body=4096, read_seconds=0.5, max_requests=4, max_queue=64,
+    with serving({"demo": "demo"}, api_keys=KEYS, max_body=4096, max_requests=4, max_queue=64,
                  cors_origins=("https://chat.example.org",)) as one:
         yield one
 
@@ -94,16 +89,22 @@ def test_open_addresses_need_a_key(tmp_path: Path) -> None:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_large_and_slow_requests(guarded: Running) -> None:
+def test_slow_requests() -> None:
+    with serving({"demo": "demo"}, read_seconds=0.5) as one:
+        with one.connect() as connection:  # one byte of the headers and no more
+            connection.sendall(b"P")
+            assert connection.recv(100) == b""
+        for _ in range(20):  # a body that does not come; this thread may be too slow for the headers already
+            with one.connect() as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+                if found := connection.recv(100):
+                    break
+        assert found.startswith(b"HTTP/1.1 408")
+
+
+def test_large_requests(guarded: Running) -> None:
     found = guarded.ask(COMPLETIONS, {**SHORT, "prompt": "a" * 5000}, **bearer())
     assert found.status == 413 and "at most 4096" in found.error
-    with guarded.connect() as connection:  # one byte of the headers and no more
-        connection.sendall(b"P")
-        assert connection.recv(100) == b""
-    with guarded.connect() as connection:  # a body that does not come
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key-number-one"
-                           b"\r\nContent-Length: 100\r\n\r\n{")
-        assert connection.recv(100).startswith(b"HTTP/1.1 408")
     with guarded.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000)
         assert b"400" in connection.recv(100)
@@ -111,28 +112,38 @@ def test_large_and_slow_requests(guarded: Running) -> None:
 
 def test_a_key_has_so_many_requests_at_once(guarded: Running) -> None:
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda _: guarded.ask(COMPLETIONS, LONG, **bearer()), range(12)))
+        with held(guarded.llm()):
+            asked = [pool.submit(guarded.ask, COMPLETIONS, LONG, **bearer()) for _ in range(12)]
+            assert until(lambda: sum(one.done() for one in asked) == 8)
+        found = [one.result() for one in asked]
     refused = [one for one in found if one.status == 429]
-    assert refused and {one.status for one in found} == {200, 429}
+    assert len(refused) == 8 and {one.status for one in found} == {200, 429}
     assert refused[0].headers["retry-after"] == "1" and "(--max-requests)" in refused[0].error
-    assert guarded.ask(COMPLETIONS, SHORT, **bearer()).status == 200 and guarded.free()
+    assert until(lambda: not guarded.server.n_requests)
+    assert guarded.ask(COMPLETIONS, SHORT, **bearer()).status == 200 and until(guarded.free)
 
 
 def test_a_full_queue() -> None:
     with serving({"demo": "demo"}, max_queue=1) as one, ThreadPoolExecutor(24) as pool:
-        found = list(pool.map(lambda _: one.ask(COMPLETIONS, LONG), range(24)))
-        assert {answer.status for answer in found} == {200, 429}
-        assert one.free()
+        with held(one.llm()):
+            asked = [pool.submit(one.ask, COMPLETIONS, LONG) for _ in range(24)]
+            assert until(lambda: any(answer.done() for answer in asked))
+        assert {answer.result().status for answer in asked} == {200, 429}
+        assert until(one.free)
 
 
 def test_a_request_ends_when_its_time_is_over() -> None:
     with serving({"demo": "demo"}, request_seconds=0.01) as one:
-        found = one.ask(COMPLETIONS, LONG).json
+        with ThreadPoolExecutor(1) as pool:
+            with held(one.llm()):
+                asked = pool.submit(one.ask, COMPLETIONS, LONG)
+                assert until(lambda: any(answer._request.task.cancellation.asked for answer in one.server.answers))
+            found = asked.result().json
         assert found["choices"][0]["finish_reason"] == "length"
-        assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and one.free()
+        assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and until(one.free)
         late = one.ask("/v1/embeddings", {"input": ["word " * 100] * 500})
         assert late.status == 503 and "took more than 0.01 s (--request-timeout); send fewer" in late.error
-        assert one.free()
+        assert until(one.free)
 
 
 def test_what_is_no_http_is_one_line_of_the_log(guarded: Running, capfd: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +176,7 @@ def test_blocks_are_free_after_a_client_has_left(guarded: Running, stream: bool)
         assert until(lambda: bool(guarded.server.answers))
         if stream:
             connection.recv(200)
-    assert until(guarded.free, 5)
+    assert until(guarded.free)
     assert until(lambda: '"finish_reason":"cancelled"' in guarded.log[-1] or '"status":499' in guarded.log[-1])
 
 
@@ -199,103 +210,3 @@ def test_random_leaving_loses_nothing(guarded: Running) -> None:
     assert until(guarded.free) and not [line for line in guarded.log if "Traceback" in line]
     assert until(lambda: not guarded.server.n_requests)
     assert guarded.ask(COMPLETIONS, SHORT, **bearer()).json["choices"] == want
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
-class Program:
-    """`edgeinfer serve` in a process of its own."""
-
-    def __init__(self, *arguments: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command, path = python_command("edgeinfer", "serve", *arguments, "--port", str(self.port))
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
-                                        env={**os.environ, "PYTHONPATH": path})
-        self.running = Running(None, self.port, [])
-
-    def ready(self) -> bool:
-        try:
-            return self.running.ask("/health").status == 200
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, errors
-
-
-def test_it_starts_answers_and_drains() -> None:
-    program = Program("demo", "--drain", "600")
-    try:
-        assert until(program.ready, 60)
-        with ThreadPoolExecutor(2) as pool:
-            last = pool.submit(program.running.ask, COMPLETIONS, {**LONG, "n": 8, "max_tokens": 300, "temperature": 1})
-            assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
-            program.process.send_signal(signal.SIGTERM)
-            drained = until(lambda: program.running.ask("/health").status == 503)
-            assert drained and last.result().json["usage"]["completion_tokens"] == 8 * 300
-        code, errors = program.end()
-    finally:
-        program.kill()
-    assert code == 0 and errors.count("edgeinfer: ") == 5 and "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_what_does_not_end_in_time_is_told_so() -> None:
-    program = Program("demo", "--drain", "0.1")
-    try:
-        assert until(program.ready, 60)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(program.running.ask, "/v1/embeddings", {"input": ["word " * 100] * 900})
-            assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
-            program.process.send_signal(signal.SIGTERM)
-            assert asked.result().status == 503 and "about to end" in asked.result().error
-        code, errors = program.end()
-    finally:
-        program.kill()
-    assert code == 0 and "Traceback" not in errors
-
-
-def ask_in_vain(running: Running) -> None:
-    with pytest.raises((OSError, http.client.HTTPException)):
-        running.ask(COMPLETIONS, {**LONG, "n": 16, "max_tokens": 900})
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_at_once() -> None:
-    program = Program("demo")
-    try:
-        assert until(program.ready, 60)
-        asking = threading.Thread(target=ask_in_vain, args=(program.running,))
-        asking.start()
-        assert until(lambda: program.running.ask("/status").json["models"][0]["running"] > 0)
-        program.process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
-        program.process.send_signal(signal.SIGINT)
-        assert program.end()[0] == 1
-        asking.join()
-    finally:
-        program.kill()
-
-
-def test_what_cannot_be_served_ends_with_a_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        found = edgeinfer("serve", "demo", "--port", str(taken.getsockname()[1]))
-    assert found.code == 2 and "Cannot listen on 127.0.0.1 port" in found.err
-    assert edgeinfer("serve", "demo", "--lazy", "keep=0.5", "--port", "0").code == 2
-    small = edgeinfer("serve", "demo", "--budget", "40MB", "--port", "0")
-    assert small.code == 3 and "edgeinfer: " in small.err
-    assert edgeinfer("serve", "no-such-model", "--port", "0").code == 1
-    assert "--max-sequences is 0" in edgeinfer("serve", "demo", "--max-sequences", "0", "--port", "0").err
-    for flag, value in ("--port", "99999"), ("--drain", "-1"), ("--max-queue", "0"), ("--read-timeout", "inf"):
-        found = edgeinfer("serve", "demo", flag, value)
-        assert found.code == 2 and f"edgeinfer: {flag} is " in found.err

@@ -74,4 +74,4 @@ def test_what_a_node_cannot_open_is_a_sentence(tmp_path: Any) -> None:
     time.sleep(0.01)
     assert waiting.is_alive()
     host._end.set()
-    waiting.join(5)
+    waiting.join(120)

@@ -126,8 +126,8 @@ def test_ctrl_c_ends_rendering_at_once(body: str) -> None:
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import edgeinfer.text.sandbox as sandbox\nfrom edgeinfer.text import ChatTemplate\n"
         "sandbox.MAX_SECONDS, sandbox.MADE_BYTES, sandbox.MAX_STEPS = 600.0, 1 << 50, 1 << 50\n"
-        f"chat = ChatTemplate({{'default': {text!r}}}, {{}})\nprint('ready', flush=True)\n"
-        "try:\n    chat.render([{'role': 'user', 'content': 'a'}])\n"
+        f"chat = ChatTemplate({{'default': {text!r}}}, {{}})\n"
+        "try:\n    print('ready', flush=True)\n    chat.render([{'role': 'user', 'content': 'a'}])\n"
         "except KeyboardInterrupt:\n    print('ended')\n")
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
