@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.estimator_here import NoPredictionError, command
 from benchmarks.harness import describe, publish, row, table
 
-USERS, PROMPT, ANSWER, ROUNDS = (1, 4, 8), 256, 64, 3
+USERS, PROMPT, ANSWER = (1, 4, 8), 256, 64
 DECODED, REPETITIONS = 16, 3
 SHARES = (0.6, 0.3)
 """Shares of the weights' bytes that the budget leaves in memory."""
@@ -51,8 +51,7 @@ def users(shape: str) -> Iterator[Answer]:
     for n in USERS:
         lengths = ("-p", str(PROMPT), "-n", str(ANSWER))
         told = command("estimate", shape, "--machine", "local", "--users", str(n), *lengths)["users"]
-        found = command("bench", "--shape", shape, "--concurrency", str(n), "--requests", str(ROUNDS * n),
-                        *lengths)["serving"][0]
+        found = command("bench", "--shape", shape, "--concurrency", str(n), *lengths)["serving"][0]
         yield Answer(f"{n} users", "tokens/s of all", found["output_throughput"], told["output_throughput"])
         for metric in ("ttft", "tpot", "e2el"):
             if found[f"{metric}_ms"]:

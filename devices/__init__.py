@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .gpus import SERVED, gpu_profile, served
     from .known import profiles
     from .learning import fit_errors, learn, may_learn, with_runs
+    from .mixed_steps import MixedSteps
     from .neurons import DENSE_SHARE, GATES_SHARE, MASKED_SHARE, PER_MILLE, break_even_density, fastest, relative_time
     from .power import Power, power_of
     from .profile import CLASSES, Curve, DeviceProfile, parse_profile
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASSES", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS",
-    "PER_MILLE", "SERVED", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "Power",
-    "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes", "constants_for",
-    "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate", "fastest",
-    "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
+    "PER_MILLE", "SERVED", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "MixedSteps",
+    "Power", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes",
+    "constants_for", "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate",
+    "fastest", "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
     "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name",
     "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast",
     "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted",
@@ -51,6 +52,7 @@ __getattr__ = lazily(__name__, {
     "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate constants_for crossover decode_terms estimate prefill_terms",
     "several_rows": "peak_of",
+    "mixed_steps": "MixedSteps",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest relative_time",
     "power": "Power power_of",

@@ -26,11 +26,12 @@ from .names import (
     taken_apart,
     with_memory,
 )
-from .profile import DeviceProfile
+from .profile import PROCESSORS, DeviceProfile
 from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
-_COUNT = r"(?<=\w)(?:\s*[*×]|\s+x|(?<=\d)x)\s*(?:[2-9]|[1-9]\d)\s*$"
+_LETTERS = re.compile(r"[^\W\d_]+")
+_COUNT = r"(?<=\w)(?:\s*[*×]|[\s-]+x|(?<=\d)x)[\s-]*([2-9]|[1-9]\d)\s*$"
 _COUNTED = re.compile(rf"(?i){_COUNT}")
 _SEVERAL = re.compile(rf"(?i)^\s*(?:(?:dual|two|triple|quad|2s)\b|\d{{1,2}} ?[x×*](?=\s*\w))|{_COUNT}")
 """Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, 4xH100, RTX 3090 x2."""
@@ -48,14 +49,18 @@ def of_any_name(text: str) -> DeviceProfile | None:
     """
     if sum(map(str.isalnum, text)) < _SHORTEST:
         return None
-    if _COUNTED.search(text) and (several := _several(text)):
-        raise several
+    if counted := _COUNTED.search(text):
+        one = _single(_COUNTED.sub(" ", text))
+        if one and one.device_class in PROCESSORS and one.cores <= int(counted[1]) <= 2 * one.cores:
+            return one  # as desktops show a processor and its threads
+        if several := _several(text):
+            raise several
     typed, known = taken_apart(text), _candidates(text)
     names = _index(known)
     exact = [known[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
     found = of_their_makers(text, exact)
     if not exact:
-        typed, found = within(text, names, known)
+        typed, found = within(text, names, known, _vocabulary)
     return with_memory(one_memory(meant(typed, text, found), text), typed.memory_gib) if found else None
 
 
@@ -72,14 +77,18 @@ def _several(text: str) -> UsageError | None:
     """Return the message for a name that counts devices; None if it does not, or what it counts is no device."""
     if (single := _SEVERAL.sub(" ", text)) == text:
         return None
-    try:
-        one = of_any_name(single)
-    except UsageError:
-        return None
-    if one is None:
+    if (one := _single(single)) is None:
         return None
     return UsageError(f"{text!r} is several devices of the name {one.name!r} ({one.title}), and a profile is of one; "
                       f"take {one.name!r}, or describe all of them as one with '--bandwidth', '--cores' and '--class'.")
+
+
+def _single(text: str) -> DeviceProfile | None:
+    """Return the device of a name; None if it is none's, or that of several."""
+    try:
+        return of_any_name(text)
+    except UsageError:
+        return None
 
 
 @cache
@@ -91,6 +100,13 @@ def _other_names() -> dict[str, tuple[str, ...]]:
 
 def _said(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return name, row["title"], *row.get("aliases", ()), *_other_names().get(name, ())
+
+
+@cache
+def _vocabulary() -> frozenset[str]:
+    """Return the words in names of devices."""
+    return frozenset(_LETTERS.findall(" ".join(said for name, (_, row) in all_rows().items()
+                                               for said in _said(name, row)).lower()))
 
 
 @cache

@@ -21,13 +21,13 @@ _STORAGE = re.compile(r"\b\d+ ?[gt]b (?:ssd|storage|nvme|emmc)\b")
 AMOUNT = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])([1-46-8]|1[0-268]|2[0-4]|32|36|4[08]|64|"
                      r"80|96|128|192|256|512) ?g\b")
 _GENERATION = re.compile(r"\b1\dth gen\b")
-_SCREEN = re.compile(r"(?<![\w.])(?:1[1-9]|2[47])(?:\.\d)? ?(?:\"|''|-? ?inch\b)")
+_SCREEN = re.compile(r"(?<![\w.])(?:1[1-9]|2[47])(?:\.\d)? ?(?:\"|''|-? ?(?:inch|zoll|pouces|pulgadas)\b)")
 _PLUS = re.compile(r"(?<=\d)\+")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
-_CASES = re.compile(r"\b(?:mac ?book (?:air|pro)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|i ?mac|"
-                    r"mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|(?<!pad )mini|"
+_CASES = re.compile(r"\b(?:mac ?book (?:air|pro|neo)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|"
+                    r"i ?mac|mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|(?<!pad )mini|"
                     r"studio|developer kit|dev kit|founders edition|(?<=\d{4} )fe|(?<=ti )fe|(?<=super )fe|"
-                    r"graphics card|model b)\b")
+                    r"graphics card|model [ab])\b")
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
@@ -35,9 +35,18 @@ _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip
 """Words that tell no two devices apart."""
 _REWRITTEN = (
     (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),
-    (re.compile(r"@? ?\b\d(?:\.\d+)? ?ghz\b"), " "),
+    (re.compile(r"@? ?~?\b\d+(?:[.,]\d+)? ?[gm]hz\b|\b\d{1,3} ?(?:threads?|cpus|threads? cpu)\b|\b\d{1,2} ?nm\b|"
+                r"\b\d{2,3} ?w\b(?!/)|\b\d{3,6} ?mi?b\b"), " "),
+    (re.compile(r"(?<=\d) ?(?:kernen?|c(?:œ|oe)urs?|n[úu]cleos|コア|核)"), " cores"),
+    (re.compile(r"pc portable|ordinateur portable|\bportable\b|port[áa]til\b|\bnotebook\b|笔记本(?:电脑)?|筆電|ноутбук|"
+                r"노트북|ノート(?:pc|パソコン|ブック)?"), " laptop "),
+    (re.compile(r"(?<=\d) ?(?:go|gigs?|гб|ギガ)\b"), " gb"),
+    (re.compile(r"\bmac ?book (?=\S+ air\b)"), "macbook air "),
+    (re.compile(r"(?<=\bmacbook air )(\S+) air\b"), r"\1"),
+    (re.compile(r"(?<=[a-z0-9])(?=[^\x00-\u024f])|(?<=[^\x00-\u024f])(?=[a-z0-9])"), " "),
+    (re.compile(r"\bw/"), "with "),
     (re.compile(r"\((?:radv|dg\d|bmg|acm|llvm)[^)]*\)"), " "),
-    (re.compile(r"\b(?:with|w/)[ -]?radeon\b(?:.*?\bgraphics\b|(?: \d{3,4}[ms])?)"), " "),
+    (re.compile(r"\b(?:with|mit|avec|con|und|et)[ -]+radeon\b(?:.*?\bgraphics\b|(?: \d{3,4}[ms])?)"), " "),
     (re.compile(r"[^\w.]+"), " "),
     (re.compile(r"\bi ?pad (\d{1,2})th gen(?:eration)?\b"), r"ipad \1"),
     (re.compile(r"\bi ?pad air \d (?=m\d)"), "ipad air "),
@@ -53,9 +62,11 @@ _REWRITTEN = (
     (re.compile(r"\b(orange|banana|mango)pi ?"), r"\1 pi "),
     (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
     (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),
+    (re.compile(r"\b(sm\d{4}) [a-z]{2}\b"), r"\1"),
+    (re.compile(r"\b(dimensity \d{4}) (?:ultra|ultimate|extreme|energy|leading)\b"), r"\1"),
 )
-"""Spellings and their replacements, in order: marks, clocks, the graphics in a processor, revisions, years, and the
-ways to write a product."""
+"""Spellings and their replacements, in order: marks, clocks and threads, words of other languages, the graphics in a
+processor, revisions, years, and the ways to write a product."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
 _TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")

@@ -8,7 +8,7 @@ from .device_classes import Constants
 from .profile import PROCESSORS, DeviceProfile
 
 CORES = (*PROCESSORS, "local")
-FEW_ROWS, FEW_ROWS_FAST, FAST, MOST_FEW = 0.46, 0.28, ("avxvnni", "avx512vnni", "neon_i8mm"), 16
+FEW_ROWS, FEW_ROWS_FAST, FAST, MOST_FEW = 0.46, 0.31, ("avxvnni", "avx512vnni", "neon_i8mm"), 16
 """Shares of the int8 peak that 2 to 16 rows reach on processors, where prompts reach 0.74: weights are unpacked for
 every few rows. It weighs more where dot products are fast. docs/measurements/speculation.md derives them for AVX2 and
 AVX-512 VNNI; the other two are taken to be like the latter."""

@@ -49,7 +49,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     if found := of_any_name(text):
         return found
     path = Path(name_or_path)
-    if path.suffix == ".toml" or os.sep in text or os.path.isfile(path):
+    if path.suffix == ".toml" or (os.sep in text and " " not in text) or os.path.isfile(path):
         return _from_file(path, path.stem)
     raise no_device(text)
 

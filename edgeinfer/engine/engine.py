@@ -14,14 +14,13 @@ from ..base.process import check_process
 from ..errors import ClosedError, EdgeInferError, QueueFullError, RequestError
 from .scheduler import Scheduler
 from .step import Steps
+from .token_budget import MAX_ITL
 
 if TYPE_CHECKING:
     from ..runner import Runner
     from .remote_prompts import Part
     from .request import Request
 
-MAX_ITL = 0.2
-"""Seconds between two tokens of a text that the prompts of other requests may cause."""
 MAX_QUEUE = 1024
 """Requests that may wait."""
 CLOSED = "The model was closed; open it again."

@@ -19,15 +19,13 @@ from .prefix_sharing import PrefixSharing
 from .remote_prompts import RemotePrompts
 from .request import Request
 from .task import Ran, Run, shared
-from .token_budget import TokenBudget
+from .token_budget import TokenBudget, urgency
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
 
 RESERVE_TOKENS = 64
 """Tokens of an answer for which a request that enters must find blocks."""
-AGING_SECONDS = 1.0
-"""A prompt that waits so long overtakes one of half its length."""
 
 
 class Work(NamedTuple):
@@ -220,7 +218,7 @@ class Scheduler:
         left = {role: self.runner.pass_tokens(role) - decoding for role in (PROMPT, DECODE)}
         budget, now = min(self.budget.prompt_tokens(decoding), left[PROMPT]), time.monotonic()
         works: list[Work] = []
-        for request, runs in sorted(prompts, key=lambda one: _urgency(one[0], one[1], now)):
+        for request, runs in sorted(prompts, key=lambda one: urgency(_length(one[1]), now - one[0].arrived)):
             if budget <= 0:
                 break
             if self.prefixes.follows(request, [other for other, _ in prompts]):
@@ -257,9 +255,8 @@ def prefilling(runs: Items[Run]) -> bool:
     return any(not run.last or len(run.ids) > 1 for run in runs) and not any(run.each for run in runs)
 
 
-def _urgency(request: Request[Any], runs: list[Run], now: float) -> float:
-    """Return the rank of a prompt: half the length counts as much as a second of waiting."""
-    return sum(len(run.ids) for run in runs).bit_length() - (now - request.arrived) / AGING_SECONDS
+def _length(runs: list[Run]) -> int:
+    return sum(len(run.ids) for run in runs)
 
 
 def _wanted(works: Items[Work]) -> list[tuple[Sequence, int]]:

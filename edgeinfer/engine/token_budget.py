@@ -1,7 +1,10 @@
-"""Size of a step: how many prompt tokens fit beside the decoding sequences within the time that users wait for one."""
+"""Size of a step: how many prompt tokens fit beside the decoding sequences within the time that users wait for one, and
+whose they are."""
 
 from __future__ import annotations
 
+MAX_ITL = 0.2
+"""Seconds between two tokens of a text that the prompts of other requests may cause."""
 SHARE = 0.25
 """Weight of the latest measurement."""
 FIRST_CHUNK = 16
@@ -11,6 +14,9 @@ MIN_CHUNK, MAX_SMALLEST = 8, 16
 a tile, because a crowd that waits for its prompts costs more time than longer steps do."""
 DEVIATIONS = 1
 """Mean deviations by which a prompt token is expected to take longer than on average."""
+
+AGING_SECONDS = 1.0
+"""A prompt that waits so long overtakes one of half its length."""
 
 
 class TokenBudget:
@@ -56,6 +62,11 @@ class TokenBudget:
         if not decoding or not self._decode:
             return 0.0
         return self._decode[min(self._decode, key=lambda n: abs(n - decoding))]
+
+
+def urgency(tokens: int, waited: float) -> float:
+    """Return the rank of a prompt, lowest first: half the length counts as much as a second of waiting."""
+    return tokens.bit_length() - waited / AGING_SECONDS
 
 
 def _blend(before: float, now: float) -> float:

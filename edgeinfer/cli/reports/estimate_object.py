@@ -16,7 +16,7 @@ from .energy import energy_object
 from .explain import explained
 from .neurons import neurons_object
 from .storage import break_even_object, neuron_bytes, skipping_object, storage_object
-from .users import Memory, users_object
+from .users import Memory, users_asked
 from .windows import windows_object
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def estimate_object(
     curve = [estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
-    further = _asked(run, questions, ctx, sequences, prompt, lambda depth, together: estimate(
+    further = _asked(run, questions, ctx, sequences, prompt, computed, lambda depth, together: estimate(
         profile, run.traffic, depth, prompt, *drafting, computed, together))
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
@@ -96,15 +96,19 @@ def estimate_object(
     }
 
 
-def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: int,
+def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: int, computed: float,
            estimate: Callable[[int, int], Estimate]) -> dict[str, Any]:
     """Return the answers to further questions: the time of a whole answer, and the speed for several users."""
+    from edgeinfer.devices import MixedSteps
+
     tokens, traffic = questions.answer or DEFAULT_ANSWER, run.traffic
+    depth = prompt + tokens // 2
     each = traffic.sequence_bytes_at(prompt + tokens)
     alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
     memory = Memory(alone, each, run.budget_bytes)
     return {"answer": _answer(estimate, prompt, tokens) if questions.answer else None,
-            "users": users_object(estimate, questions.users, prompt, tokens, memory, questions.bounds)}
+            "users": users_asked(questions.users, MixedSteps(run.profile, traffic, depth, computed),
+                                 lambda users: estimate(depth, users), prompt, tokens, memory, questions.bounds)}
 
 
 def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:

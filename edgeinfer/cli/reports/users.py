@@ -1,25 +1,30 @@
-"""Estimate the service that several users of one model get, each of whom asks again as soon as an answer is
-complete."""
+"""Estimate the service that several users of one model get, each of whom asks again as soon as an answer is complete.
+
+Times are medians over the requests of a load, as in ``bench --concurrency``.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import cache
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from ...base.dataclass import dataclass
 from ...base.units import format_size
 from ...errors import UsageError
+from .queueing import Served, StepMs, play
 
 if TYPE_CHECKING:
-    from edgeinfer.devices import Estimate
+    from edgeinfer.devices import Estimate, MixedSteps
 
-FIELD = ("with --users: `users`, `prompt`, `answer` (tokens), `ttft_ms`, `tpot_ms`, `e2el_ms` of a request, "
-         "`output_throughput` (tokens per second of all), `tok_per_s_each`, `requests_per_s`, `step_ms` of a step "
-         "without prompts; `knee`, the users from which on arithmetic takes longer than reading; `memory_bytes` of all "
-         "contexts and the weights, `budget_bytes`, and `most_users` that it holds; with --goodput `goodput`: `bounds`"
-         ", `met`, `one` (the figures of a single user), and `users` and `requests_per_s` at the most users that meet "
-         "them, null if none does; else null")
+FIELD = ("with --users, as `bench --concurrency` would measure them: `users`, `prompt`, `answer` (tokens), the medians "
+         "`ttft_ms`, `tpot_ms`, `e2el_ms` of a request, `first_ttft_ms` of those who ask at once at the beginning "
+         "(`mean`, `last`), `output_throughput` (tokens per second of all), `tok_per_s_each`, `requests_per_s`, "
+         "`step_ms` of a step without prompts; `knee`, the users from which on arithmetic takes longer than reading; "
+         "`memory_bytes` of all contexts and the weights, `budget_bytes`, and `most_users` that it holds; with "
+         "--goodput `goodput`: `bounds`, `met` by the medians, `requests_per_s` within them, `one` (the figures of a "
+         "single user), and `users`, the most whose medians meet them, null if none does; else null")
 MAX_USERS = 64
 
 
@@ -53,72 +58,84 @@ def check_users(users: int | None, answer: int) -> None:
         raise UsageError(f"--answer is {answer}; it must be 1 or more tokens.")
 
 
-def users_object(estimate: Callable[[int, int], Estimate], users: int | None, prompt: int, answer: int,
+def users_asked(users: int | None, steps: MixedSteps, estimate: Callable[[int], Estimate], prompt: int, answer: int,
+                memory: Memory, bounds: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
+    """Return the JSON object of this many users, as `users_object`; `estimate` is of sequences that decode together."""
+    @cache
+    def decoding_ms(users: int) -> float:
+        return 1000 * users / estimate(users).decode_tok_per_s
+
+    def step_ms(decoding: int, tokens: int, before: int) -> float:
+        return steps.milliseconds(decoding, tokens, before) if tokens else decoding_ms(decoding)
+
+    return users_object(steps, step_ms, users, prompt, answer, memory, bounds)
+
+
+def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: int, answer: int,
                  memory: Memory | None = None, bounds: tuple[tuple[str, float], ...] = ()) -> dict[str, Any] | None:
     """Return the JSON object of this many users; None without users, or where the time of prompts is not known.
 
-    A step gives each user a token: it takes as long as reading the weights once and all keys and values, or as the
-    arithmetic of as many tokens of a prompt, whichever is longer; near the border both show, so that their squares are
-    added. Prompts of others stretch the time between two tokens by their share.
-
     Parameters
     ----------
-    estimate : returns the estimate at a depth, of this many sequences that decode together
+    steps : of the model on the device
+    step_ms : time of a step, drafting included
     users : of requests with the same lengths
     prompt, answer : tokens of a request
     memory : of the run; by default it is left out
     bounds : of `parse_goodput`
     """
-    if users is None or (found := _of(estimate, users, prompt, answer)) is None:
+    if users is None or not steps.has_prompts:
         return None
+    served = play(step_ms, users, prompt, answer)
+    found = _row(served, users, prompt, answer) | {"step_ms": step_ms(users, 0, 0)}
     if memory is None:
         return found
-    return {**found, "knee": _knee(estimate, prompt, answer), "memory_bytes": round(memory.of(users)),
-            "budget_bytes": memory.budget_bytes, "most_users": memory.most_users,
-            "goodput": _goodput(estimate, prompt, answer, memory, bounds, users) if bounds else None}
+    knee = next((n for n in range(2, MAX_USERS + 1) if steps.limited_by_arithmetic(n)), None)
+    good = _goodput(lambda n: served if n == users else play(step_ms, n, prompt, answer), users, prompt, answer, memory,
+                    bounds) if bounds else None
+    return {**found, "knee": knee, "memory_bytes": round(memory.of(users)), "budget_bytes": memory.budget_bytes,
+            "most_users": memory.most_users, "goodput": good}
 
 
-def _of(estimate: Callable[[int, int], Estimate], users: int, prompt: int, answer: int) -> dict[str, Any] | None:
-    found = estimate(prompt + answer // 2, users)
-    if found.ttft_ms is None:
-        return None
-    reading, arithmetic = _step(found, users)
-    step = math.hypot(reading, arithmetic)
-    whole = users * found.ttft_ms + answer * step
-    ttft = found.ttft_ms + (step if users > 1 else 0.0)
-    tpot = (whole - ttft) / max(answer - 1, 1)
-    return {"users": users, "prompt": prompt, "answer": answer, "ttft_ms": ttft, "tpot_ms": tpot, "e2el_ms": whole,
-            "output_throughput": 1000 * users * answer / whole, "tok_per_s_each": 1000 / tpot,
-            "requests_per_s": 1000 * users / whole, "step_ms": step}
+def _row(served: list[Served], users: int, prompt: int, answer: int) -> dict[str, Any]:
+    """Return the figures of a load."""
+    seconds = max(one.arrived + one.e2el for one in served) / 1000
+    first = [one.ttft for one in served if not one.arrived]
+    middle = {metric: median(values) for metric, values in _times(served, answer).items()}
+    return {"users": users, "prompt": prompt, "answer": answer,
+            **{f"{metric}_ms": ms for metric, ms in middle.items()},
+            "first_ttft_ms": {"mean": fmean(first), "last": max(first)},
+            "output_throughput": len(served) * answer / seconds,
+            "tok_per_s_each": 1000 / middle["tpot"] if answer > 1 else 1000 / middle["e2el"],
+            "requests_per_s": len(served) / seconds}
 
 
-def _step(found: Estimate, users: int) -> tuple[float, float]:
-    """Return the milliseconds of a step: reading, and arithmetic."""
-    assert found.ttft_ms is not None
-    return 1000 * users / found.decode_tok_per_s, users * found.ttft_ms / found.prompt if users > 1 else 0.0
+def _times(served: list[Served], answer: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each request by metric."""
+    return {"ttft": [one.ttft for one in served], "tpot": [one.tpot(answer) for one in served],
+            "e2el": [one.e2el for one in served]}
 
 
-def _knee(estimate: Callable[[int, int], Estimate], prompt: int, answer: int) -> int | None:
-    """Return the users from which on arithmetic takes longer than reading; None if it does for none."""
-    for users in range(2, MAX_USERS + 1):
-        reading, arithmetic = _step(estimate(prompt + answer // 2, users), users)
-        if arithmetic >= reading:
-            return users
-    return None
-
-
-def _goodput(estimate: Callable[[int, int], Estimate], prompt: int, answer: int, memory: Memory,
-             bounds: tuple[tuple[str, float], ...], asked: int) -> dict[str, Any]:
+def _goodput(play: Callable[[int], list[Served]], asked: int, prompt: int, answer: int, memory: Memory,
+             bounds: tuple[tuple[str, float], ...]) -> dict[str, Any]:
     """Return whether the users are within the bounds, and the most that the memory holds and that are."""
-    def met(users: int) -> dict[str, Any] | None:
-        row = _of(estimate, users, prompt, answer)
-        return row if row and all(row[f"{metric}_ms"] <= most for metric, most in bounds) else None
+    def row(users: int) -> dict[str, Any]:
+        return _row(play(users), users, prompt, answer)
 
-    good = [row for users in range(1, memory.most_users + 1) if (row := met(users))]
-    last, one = good[-1] if good else None, _of(estimate, 1, prompt, answer)
-    return {"bounds": dict(bounds), "one": {metric: one[f"{metric}_ms"] for metric, _ in bounds} if one else {},
-            "met": met(asked) is not None, "users": last and last["users"],
-            "requests_per_s": last and last["requests_per_s"]}
+    def met(users: int) -> bool:
+        found = row(users)
+        return all(found[f"{metric}_ms"] <= most for metric, most in bounds)
+
+    low, high = 0, memory.most_users + 1  # more users wait longer, so that halving finds the most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    served, one = play(asked), row(1)
+    times = _times(served, answer)
+    within = sum(all(times[metric][i] <= most for metric, most in bounds) for i in range(len(served)))
+    seconds = max(one.arrived + one.e2el for one in served) / 1000
+    return {"bounds": dict(bounds), "one": {metric: one[f"{metric}_ms"] for metric, _ in bounds}, "met": met(asked),
+            "users": low or None, "requests_per_s": within / seconds}
 
 
 def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
@@ -126,9 +143,11 @@ def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
     lacks = "" if out["memory_bytes"] <= out["budget_bytes"] else (
         f"memory holds {out['most_users']} users, so lower --users to that" if out["most_users"] else
         "memory holds not even one, so choose a smaller model, -p or -n") + "; with enough of it "
+    last = out["first_ttft_ms"]["last"]
+    together = f" (all at once: up to {last:.0f} ms)" if out["users"] > 1 else ""
     rows = [(f"{out['users']} users", f"{lacks}{out['tok_per_s_each']:.1f} tokens/s each, "
              f"{out['output_throughput']:.1f} together, {out['requests_per_s']:.2g} requests/s; first token after "
-             f"{out['ttft_ms']:.0f} ms, then {out['tpot_ms']:.0f} ms per token ({out['prompt']} + "
+             f"{out['ttft_ms']:.0f} ms{together}, then {out['tpot_ms']:.0f} ms per token ({out['prompt']} + "
              f"{out['answer']} tokens)")]
     knee = f"from {out['knee']} users on arithmetic is the limit, more users gain little" if out["knee"] else \
         "reading is the limit up to 64 users"
@@ -137,7 +156,8 @@ def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
                      f"{out['most_users']} users; {knee}"))
     if good := out["goodput"]:
         said = _bounds(good["bounds"])
-        most = f"up to {good['users']} users do, {good['requests_per_s']:.2g} requests/s" if good["users"] else \
+        most = f"up to {good['users']} users do; {good['requests_per_s']:.2g} requests/s within them" \
+            if good["users"] else \
             f"not even one user does; alone it is {_bounds(good['one'])}: allow that, or choose a smaller model"
         rows.append(("goodput", f"{out['users']} users {'meet' if good['met'] else 'do not meet'} {said}; {most}"))
     return rows
