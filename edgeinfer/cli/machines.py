@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
+from .. import pipeline
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,8 +32,6 @@ def machine_of(given: Any) -> DeviceProfile | None:
     UsageError
         The options contradict each other, or nothing is known of the unit or the program there.
     """
-    from edgeinfer.devices import chosen, equipped, load_profile, unlisted
-
     storage = getattr(given, "storage", None)
     said = [flag for name, flag in DESCRIBED.items() if getattr(given, name) is not None]
     if said and given.machine and given.by_flag("machine"):
@@ -40,7 +41,7 @@ def machine_of(given: Any) -> DeviceProfile | None:
         if missing := [flag for flag in DESCRIBED.values() if flag not in said]:
             raise UsageError(f"{said[0]} describes a device together with {' and '.join(missing)}; add "
                              f"{'it' if len(missing) == 1 else 'them'}.")
-        profile = unlisted(given.bandwidth, given.cores, given.machine_class, given.memory)
+        profile = devices.unlisted(given.bandwidth, given.cores, given.machine_class, given.memory)
     elif given.memory is not None:
         raise UsageError("--memory belongs to --bandwidth, --cores and --class; with --machine write the memory into "
                          "the name, such as 'rpi5 8GB'.")
@@ -53,8 +54,8 @@ def machine_of(given: Any) -> DeviceProfile | None:
         flag = "--unit" if given.program is None else "--runtime"
         raise UsageError(f"{flag} selects among the facts about a device; add --machine NAME.")
     else:
-        profile = load_profile(given.machine)
-    return equipped(chosen(profile, given.unit, given.program), storage)
+        profile = devices.load_profile(given.machine)
+    return devices.equipped(devices.chosen(profile, given.unit, given.program), storage)
 
 
 def named_nodes(nodes: str | None, link: str) -> tuple[list[DeviceProfile], Link]:
@@ -65,17 +66,13 @@ def named_nodes(nodes: str | None, link: str) -> tuple[list[DeviceProfile], Link
     UsageError
         There are fewer than two names, one is unknown or has no processor, or the network is.
     """
-    from edgeinfer.devices import chosen, load_profile
-
-    from ..pipeline import parse_link
-
     if nodes is None:
         raise UsageError(f"--link {link} is the network between --nodes; name them.")
     names = [name.strip() for name in nodes.split(",")]
     if len(names) < 2 or "" in names:
         raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
-    network = parse_link(link)
-    return [chosen(load_profile(name), "cpu") for name in names], network
+    network = pipeline.parse_link(link)
+    return [devices.chosen(devices.load_profile(name), "cpu") for name in names], network
 
 
 def devices_of(given: Any) -> list[DeviceProfile]:
@@ -83,11 +80,9 @@ def devices_of(given: Any) -> list[DeviceProfile]:
 
     A processor that has a profile of its own, and the device that it is in, are one device for edgeinfer.
     """
-    from edgeinfer.devices import chosen, equipped, profiles
-
     found: dict[tuple[str, str], DeviceProfile] = {}
-    for profile in profiles().values():
+    for profile in devices.profiles().values():
         with suppress(UsageError):
-            one = equipped(chosen(profile, given.unit, given.program), getattr(given, "storage", None))
+            one = devices.equipped(devices.chosen(profile, given.unit, given.program), getattr(given, "storage", None))
             found.setdefault((one.name, one.device_class), one)
     return list(found.values())

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import __version__
+from edgeinfer import devices
+
+from .. import __version__, pipeline
 from ..base.units import format_size
 from ..errors import ClosedError, EdgeInferError
 from ..pipeline import Stage, StageInfo, error_of
@@ -66,14 +68,13 @@ class StageHost:
     def open(self, stored: Stored, config: dict[str, Any], first: int, last: int) -> StageInfo | Failure:
         """Open the layers of a model."""
         from ..bundle import Bundle
-        from ..pipeline import StageCalls, as_error, config_of
         from ..runtime import StageSession
 
         try:
             bundle = Bundle.open(bundle_here(stored))
-            self._calls = StageCalls(StageSession(bundle, config_of(config), first, last))
+            self._calls = pipeline.StageCalls(StageSession(bundle, pipeline.config_of(config), first, last))
         except Exception as error:
-            return _failure(as_error(error))
+            return _failure(pipeline.as_error(error))
         return self._calls.info()
 
     def call(self, number: int, name: str, arguments: tuple[Any, ...], answers: bool) -> Any:
@@ -82,9 +83,7 @@ class StageHost:
 
     def run(self, number: int, part: Part, rows: Rows | None) -> Any:
         """Run a part of a forward pass."""
-        from ..pipeline import Wish
-
-        return self._made(number, lambda calls: calls.run(part, rows, Wish(self, number)), True)
+        return self._made(number, lambda calls: calls.run(part, rows, pipeline.Wish(self, number)), True)
 
     def give_up(self, number: int) -> None:
         """End all parts up to a number; it does not wait for them."""
@@ -95,8 +94,6 @@ class StageHost:
         self._end.wait()
 
     def _made(self, number: int, call: Callable[[StageCalls], Any], answers: bool) -> Any:
-        from ..pipeline import as_error
-
         try:
             if self._calls is None or number != self._last + 1:
                 raise EdgeInferError("The calls to a stage arrived out of order; open the model again.")
@@ -104,8 +101,8 @@ class StageHost:
             made = call(self._calls)
         except Exception as error:
             if answers:
-                return _failure(as_error(error))
-            self._failed = self._failed or as_error(error)
+                return _failure(pipeline.as_error(error))
+            self._failed = self._failed or pipeline.as_error(error)
             return None
         if not answers:
             return None
@@ -134,15 +131,14 @@ def facts_there(stored: Stored, ctx: int | None, kv: str) -> NodeFacts | Failure
 
 def facts_here(stored: Stored, ctx: int | None, kv: str) -> NodeFacts:
     """Return how this machine would run a model; raises as `models.resolve`."""
-    from edgeinfer.devices import estimate, local_profile
     from edgeinfer.memory_planner import default_ctx, default_threads, process_budget
 
     from ..models.describe import describe
 
-    path, profile, speed = bundle_here(stored), local_profile(), 0.0
+    path, profile, speed = bundle_here(stored), devices.local_profile(), 0.0
     if profile is not None:
         model = describe(path)
-        speed = estimate(profile, model.traffic(kv), ctx or default_ctx(model.config)).decode_tok_per_s
+        speed = devices.estimate(profile, model.traffic(kv), ctx or default_ctx(model.config)).decode_tok_per_s
     return NodeFacts(__version__, process_budget(), default_threads(), speed)
 
 
@@ -174,8 +170,6 @@ class NodeStage(Stage):
 
     def open(self, stored: Stored, config: RuntimeConfig, first: int, last: int, nbytes: int) -> None:
         """Begin to open layers, whose plan has so many bytes, which Ray reserves; `wait` waits for them."""
-        from ..pipeline import plain_config
-
         self._actor = self._ray.remote(concurrency_groups={SIGNALS: 2})(StageHost).options(
             num_cpus=0, memory=nbytes, max_restarts=0, max_concurrency=1, scheduling_strategy=self._there).remote()
         try:
@@ -188,7 +182,7 @@ class NodeStage(Stage):
         except self._ray.exceptions.RayError as error:
             raise self._ended(error) from None
         self._watched = self._actor.watch.options(concurrency_group=SIGNALS).remote()
-        self._opening = self._actor.open.remote(stored, plain_config(config), first, last)
+        self._opening = self._actor.open.remote(stored, pipeline.plain_config(config), first, last)
 
     def wait(self) -> None:
         """Return when the stage is open."""

@@ -9,6 +9,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from edgeinfer import devices
+
+from .. import backends
 from ..base.process import say
 from ..config import AUTO, CUDA, Recipe, RuntimeConfig
 from ..errors import BudgetError, UnsupportedModelError, UsageError
@@ -62,10 +65,8 @@ def executor_on(provider: Provider, graph: Graph, config: RuntimeConfig, kv: str
     UsageError, UnsupportedModelError
         The provider refuses the settings or the model, and nothing else is to run it.
     """
-    from ..backends import device_planner
-
     try:
-        planner, taken = device_planner(graph, config, provider, kv)
+        planner, taken = backends.device_planner(graph, config, provider, kv)
     except (UsageError, UnsupportedModelError) as why:
         if not instead:
             raise
@@ -78,13 +79,9 @@ def executor_of(card: DeviceProfile, graph: Graph, config: RuntimeConfig, kv: st
 
     CUDA on NVIDIA's cards, if it accepts model and settings.
     """
-    from edgeinfer.devices import served
-
-    if (profile := served(card)) is None:
+    if (profile := devices.served(card)) is None:
         return Executor(config)
-    from ..backends import PROVIDERS
-
-    found = executor_on(PROVIDERS[CUDA], graph, config, kv, instead=True)
+    found = executor_on(backends.PROVIDERS[CUDA], graph, config, kv, instead=True)
     return found._replace(profile=profile) if found.planner else found
 
 

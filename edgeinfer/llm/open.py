@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import registry
+from .. import backends, pipeline, registry
 from ..config import CPU, Recipe, RuntimeConfig
 from ..errors import UsageError
 
@@ -103,9 +103,7 @@ def provider(device: str | None) -> Provider | None:
     """Return the executor that replaces our own kernels; most runs have none and import nothing for it."""
     if device in (None, CPU):
         return None
-    from ..backends import provider_of
-
-    return provider_of(device)
+    return backends.provider_of(device)
 
 
 def settled(device: str | None, provider: Provider | None, bundle: Bundle, config: RuntimeConfig,
@@ -150,26 +148,22 @@ def session(bundle: Bundle, config: RuntimeConfig, progress: OnProgress | None,
 def in_stages(bundle: Bundle, config: RuntimeConfig, split: str | OpenStages, device: str | None, companion: object,
               progress: OnProgress | None) -> Runner:
     """Open a model whose layers are in several processes."""
-    from ..pipeline import open_pipeline, split_of
-
     for wrong, what in ((device not in (None, CPU), f"on the device {device}"), (companion, "with a drafter")):
         if wrong:
             raise UsageError(f"A model that is split between processes cannot run {what}; leave it out.")
     if not isinstance(split, str):
         return split(bundle, config, progress)
-    return open_pipeline(bundle, config, split_of(split, bundle), True, progress and partial(progress, "compile"),
-                         progress and partial(progress, "load"))
+    return pipeline.open_pipeline(bundle, config, pipeline.split_of(split, bundle), True,
+                                  progress and partial(progress, "compile"), progress and partial(progress, "load"))
 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
               companion: Draft | SelfDraftPlan | DraftHeadPlan | None, progress: OnProgress | None,
               opened: ExitStack) -> tuple[Runner, Runner | None]:
     """Open a model on a device, and after it its draft model, which is in the same plan."""
-    from ..backends import OnnxRunner, check_draft, device_planner, plan_draft
-
     say = progress and partial(progress, "lower")
     if companion is None:
-        runner = OnnxRunner(bundle, config, provider, say)
+        runner = backends.OnnxRunner(bundle, config, provider, say)
         opened.callback(runner.close)
         return runner, None
     from edgeinfer.memory_planner import resolve
@@ -177,12 +171,12 @@ def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
     from ..engine.speculation.load import Draft
 
     assert isinstance(companion, Draft)  # a part of the model was refused for this device
-    check_draft(config, provider.device)
-    planner, taken = device_planner(as_stored(bundle), config, provider, config.kv)
-    draft_memory, own = plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
-    runner = OnnxRunner(bundle, config, provider, say, draft_memory)
+    backends.check_draft(config, provider.device)
+    planner, taken = backends.device_planner(as_stored(bundle), config, provider, config.kv)
+    draft_memory, own = backends.plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
+    runner = backends.OnnxRunner(bundle, config, provider, say, draft_memory)
     opened.callback(runner.close)
-    draft = OnnxRunner(companion.bundle, own, provider, say, plan=draft_memory)
+    draft = backends.OnnxRunner(companion.bundle, own, provider, say, plan=draft_memory)
     runner.plan = runner.plan.with_draft(draft_memory)
     return runner, draft
 

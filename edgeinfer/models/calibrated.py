@@ -12,6 +12,8 @@ from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from edgeinfer import converters
+
 from ..base.cache_dir import cache_root, make_directories
 from ..base.dataclass import dataclass
 from ..base.progress import OnProgress
@@ -114,8 +116,6 @@ def _spread(ids: Sequence[int], tokens: int) -> list[int]:
 @contextmanager
 def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
     """Convert a checkpoint to a bundle of f16 in the cache, which is removed in the end."""
-    from edgeinfer.converters import convert
-
     directory = cache_root() / "calibration"
     try:
         make_directories(directory)
@@ -124,7 +124,7 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
         raise DestinationError(f"The cache {directory} cannot be written ({error.strerror or error}); set "
                                "EDGEINFER_CACHE to another directory.") from error
     with folder as path:
-        convert(source, Path(path, "f16"), weights="f16", progress=partial(progress, "convert"))
+        converters.convert(source, Path(path, "f16"), weights="f16", progress=partial(progress, "convert"))
         yield Path(path, "f16")
 
 
@@ -134,12 +134,10 @@ def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GP
 
     With `effects` it also has those of the errors of each matrix, by which bits are shared out.
     """
-    def calibration(checkpoint: Checkpoint) -> Calibration:
-        from edgeinfer.converters import Calibration
-
+    def calibration(checkpoint: Checkpoint) -> converters.Calibration:
         kept = kept_statistics(source, stream, progress, effects)
-        found = Calibration(method, stream.name, stream.sha256(), len(stream.ids),
-                            partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
+        found = converters.Calibration(method, stream.name, stream.sha256(), len(stream.ids),
+                                       partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
         return replace(found, effects=kept.effects) if effects else found
 
     return calibration

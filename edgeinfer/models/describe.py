@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import converters
+
 from ..base.validation import similar
 from ..bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from ..config import Recipe
@@ -97,9 +99,7 @@ def describe_gguf_file(
     headers: list[GgufHeader] | None = None,
 ) -> ModelDescription:
     """Describe the model of a GGUF file, whose headers may have been read before; raises as `describe`."""
-    from edgeinfer.converters import describe_gguf
-
-    found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
+    found, source = converters.describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
     if found.model is None:
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
         return replace(described, file_types=found.file_types, file_says=found.note)
@@ -142,9 +142,7 @@ def _from_packed(
     name: str, path: Path, config: dict[str, Any], weights: str | None, group_size: int | None, recipe: Recipe | None
 ) -> ModelDescription:
     """Describe a model whose weights are quantised; without a directory of them, by its config."""
-    from edgeinfer.converters import describe_packed
-
-    found = describe_packed(config, path if path.is_dir() else None, weights, group_size)
+    found = converters.describe_packed(config, path if path.is_dir() else None, weights, group_size)
     return _as_stored(name, f"quantised checkpoint {name}", found, recipe)
 
 
@@ -197,15 +195,13 @@ def _from_bundle(
 def _config(name: str, path: Path) -> tuple[dict[str, Any], str, str | None]:
     """Return the fields of config.json that the name stands for, where they come from, and the type of a shape's
     weights if it is not the default."""
-    from edgeinfer.converters import fetch_config, read_json
-
     if path.is_file():
         if not path.stat().st_size:
             raise CheckpointError(f"{path} is empty; download it again.")
-        return read_json(path), f"file {path}", None
+        return converters.read_json(path), f"file {path}", None
     if path.is_dir():
         if (path / CONFIG_FILE).is_file():
-            return read_json(path / CONFIG_FILE), f"checkpoint {path}", None
+            return converters.read_json(path / CONFIG_FILE), f"checkpoint {path}", None
         if name.lower() not in builtin_shapes():
             raise ModelNotFoundError(f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no "
                                      f"{CONFIG_FILE}).")
@@ -215,7 +211,8 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str, str | None]:
     else:
         repo_id = KNOWN_NAMES.get(name, name)
         try:
-            return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub", None
+            found = converters.read_json(converters.fetch_config(repo_id))
+            return found, f"{CONFIG_FILE} of {repo_id} on the hub", None
         except CheckpointError:  # no network, or a repository of GGUF files alone
             if not (shape := spoken(repo_id).shape):
                 raise

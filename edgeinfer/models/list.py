@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer import converters
 from edgeinfer.memory_planner import (
     MemoryPlan,
     Placer,
@@ -31,7 +32,7 @@ from ..registry import placer
 from .names import DEMO, demo_path
 
 if TYPE_CHECKING:
-    from edgeinfer.converters import Found, PassedOver
+    from edgeinfer.converters import Found
 
     from ..graph import Graph, ModelConfig
     from .description import ModelDescription
@@ -89,11 +90,9 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: OnP
     iterator of LocalModel
         Of a file that is in several folders the first; ollama may call one by several names.
     """
-    from edgeinfer.converters import find_models, models_below
-
-    found = [*own_models(), *find_models()] if stores else []
+    found = [*own_models(), *converters.find_models()] if stores else []
     for folder in folders:
-        found += models_below(folder, "folder")
+        found += converters.models_below(folder, "folder")
     judge, seen = _Judge(), set()
     for number, item in enumerate(found):
         if progress:
@@ -106,34 +105,28 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: OnP
 
 def look_at_gguf(name: str, path: Path) -> LocalModel:
     """Look at one GGUF file, which is called `name`; raises `CheckpointError` if its header cannot be read."""
-    from edgeinfer.converters import Found, read_headers
-
-    nbytes = sum(header.size for header in read_headers(path))
-    return _Judge().judged(Found("folder", "gguf", path, name, nbytes))
+    nbytes = sum(header.size for header in converters.read_headers(path))
+    return _Judge().judged(converters.Found("folder", "gguf", path, name, nbytes))
 
 
 def own_models() -> Iterator[Found]:
     """Find the embedded model, and bundles in the cache."""
-    from edgeinfer.converters import models_below
-
-    for found in models_below(demo_path(), OWN):
+    for found in converters.models_below(demo_path(), OWN):
         yield replace(found, name=DEMO)
     bundles: list[Path] = []
     with suppress(OSError):  # there are none, or the cache is cleared just now
         bundles = sorted((cache_root() / "bundles").iterdir())
     for path in bundles:
         if os.path.isdir(path) and not path.name.startswith("."):
-            yield from models_below(path, OWN)
+            yield from converters.models_below(path, OWN)
 
 
 class _Judge:
     """Decides for one model after another whether it runs; results are reused for the next."""
 
     def __init__(self) -> None:
-        from edgeinfer.converters import PassedOver
-
         self.budget, self.threads = process_budget(), default_threads()
-        self._passed: PassedOver = PassedOver()
+        self._passed: converters.PassedOver = converters.PassedOver()
         self._known: dict[Hashable, tuple[ModelDescription, MemoryPlan]] = {}
 
     def judged(self, found: Found) -> LocalModel:
@@ -175,12 +168,10 @@ class _Judge:
             return self._judged(found, planned, bundle.quantisation.weights, source=bundle.header.source)
 
     def _gguf(self, found: Found) -> LocalModel:
-        from edgeinfer.converters import check_tokenizer, gguf_purpose, gguf_structure, read_headers
-
         from .describe import describe_gguf_file
 
-        headers = read_headers(found.path, self._passed)
-        if purpose := gguf_purpose(headers[0]):
+        headers = converters.read_headers(found.path, self._passed)
+        if purpose := converters.gguf_purpose(headers[0]):
             return self._refused(found, f"{found.path} is {purpose}, not a language model.", purpose)
         sizes: dict[str, int] = {}
         for header in headers:
@@ -190,25 +181,23 @@ class _Judge:
         try:
             for header in headers:
                 header.check_data()
-            key = gguf_structure(headers)
+            key = converters.gguf_structure(headers)
             if key not in self._known:
                 model = describe_gguf_file(found.name, found.path, headers=headers)
                 self._known[key] = model, self._planned(model.config, model.graph, model.weight_bytes)
-            check_tokenizer(headers[0])
+            converters.check_tokenizer(headers[0])
         except EdgeInferError as error:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
         return self._judged(found, planned, holds)
 
     def _checkpoint(self, found: Found) -> LocalModel:
-        from edgeinfer.converters import open_checkpoint
-
         from .describe import describe
 
         model = describe(found.path)
         reason = holds = ""
         try:
-            with open_checkpoint(found.path) as checkpoint:
+            with converters.open_checkpoint(found.path) as checkpoint:
                 checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
                 holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
         except EdgeInferError as error:

@@ -8,6 +8,8 @@ import re
 from functools import partial
 from pathlib import Path
 
+from edgeinfer import converters
+
 from ..base.progress import OnProgress
 from ..bundle import FORMAT_VERSION, is_bundle
 from ..errors import CheckpointError, ModelNotFoundError
@@ -80,9 +82,7 @@ def checkpoint_path(source: str | Path, progress: OnProgress | None = None, stor
         return path
     if name not in KNOWN_NAMES and not is_hub_id(name):
         raise ModelNotFoundError(unknown_name(name))
-    from edgeinfer.converters import fetch
-
-    return fetch(repo_id, progress=progress and partial(progress, "download"))
+    return converters.fetch(repo_id, progress=progress and partial(progress, "download"))
 
 
 def gguf_path(name: str, progress: OnProgress | None = None, download: bool = True, storage: Storage = AS_IT_IS
@@ -102,16 +102,15 @@ def gguf_path(name: str, progress: OnProgress | None = None, download: bool = Tr
         return None
     if not name.startswith((OLLAMA, HUB_FILE)):
         return None if name == DEMO or name in KNOWN_NAMES else in_stores(name)
-    from edgeinfer.converters import cached_gguf, fetch_gguf, ollama_file
-
     if name.startswith(OLLAMA):
-        return ollama_file(name[len(OLLAMA) :])
+        return converters.ollama_file(name[len(OLLAMA) :])
     from edgeinfer.memory_planner import process_budget
 
     room, asked = storage.budget_bytes or process_budget(), name[len(HUB_FILE) :]
     if not download:
-        return cached_gguf(asked, room, anew=storage.weights is not None)
-    return fetch_gguf(asked, progress and partial(progress, "download"), room, anew=storage.weights is not None)
+        return converters.cached_gguf(asked, room, anew=storage.weights is not None)
+    return converters.fetch_gguf(asked, progress and partial(progress, "download"), room,
+                                 anew=storage.weights is not None)
 
 
 def gguf_file(name: str) -> Path | None:
@@ -119,12 +118,10 @@ def gguf_file(name: str) -> Path | None:
 
     Nothing is downloaded; raises as `gguf_path`.
     """
-    from edgeinfer.converters import is_gguf
-
     if file := gguf_path(name, download=False):
         return file
     path = Path(name).expanduser()
-    return path if path.is_file() and is_gguf(path) else None
+    return path if path.is_file() and converters.is_gguf(path) else None
 
 
 def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: Storage) -> Path:
@@ -165,15 +162,13 @@ def _from_path(path: Path, progress: OnProgress | None, convert: bool, storage: 
 
 def _from_gguf(path: Path, model: str, progress: OnProgress | None, convert: bool, storage: Storage) -> Path:
     """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is requested."""
-    from edgeinfer.converters import gguf_origin, gguf_parts, open_checkpoint
-
-    path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
-    parts = [(part, part.stat()) for part in gguf_parts(path) if part.exists()]
+    path, label = converters.gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
+    parts = [(part, part.stat()) for part in converters.gguf_parts(path) if part.exists()]
     asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
     if not convert:  # reports here why it cannot be converted, because there is nothing to find
-        open_checkpoint(path).close()
+        converters.open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",
                          lambda target: convert_into(path, target, progress, storage, said), convert,
@@ -200,11 +195,9 @@ def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
 
 def _is_quantised(path: Path) -> bool:
     """Return whether the config of a checkpoint says that its weights are quantised."""
-    from edgeinfer.converters import read_json
-
     from ..graph import is_quantised
 
-    return is_quantised(read_json(path / "config.json"))
+    return is_quantised(converters.read_json(path / "config.json"))
 
 
 def _file_stamps(directory: Path) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from edgeinfer import converters
+
 from ..base.process import say
 from ..errors import ModelNotFoundError
 from .names import OLLAMA
@@ -32,10 +34,8 @@ def in_stores(name: str) -> Path | None:
 
     if name.lower() in builtin_shapes():
         return None
-    from ..converters import ollama_file
-
     try:
-        path, called = ollama_file(name), f"ollama's model {OLLAMA}{name}"
+        path, called = converters.ollama_file(name), f"ollama's model {OLLAMA}{name}"
     except ModelNotFoundError:
         found = _of_lm_studio(name)
         if len(found) > 1:
@@ -52,13 +52,11 @@ def in_stores(name: str) -> Path | None:
 
 def _of_lm_studio(name: str) -> list[Path]:
     """Files of LM Studio whose name, without ``.gguf`` and the type of the weights or with it, is this one."""
-    from ..converters import gguf_type, lm_studio_folders, models_below
-
     typed, found = name.lower(), []
-    for folder in lm_studio_folders():
-        for model in models_below(folder, "lmstudio"):
+    for folder in converters.lm_studio_folders():
+        for model in converters.models_below(folder, "lmstudio"):
             stem = model.path.name.removesuffix(".gguf")
-            short = stem.replace(gguf_type(stem), "").rstrip("-._") if gguf_type(stem) else stem
+            short = stem.replace(converters.gguf_type(stem), "").rstrip("-._") if converters.gguf_type(stem) else stem
             if model.format == "gguf" and not model.problem and typed in (stem.lower(), short.lower()):
                 found.append(model.path)
     return found

@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
 from ..base.dataclass import dataclass
 from ..base.process import say
 from ..bundle import Bundle, named, neuron_layers
@@ -148,11 +150,9 @@ def dense_layers(densities: Sequence[float], predictor: float, profile: DevicePr
     gates : float
         Share of the FFN's bytes that say which neurons live.
     """
-    from edgeinfer.devices import fastest
-
     profile, modes = profile or _local(), ("predict", "exact", "tiles")
     found = [i for i, density in enumerate(densities)
-             if fastest(profile, modes, dict.fromkeys(modes, density), predictor, gates) == "tiles"]
+             if devices.fastest(profile, modes, dict.fromkeys(modes, density), predictor, gates) == "tiles"]
     return found, _basis(profile)
 
 
@@ -168,10 +168,8 @@ def predicted_time(kind: str, chosen: Sequence[float], predictor: float, in_tile
     in_tiles : layers without one
     gates : share of these bytes that say which neurons live
     """
-    from edgeinfer.devices import relative_time
-
     profile, mode = _local(), "exact" if kind == "threshold" else "predict"
-    times = [relative_time(profile, "tiles" if i in in_tiles else mode, share, predictor, gates)
+    times = [devices.relative_time(profile, "tiles" if i in in_tiles else mode, share, predictor, gates)
              for i, share in enumerate(chosen)]
     return sum(times) / len(times), _basis(profile)
 
@@ -193,26 +191,21 @@ def _named(settings: dict[str, str | float], mode: str, layers: int) -> tuple[st
 
 def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: dict[str, str | float],
              density: tuple[float, float], predictor: float, gates: float) -> str:
-    from edgeinfer.devices import fastest
-
     fired, chosen = density
     if settings.get("kind") == "threshold":  # it reads all gates, and of the pairs those that are left
-        found = fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0, gates)
+        found = devices.fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0, gates)
         return {"exact": "predict"}.get(found, found)
-    return fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor, gates)
+    return devices.fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor, gates)
 
 
 def _basis(profile: DeviceProfile | None) -> str:
-    from edgeinfer.devices import MASKED_SHARE  # most bundles are in tiles, and need no profile to open
-
-    return f"the curves measured on {profile.name}" if profile and MASKED_SHARE in profile.curves else DEFAULT_BASIS
+    measured = profile and devices.MASKED_SHARE in profile.curves
+    return f"the curves measured on {profile.name}" if profile and measured else DEFAULT_BASIS
 
 
 def _local() -> DeviceProfile | None:
-    from edgeinfer.devices import local_profile
-
     try:
-        return local_profile()
+        return devices.local_profile()
     except EdgeInferError as error:
         say(f"this machine's profile cannot be used ({str(error).rstrip('.')}); default curves say which layers leave "
             "out neurons.")

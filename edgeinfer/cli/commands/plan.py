@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import registry
+from edgeinfer import devices
+
+from ... import backends, registry
 from ...base.validation import checked
 from ...config import (
     AUTO,
@@ -152,15 +154,13 @@ def plan(
 
 def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -> int:
     """Print a model with all types of weights and return the exit code."""
-    from edgeinfer.devices import load_profile
-
     from ...models import DEMO, is_hub_id, sizes
     from ...models.spoken import spoken
     from ..reports.comparison import compared, compared_of, print_comparison
 
     if given.by_flag("weights"):
         raise UsageError(f"--compare shows all types, and --weights {given.weights} selects one; leave one out.")
-    device = profile or load_profile("local")
+    device = profile or devices.load_profile("local")
     named = model != DEMO and not is_hub_id(model) and not Path(model).expanduser().exists()
     meant = spoken(model).shape if named else None
     if meant is None or meant.name not in sizes.names():
@@ -194,9 +194,6 @@ def _check_prefilling(device: str, others: dict[str, Any], given: options.Given)
 
 def _prefilling(model: str, device: str, given: options.Given) -> int:
     """Report on a replica that computes prompts on a device, and return the exit code."""
-    from edgeinfer.devices import served
-
-    from ...backends import PROVIDERS
     from ...llm.executors import executor_on
     from ...models.describe import describe
     from ...techniques import WITHOUT_DRAFTS
@@ -206,11 +203,12 @@ def _prefilling(model: str, device: str, given: options.Given) -> int:
     if card and device != CUDA:
         raise UsageError(f"--prefill-device {device} is planned only for this machine; leave out --machine "
                          f"{card.name}, or use --prefill-device cuda with an NVIDIA GPU.")
-    if card and not served(card):
+    if card and not devices.served(card):
         raise UsageError(f"--prefill-device {device} needs an NVIDIA GPU, and --machine {card.name} is none; name one, "
                          "such as --machine rtx4090, or leave --machine out for the GPU of this machine.")
     description = describe(model, *given.stored(model), Recipe(()))
-    found = executor_on(PROVIDERS[device], description.graph, config)._replace(profile=served(card) if card else None)
+    found = executor_on(backends.PROVIDERS[device], description.graph, config)
+    found = found._replace(profile=devices.served(card) if card else None)
     return _printed(planned_on(found, description, registry.drafting(WITHOUT_DRAFTS)), given.json)
 
 
@@ -236,9 +234,7 @@ def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, co
 def executor_for(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
               config: RuntimeConfig, kv: str | None) -> Executor | None:
     """Return the executor of the model if it may differ from our own kernels."""
-    from edgeinfer.devices import served
-
-    if (device in (None, CPU) and profile is None) or (profile and not served(profile)):
+    if (device in (None, CPU) and profile is None) or (profile and not devices.served(profile)):
         return None
     from ...llm import executors
     from ...llm import open as opening
@@ -249,9 +245,8 @@ def executor_for(device: str | None, profile: DeviceProfile | None, name: str, s
     graph = describe(name, *stored, Recipe(())).graph
     if profile:
         return executors.executor_of(profile, graph, config, kv)
-    from ...backends import PROVIDERS
-
-    return executors.executor_here(str(device), PROVIDERS[CUDA if device == AUTO else str(device)], graph, config, kv)
+    provider = backends.PROVIDERS[CUDA if device == AUTO else str(device)]
+    return executors.executor_here(str(device), provider, graph, config, kv)
 
 
 def _printed(report: dict[str, Any], json: bool) -> int:
@@ -269,8 +264,6 @@ def planned_here(name: str, stored: tuple[str | None, int | None], config: Runti
 
     `refused` says why CUDA does not run the model, where a card was asked about.
     """
-    from edgeinfer.devices import local_profile
-
     from ...models.describe import describe
 
     draft_memory = None
@@ -281,5 +274,6 @@ def planned_here(name: str, stored: tuple[str | None, int | None], config: Runti
     if device is None:
         model, choice, decision = described_as_run(model, config, max_kld, draft_memory)
     config = choice.strategy.config if choice else config
-    report = PlanReport(model, config, device, device or local_profile(), choice, draft_memory, refused).report()
+    profile = device or devices.local_profile()
+    report = PlanReport(model, config, device, profile, choice, draft_memory, refused).report()
     return {**report, "decision": decision}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
 from ...base.units import format_size
 from ..output import speed
 
@@ -44,26 +46,22 @@ def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescripti
     memory : tuple
         Bytes of the run without it, and those that there are.
     """
-    from edgeinfer.devices import drafted, least_acceptance
-
     own, share = draft.traffic(kv), ASSUMED_ACCEPTANCE if acceptance is None else acceptance
-    found = drafted(profile, traffic, own, ctx, share, most)
+    found = devices.drafted(profile, traffic, own, ctx, share, most)
     total = memory[0] + draft.weight_bytes + own.sequence_bytes_at(ctx)
     return {
         "plain_tok_per_s": 1000 / found.token_ms, "draft": draft.name, "acceptance": share,
         "acceptance_assumed": acceptance is None, "draft_tokens": found.draft_tokens,
         "tokens_per_pass": found.tokens_per_pass, "draft_ms": found.draft_ms, "verify_ms": found.verify_ms,
         "cost": found.cost, "gain": found.gain, "decode_tok_per_s": 1000 * found.gain / found.token_ms,
-        "pays_from": least_acceptance(profile, traffic, own, ctx, most),
+        "pays_from": devices.least_acceptance(profile, traffic, own, ctx, most),
         "total_bytes": round(total), "fits": total <= memory[1], "texts": None,
     }
 
 
 def lookup_object(profile: DeviceProfile, traffic: Traffic, ctx: int) -> dict[str, Any]:
     """Return the gain of prompt lookup, by kind of text: passes verify more rows where it finds more."""
-    from edgeinfer.devices import pass_ms
-
-    token, full = pass_ms(profile, traffic, ctx, 1), pass_ms(profile, traffic, ctx, LOOKUP_ROWS + 1)
+    token, full = devices.pass_ms(profile, traffic, ctx, 1), devices.pass_ms(profile, traffic, ctx, LOOKUP_ROWS + 1)
     most, texts = max(LOOKUP.values()), []
     for text, yielded in LOOKUP.items():
         whole = token + (full - token) * (yielded - 1) / (most - 1)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from edgeinfer import devices
+
 from ...base.dataclass import dataclass
 from ...config import DEFAULT_DRAFT_TOKENS
 from ...registry import in_use, prompt_share, reports
@@ -68,8 +70,6 @@ def estimate_object(
     asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
-    from edgeinfer.devices import estimate
-
     run, questions = _run_on(model, profile, ctx, kv, asked, sequences, cards), questions or Questions()
     model, profile, kv = run.model, run.profile, run.kv
     speculation = _speculation(run, ctx, questions)
@@ -78,10 +78,10 @@ def estimate_object(
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
     shared = _model_object(run, ctx, prompt, asked)
     computed = _computed(run, prompt, asked)
-    curve = [estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
+    curve = [devices.estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
-    further = _asked(run, questions, ctx, sequences, prompt, computed, lambda depth, together: estimate(
+    further = _asked(run, questions, ctx, sequences, prompt, computed, lambda depth, together: devices.estimate(
         profile, run.traffic, depth, prompt, *drafting, computed, together))
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
@@ -140,15 +140,13 @@ def all_devices_object(
     asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
-    from edgeinfer.devices import estimate
-
     found, shared = [], None
     for profile in profiles:
         run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
         if shared is None and not run.refused and run.device_bytes is None:
             shared = _model_object(run, ctx, prompt, asked)
         computed = _computed(run, prompt, asked)
-        full, empty = (estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
+        full, empty = (devices.estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
                        for depth in (ctx, 0))
         row = _device_object(run, full, empty)
         found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s,  # of all speeds of the row
@@ -162,10 +160,8 @@ def _computed(run: _Run, prompt: int, asked: RuntimeConfig) -> float:
 
 
 def _drafting_object(drafting: Drafting) -> dict[str, Any]:
-    from edgeinfer.devices import DRAFT_SHARE
-
     accepted, cost = drafting
-    return {"accepted": accepted, "draft_cost": DRAFT_SHARE * (accepted - 1) if cost is None else cost,
+    return {"accepted": accepted, "draft_cost": devices.DRAFT_SHARE * (accepted - 1) if cost is None else cost,
             "draft_cost_assumed": cost is None and accepted > 1}
 
 
@@ -250,15 +246,13 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
     """Return the bytes of K and of V that a token at the end of the context reads, and the depth from which top-n
     attention pays."""
-    from edgeinfer.devices import crossover
-
     traffic, longest = model.traffic(kv), max(ctx, model.config.max_position_embeddings)
     left_out = traffic.left_out_at(ctx)
     each = (traffic.kv_bytes_at(ctx) + left_out) / 2
     chosen = traffic.value_bytes > 0
     return {"key_bytes": round(each), "value_bytes": round(each - left_out), "chosen": chosen,
-            "crossover_depth": crossover(profile, traffic, longest) if chosen else None, "longest_depth": longest,
-            "assumed": _assumption() if chosen else ""}
+            "crossover_depth": devices.crossover(profile, traffic, longest) if chosen else None,
+            "longest_depth": longest, "assumed": _assumption() if chosen else ""}
 
 
 def _assumption() -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
 from ...base.dataclass import dataclass
 from ..output import folded, speed
 
@@ -49,9 +51,7 @@ def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic,
     ctx, prompt : int
         Positions before the token, and tokens of the prompt.
     """
-    from edgeinfer.devices import constants_for
-
-    constants = constants_for(profile, traffic)
+    constants = devices.constants_for(profile, traffic)
     found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, kv, ctx, prompt),
              *_decode(profile, traffic, constants, ctx), *_prompt(profile, traffic, constants, prompt),
              *_limits(model, profile, traffic, constants, prompt),
@@ -139,10 +139,8 @@ def _parts(model: ModelDescription) -> dict[str, tuple[float, float]]:
 
 
 def _decode(profile: DeviceProfile, traffic: Traffic, constants: Constants, ctx: int) -> Iterator[Line]:
-    from edgeinfer.devices import decode_terms
-
     group, gbs = "Time of a token", profile.bandwidth_gbs
-    terms = decode_terms(profile, traffic, constants, ctx)
+    terms = devices.decode_terms(profile, traffic, constants, ctx)
     yield Line(group, "fixed", f"{constants.token_ms:.3g} ms + {constants.t0_ms:.3g} ms x {traffic.layers}/{LAYERS}",
                terms["overhead"], "ms")
     yield Line(group, "weights", f"{_gb(traffic.weight_bytes - traffic.skipped_bytes)} / ({constants.f_w:.3g} x "
@@ -156,10 +154,8 @@ def _decode(profile: DeviceProfile, traffic: Traffic, constants: Constants, ctx:
 
 
 def _prompt(profile: DeviceProfile, traffic: Traffic, constants: Constants, prompt: int) -> Iterator[Line]:
-    from edgeinfer.devices import peak_of, prefill_terms
-
-    group, peak = "Time of a prompt", peak_of(profile, constants)
-    terms = prefill_terms(profile, traffic, constants, 0, prompt)
+    group, peak = "Time of a prompt", devices.peak_of(profile, constants)
+    terms = devices.prefill_terms(profile, traffic, constants, 0, prompt)
     if not terms or not peak:
         return
     operations = (traffic.operations - traffic.head_operations) * prompt + traffic.head_operations
@@ -175,9 +171,7 @@ def _prompt(profile: DeviceProfile, traffic: Traffic, constants: Constants, prom
 def _limits(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants,
             prompt: int) -> Iterator[Line]:
     """Yield arithmetic intensities, the ridge point, and how much of bandwidth and peak is used."""
-    from edgeinfer.devices import decode_terms, peak_of, prefill_terms
-
-    group, gbs, peak = LIMITS, profile.bandwidth_gbs, peak_of(profile, constants)
+    group, gbs, peak = LIMITS, profile.bandwidth_gbs, devices.peak_of(profile, constants)
     ridge = constants.mfu * peak / (constants.f_w * gbs) if peak else None
     if ridge and peak:
         yield Line(group, "ridge point", f"{constants.mfu:.3g} x {peak:.4g} G/s / ({constants.f_w:.3g} x {gbs:.4g} "
@@ -192,10 +186,10 @@ def _limits(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, c
     if traffic.kv_bytes:
         yield Line(group, "KV", f"{traffic.attention_operations:.0f} operations / {traffic.kv_bytes:.0f} bytes a "
                    "position", traffic.attention_operations / traffic.kv_bytes, "operations a byte")
-    token = sum(decode_terms(profile, traffic, constants, 0).values())
+    token = sum(devices.decode_terms(profile, traffic, constants, 0).values())
     yield Line(group, "MBU", f"{_gb(traffic.weight_bytes - traffic.skipped_bytes)} / {token:.3g} ms / {gbs:.4g} GB/s",
                100 * (traffic.weight_bytes - traffic.skipped_bytes) / token / gbs / 1e6, "%")
-    terms = prefill_terms(profile, traffic, constants, 0, prompt)
+    terms = devices.prefill_terms(profile, traffic, constants, 0, prompt)
     if peak and terms:
         whole, operations = sum(terms.values()), traffic.operations * prompt
         yield Line(group, "MFU", f"{_g(operations)} / {_shown(whole)} ms / {peak:.4g} G/s",
@@ -209,12 +203,10 @@ def _bound(intensity: float, ridge: float) -> str:
 def _techniques(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants, kv: str,
                 ctx: int) -> Iterator[Line]:
     """Yield the effects of techniques, each with the condition under which it does not pay."""
-    from edgeinfer.devices import DRAFT_SHARE, decode_terms
-
     group = "Techniques, tokens/s"
 
     def tok_per_s(changed: Traffic) -> float:
-        return 1000 / sum(decode_terms(profile, changed, constants, ctx).values())
+        return 1000 / sum(devices.decode_terms(profile, changed, constants, ctx).values())
 
     now = tok_per_s(traffic)
     other = "int8" if kv != "int8" else "f16"
@@ -222,7 +214,7 @@ def _techniques(model: ModelDescription, profile: DeviceProfile, traffic: Traffi
                f"{_gb(traffic.kv_bytes_at(ctx))}; without a context it changes nothing",
                tok_per_s(replace(traffic, kv_bytes=model.traffic(other).kv_bytes,
                             window_kv_bytes=model.traffic(other).window_kv_bytes)), "")
-    cost = 1 + DRAFT_SHARE * (ACCEPTED - 1)
+    cost = 1 + devices.DRAFT_SHARE * (ACCEPTED - 1)
     yield Line(group, "--speculate", f"{ACCEPTED:g} tokens a pass: {speed(now)} x {ACCEPTED:g} / {cost:g}; it loses "
                f"below {cost:.3g} tokens a pass", now * ACCEPTED / cost, "")
     ffn, gbs = traffic.ffn_bytes, constants.f_w * profile.bandwidth_gbs

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from edgeinfer import devices
+
+from ... import pipeline
 from ...base.units import format_size
 from ...config import RuntimeConfig, Step
 from ...errors import UsageError
@@ -107,18 +110,14 @@ def _budget(profile: DeviceProfile, config: RuntimeConfig) -> int:
 def _placed(model: ModelDescription, config: RuntimeConfig, profiles: list[DeviceProfile], traffic: Traffic
             ) -> list[Stage]:
     """Give each machine as many layers as take the same time on all, of which it has room for."""
-    from edgeinfer.devices import estimate
-
-    from ...pipeline import auto_split, layer_sizes
-
     depth = int(config.ctx or 0)
-    speeds = [estimate(profile, traffic, depth).decode_tok_per_s for profile in profiles]
-    sizes = layer_sizes(model.graph, config.kv, depth * config.max_sequences)
-    stages = _stages(model, config, profiles, auto_split(model.graph, speeds))
+    speeds = [devices.estimate(profile, traffic, depth).decode_tok_per_s for profile in profiles]
+    sizes = pipeline.layer_sizes(model.graph, config.kv, depth * config.max_sequences)
+    stages = _stages(model, config, profiles, pipeline.auto_split(model.graph, speeds))
     if any(stage.plan.total_bytes > stage.budget for stage in stages):
         rooms = [stage.budget - stage.plan.total_bytes + sum(sizes[stage.layers[0] : stage.layers[1] + 1])
                  for stage in stages]
-        stages = _stages(model, config, profiles, auto_split(model.graph, speeds, sizes, rooms))
+        stages = _stages(model, config, profiles, pipeline.auto_split(model.graph, speeds, sizes, rooms))
     return stages
 
 
@@ -148,11 +147,9 @@ def _plan(part: ModelDescription, whole: ModelDescription, config: RuntimeConfig
 
 
 def _node(stage: Stage, depth: int) -> dict[str, Any]:
-    from edgeinfer.devices import estimate
-
     profile, plan = stage.profile, stage.plan
     regions = {region.name: region.nbytes for region in plan.regions}
-    token = 1000 / estimate(profile, stage.traffic, depth).decode_tok_per_s
+    token = 1000 / devices.estimate(profile, stage.traffic, depth).decode_tok_per_s
     return {
         "name": profile.name, "title": profile.titled, "layers": list(stage.layers),
         "weight_bytes": sum(regions.get(name, 0) for name in ("weights", "rows", "resident")),
@@ -163,28 +160,22 @@ def _node(stage: Stage, depth: int) -> dict[str, Any]:
 
 def _alone(model: ModelDescription, config: RuntimeConfig, profile: DeviceProfile, traffic: Traffic
            ) -> dict[str, Any]:
-    from edgeinfer.devices import estimate
-
     fits = _plan(model, model, config, profile).total_bytes <= _budget(profile, config)
-    found = estimate(profile, traffic, int(config.ctx or 0))
+    found = devices.estimate(profile, traffic, int(config.ctx or 0))
     return {"alone_fits": fits, "alone_tok_per_s": found.decode_tok_per_s}
 
 
 def _waits(link: Link, stages: int, n_tokens: int, hidden: int) -> list[float]:
-    from ...pipeline import link_seconds
-
-    return [link_seconds(link, i, stages, n_tokens, hidden) for i in range(stages)]
+    return [pipeline.link_seconds(link, i, stages, n_tokens, hidden) for i in range(stages)]
 
 
 def _first_word(stages: list[Stage], prompt: int, chunk: int, link: Link, hidden: int) -> float | None:
     """Return the milliseconds of a prompt, each of whose passes goes through in as many parts as are fastest."""
-    from ...pipeline import PartCounts
-
     total = 0.0
     for start in range(0, prompt, chunk):
         n = min(chunk, prompt - start)
         times = [_in_parts(stages, start, n, parts, link, hidden)
-                 for parts in PartCounts(len(stages)).choices(n, n, prompt=True)]
+                 for parts in pipeline.PartCounts(len(stages)).choices(n, n, prompt=True)]
         if None in times:
             return None
         total += min(time for time in times if time is not None)
@@ -193,16 +184,12 @@ def _first_word(stages: list[Stage], prompt: int, chunk: int, link: Link, hidden
 
 def _in_parts(stages: list[Stage], depth: int, n: int, parts: int, link: Link, hidden: int) -> float | None:
     """Return the seconds of a pass over n tokens of a prompt in some parts; None where a peak is not known."""
-    from edgeinfer.devices import estimate
-
-    from ...pipeline import pass_seconds
-
     size = -(-n // parts)
-    found = [estimate(stage.profile, stage.traffic, depth, size).ttft_ms for stage in stages]
+    found = [devices.estimate(stage.profile, stage.traffic, depth, size).ttft_ms for stage in stages]
     if None in found:
         return None
     waits = _waits(link, len(stages), size, hidden)
-    return pass_seconds([(ms or 0) / 1000 + wait for ms, wait in zip(found, waits, strict=True)], parts)
+    return pipeline.pass_seconds([(ms or 0) / 1000 + wait for ms, wait in zip(found, waits, strict=True)], parts)
 
 
 def print_nodes(report: dict[str, Any]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
+from ... import backends
 from ...errors import UsageError
 from ..output import whose_object
 
@@ -36,11 +39,9 @@ class Cards:
 
     def on(self, profile: DeviceProfile) -> tuple[ModelDescription, Executor] | None:
         """Return the model without passes and its executor on an NVIDIA card; None for other devices."""
-        from edgeinfer.devices import served
-
         from ...llm.executors import executor_of
 
-        if (card := served(profile)) is None:
+        if (card := devices.served(profile)) is None:
             return None
         if self._known is None:
             model = self._describe()
@@ -51,12 +52,8 @@ class Cards:
 
 def gpu_here() -> DeviceProfile | None:
     """Return the profile of this machine's first GPU; None if there is no driver or no profile of that name."""
-    from edgeinfer.devices import gpu_profile
-
-    from ...backends import read_gpu
-
     try:
-        return gpu_profile(read_gpu().name)
+        return devices.gpu_profile(backends.read_gpu().name)
     except UsageError:
         return None
 
@@ -64,9 +61,7 @@ def gpu_here() -> DeviceProfile | None:
 def speed_object(profile: DeviceProfile, traffic: Traffic, ctx: int, sequences: int,
                  computed: float = 1.0) -> dict[str, Any]:
     """Return the `estimate` of `plan`: speed with full contexts, and with empty ones."""
-    from edgeinfer.devices import estimate
-
-    full, empty = (estimate(profile, traffic, depth, min(PROMPT, ctx), computed=computed, sequences=sequences)
+    full, empty = (devices.estimate(profile, traffic, depth, min(PROMPT, ctx), computed=computed, sequences=sequences)
                    for depth in (ctx, 0))
     return {
         "device": profile.name, "depth": ctx, "sequences": sequences, "decode_tok_per_s": full.decode_tok_per_s,

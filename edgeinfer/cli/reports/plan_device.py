@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ... import backends
 from ...config import CUDA, RuntimeConfig
 from ...errors import BudgetError
 from ...registry import reports
@@ -32,8 +33,6 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     """
     from edgeinfer.memory_planner import fills, pool_error, serving_share
 
-    from ...backends import device_fits, fill_device, memory_of, smaller
-
     card, planner = found.profile, found.planner
     assert planner
     device = planner.provider.device
@@ -41,17 +40,17 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         drafting.check_device(device)
     drafted = drafting.model if drafting else None
     config = _settled(found, model, bool(drafted))
-    host, memory = memory_of(planner.provider, config) if not card else \
+    host, memory = backends.memory_of(planner.provider, config) if not card else \
         (config.budget_bytes, serving_share(card.memory_bytes) if fills(config) else card.memory_bytes)
     draft_plan = _drafted(drafted, model, planner, config) if drafted else None
 
     def fits(other: MemoryPlan) -> bool:
-        return device_fits(other.with_draft(draft_plan) if draft_plan else other, host, memory)
+        return backends.device_fits(other.with_draft(draft_plan) if draft_plan else other, host, memory)
 
-    alone, error = fill_device(planner, config, fits), pool_error(planner.plan, config, host)
+    alone, error = backends.fill_device(planner, config, fits), pool_error(planner.plan, config, host)
     plan = alone.with_draft(draft_plan) if draft_plan else alone
     unknown, fitting = device == CUDA and memory is None, fits(alone) and not error
-    options = [] if fits(alone) else list(smaller(planner, config, fits))
+    options = [] if fits(alone) else list(backends.smaller(planner, config, fits))
     speed, remarks = _speed(card, device, model, config)
     held = alone.region("kv").nbytes // ((alone.kv_blocks + planner.spare) * planner.positions(alone.request))
     report = {
@@ -110,39 +109,34 @@ def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fi
     """Return the fields of the longest context, and of the most sequences of the context requested."""
     from edgeinfer.memory_planner import own_pool
 
-    from ...backends import longest_ctx, most_sequences
-
     own = planner.graph.config.max_position_embeddings
     pool = int(plan.request.kv_tokens or 0) if own_pool(config) else None
     ctx, config = int(config.ctx or 0), replace(config, fill_budget=False)
-    longest = min(longest_ctx(planner, config, fits, own), own if pool is None else pool)
-    most = None if unknown else most_sequences(planner, config, fits) if pool is None else min(pool // ctx, 64)
+    longest = min(backends.longest_ctx(planner, config, fits, own), own if pool is None else pool)
+    most = None if unknown else backends.most_sequences(planner, config, fits) if pool is None else min(pool // ctx, 64)
     return {"max_ctx": longest, "max_sequences": most}
 
 
 def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
     """Return the plan of a draft model on the same device, as a run has it beside the model."""
-    from ...backends import plan_draft
     from ...config import Recipe
     from ...engine.speculation.load import check_described
     from ...models.describe import describe
 
     model = describe(name, recipe=Recipe(()))
     check_described(model, target, config)
-    return plan_draft(planner, config, model.graph)[0]
+    return backends.plan_draft(planner, config, model.graph)[0]
 
 
 def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig,
            model: ModelDescription) -> list[str]:
-    from ...backends import why_not
-
     notes, own = [], model.config.max_position_embeddings
     if device == CUDA:
         notes.append("CUDA's own memory was measured on an H100 and an H200; other cards may take less.")
         if memory is None:
             notes.append("No GPU was found here: only this process's side is compared with the available memory, and "
                          "run is refused. Give a card's name to plan for it, such as --machine rtx4090.")
-    elif not card and (why := why_not(device)):
+    elif not card and (why := backends.why_not(device)):
         notes.append(f"run is refused here: {why}")
     if card and config.budget_bytes is None:
         notes.append("The memory of the machine around the card is not known: set it with --budget.")

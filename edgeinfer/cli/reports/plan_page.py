@@ -7,6 +7,8 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from edgeinfer import devices
+
 from ... import registry
 from ...config import DEFAULT_DRAFT_TOKENS, KV_TYPES, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ...errors import EdgeInferError, UsageError
@@ -36,23 +38,21 @@ def plan_page(query: Mapping[str, str]) -> tuple[bytes, str, int]:
 
 
 def _report(query: Mapping[str, str]) -> str:
-    from edgeinfer.devices import chosen, equipped, profiles, storages
-
     from ...models.describe import describe
     from .comparison import compared
     from .estimate_object import Questions, estimate_object
     from .on_gpu import Cards
 
     model = _one_of(query, "model", MODEL, sizes.names())
-    device = profiles()[_one_of(query, "machine", MACHINE, profiles())]
+    device = devices.profiles()[_one_of(query, "machine", MACHINE, devices.profiles())]
     weights, kv = _one_of(query, "weights", "q4", WEIGHT_TYPES), _one_of(query, "kv", "int8", KV_TYPES)
-    storage = _one_of(query, "storage", "", ("", *storages())) or None
+    storage = _one_of(query, "storage", "", ("", *devices.storages())) or None
     ctx, prompt, answer = (_number(query, *one) for one in (("ctx", CTX), ("prompt", PROMPT), ("answer", ANSWER)))
     if (gib := query.get("memory", "")) in map(str, device.memory_gib):  # else of the device that was chosen before
         device = replace(device, memory_bytes=int(gib) << 30)
     if prompt > ctx:
         raise UsageError(f"A prompt of {prompt} tokens does not fit a context of {ctx}; allow a longer one.")
-    profile = equipped(chosen(device), storage)
+    profile = devices.equipped(devices.chosen(device), storage)
     described = describe(model, weights)
     config = registry.configured(RuntimeConfig(kv=kv, draft_tokens=DEFAULT_DRAFT_TOKENS),
                                  {one.name: one.default for one in registry.options("estimate")})
@@ -79,9 +79,7 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _form(query: Mapping[str, str]) -> str:
-    from edgeinfer.devices import profiles, storages
-
-    known = profiles()
+    known = devices.profiles()
     device = known.get(query.get("machine", MACHINE))
     machines = sorted(((name, one.title) for name, one in known.items()), key=lambda row: row[1].lower())
     memory = [("", "smallest"), *((str(gib), f"{gib} GB") for gib in sorted(device.memory_gib))] if device else []
@@ -92,7 +90,7 @@ def _form(query: Mapping[str, str]) -> str:
             + _select("weights", "Weights", query.get("weights", "q4"), [(name, name) for name in WEIGHT_TYPES])
             + _select("kv", "KV cache", query.get("kv", "int8"), [(name, name) for name in KV_TYPES])
             + _select("storage", "Storage", query.get("storage", ""),
-                      [("", "usual"), *((name, one.title) for name, one in storages().items())])
+                      [("", "usual"), *((name, one.title) for name, one in devices.storages().items())])
             + "".join(_field(name, label, query.get(name, str(default))) for name, label, default in (
                 ("ctx", "Context", CTX), ("prompt", "Prompt", PROMPT), ("answer", "Answer", ANSWER)))
             + "<button>Update</button></form>")

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
 from ...base.dataclass import dataclass
 from ...config import CPU, CUDA
 from ...errors import EdgeInferError
@@ -43,16 +45,13 @@ class Predictor:
 
     def decode(self, depth: int, bandwidth_gbs: float | None = None, sequences: int = 1) -> dict[str, Any]:
         """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
-        from edgeinfer.devices import estimate
-
-        found = estimate(self._at(bandwidth_gbs, None), self.traffic, depth, sequences=sequences)
+        found = devices.estimate(self._at(bandwidth_gbs, None), self.traffic, depth, sequences=sequences)
         return {"t_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high}
 
     def prompt(self, depth: int, tokens: int, peak_gops: float | None = None) -> dict[str, Any] | None:
         """Return tokens per second of a prompt, pruned ones included; None if the profile has no peak."""
-        from edgeinfer.devices import estimate
-
-        found = estimate(self._at(None, peak_gops), self.traffic, depth, tokens, computed=self.computed(depth, tokens))
+        found = devices.estimate(self._at(None, peak_gops), self.traffic, depth, tokens,
+                                 computed=self.computed(depth, tokens))
         if found.prefill_tok_per_s is None:
             return None
         return {"t_per_s": found.prefill_tok_per_s, "low": found.prefill_low, "high": found.prefill_high}
@@ -64,9 +63,7 @@ class Predictor:
     @property
     def on_gpu(self) -> bool:
         """True if the profile is that of a GPU, and readings of this machine's memory say nothing of it."""
-        from edgeinfer.devices import SERVED
-
-        return self.profile.device_class == SERVED
+        return self.profile.device_class == devices.SERVED
 
     @property
     def teaches(self) -> bool:
@@ -77,30 +74,25 @@ class Predictor:
     @property
     def basis(self) -> dict[str, Any]:
         """Basis of the figures."""
-        from edgeinfer.devices import estimate
-
-        found = estimate(self.profile, self.traffic)
+        found = devices.estimate(self.profile, self.traffic)
         return {"basis": found.basis, "error": found.error, "error_source": found.error_source}
 
     def decode_run(self, depth: float, seconds: float, bandwidth_gbs: float | None = None) -> DecodeRun:
         """Return a measurement in the form that the profile stores."""
-        from edgeinfer.devices import DecodeRun
-
         asked = self.traffic
-        return DecodeRun(asked.layers, asked.weight_bytes, asked.kv_bytes_at(depth), seconds,
-                         bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
+        return devices.DecodeRun(asked.layers, asked.weight_bytes, asked.kv_bytes_at(depth), seconds,
+                                 bandwidth_gbs or self.profile.bandwidth_gbs,
+                                 asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
         """Return a measurement of a prompt as the profile learns it; None if there is no peak to compare with."""
-        from edgeinfer.devices import PromptRun
-
         peak = peak_gops or self.profile.int8_peak_gops
         if not peak:
             return None
         asked = self.traffic
         operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
-        return PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak,
-                         asked.activation_values * tokens)
+        return devices.PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak,
+                                 asked.activation_values * tokens)
 
     def _at(self, bandwidth_gbs: float | None, peak_gops: float | None) -> DeviceProfile:
         return replace(self.profile, bandwidth_gbs=bandwidth_gbs or self.profile.bandwidth_gbs,
@@ -127,9 +119,7 @@ def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa
 
 
 def _probed(threads: int | None, isa: str) -> DeviceProfile | None:
-    from edgeinfer.devices import local_path, local_profile
-
-    profile = local_profile() if local_path().is_file() else None
+    profile = devices.local_profile() if devices.local_path().is_file() else None
     return profile if profile and profile.cores == threads and profile.isa == isa else None
 
 
@@ -156,8 +146,6 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
     several = len(completion.choices) != 1 or completion.score is not None
     if predictor is None or disturbed or several or not predictor.teaches:
         return
-    from edgeinfer.devices import learn
-
     decodes, prompts = [], []
     tokens = completion.prompt_tokens - completion.cached_tokens
     if completion.plain_tpot_ms and completion.completion_tokens >= MIN_TOKENS:
@@ -166,7 +154,7 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
     if completion.ttft_ms and tokens >= 4 * MIN_TOKENS:
         run = predictor.prompt_run(completion.cached_tokens, tokens, completion.ttft_ms / 1000)
         prompts += [run] if run else []
-    learn(decodes, prompts)
+    devices.learn(decodes, prompts)
 
 
 class Disturbances:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import devices
+
 from ...base.units import format_size
 from ...quant import WeightType
 from ..output import print_table, speed
@@ -46,13 +48,11 @@ def storage_object(model: ModelDescription, profile: DeviceProfile, traffic: Tra
     kind : str, optional
         Of the storage, where one was named.
     """
-    from edgeinfer.devices import storage_report
-
     gbs = profile.storage_sequential_gbs
     if not gbs:
         return None
     read, layers = traffic.streamed_bytes or traffic.flash_bytes, model.layers
-    found = {**storage_report(profile, kind), "load_ms": model.weight_bytes / gbs / 1e6, "layers": layers,
+    found = {**devices.storage_report(profile, kind), "load_ms": model.weight_bytes / gbs / 1e6, "layers": layers,
              "streamed_layers": len(plan.parts) if plan else 0, "read_bytes": round(read),
              "read_ms": _read_ms(profile, traffic), "experts": None}
     if plan and plan.experts:
@@ -71,7 +71,6 @@ def _read_ms(profile: DeviceProfile, traffic: Traffic) -> float:
 
 def _routings(profile: DeviceProfile, traffic: Traffic, plan: MemoryPlan, ctx: int) -> dict[str, Any]:
     """Return hit rates and speeds where all experts are chosen alike, and where some are chosen more."""
-    from edgeinfer.devices import estimate
     from edgeinfer.offload import ALIKE, SKEWED, from_flash
 
     found = {}
@@ -80,7 +79,7 @@ def _routings(profile: DeviceProfile, traffic: Traffic, plan: MemoryPlan, ctx: i
         one = replace(traffic, flash_bytes=expected.nbytes,
                       flash_chunk_bytes=expected.read_bytes if profile.storage_random else 0)
         found[name] = {"hit_rate": expected.hit_rate, "read_bytes": round(expected.nbytes),
-                       "decode_tok_per_s": estimate(profile, one, ctx).decode_tok_per_s}
+                       "decode_tok_per_s": devices.estimate(profile, one, ctx).decode_tok_per_s}
     return found
 
 
@@ -102,16 +101,15 @@ def skipping_object(model: ModelDescription, profile: DeviceProfile, traffic: Tr
     row_bytes : float
         Contiguous bytes of a row.
     """
-    from edgeinfer.devices import MEMORY_SPREAD, break_even, estimate, slow_and_fast, spread_of
-
     stored = bool(traffic.streamed_bytes or traffic.flash_bytes)
     if profile.memory_random is None or (stored and profile.storage_random is None) or not traffic.ffn_bytes:
         return None
-    dense = estimate(profile, traffic, ctx).decode_tok_per_s
+    dense = devices.estimate(profile, traffic, ctx).decode_tok_per_s
     sparse = _skipping(model, traffic, sparsity, row_bytes)
-    value, low, high = (estimate(one, sparse, ctx).decode_tok_per_s for one in (profile, *slow_and_fast(profile)))
-    points = [break_even(one, row_bytes) for one in (profile, *slow_and_fast(profile))]
-    known = spread_of(profile, MEMORY_SPREAD)
+    band = (profile, *devices.slow_and_fast(profile))
+    value, low, high = (devices.estimate(one, sparse, ctx).decode_tok_per_s for one in band)
+    points = [devices.break_even(one, row_bytes) for one in band]
+    known = devices.spread_of(profile, devices.MEMORY_SPREAD)
     return {
         "sparsity": sparsity, "row_bytes": round(row_bytes), "efficiency": points[0].efficiency,
         "efficiency_low": points[1].efficiency, "efficiency_high": points[2].efficiency, "spread": known,
@@ -201,17 +199,16 @@ def print_skipping(out: dict[str, Any]) -> None:
 
 def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
     """Return where skipping neurons of the feed-forward networks pays; None if scattered reads are not known."""
-    from edgeinfer.devices import MEMORY_SPREAD, break_even, slow_and_fast, smallest_row
-
     if profile.memory_random is None:
         return None
     row = neuron_bytes(model)
-    point, low, high = (break_even(one, row) for one in (profile, *slow_and_fast(profile)))
+    point, low, high = (devices.break_even(one, row) for one in (profile, *devices.slow_and_fast(profile)))
     return {
         "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
-        "sparsity_low": high.sparsity, "sparsity_high": low.sparsity, "measured": MEMORY_SPREAD not in profile.figures,
+        "sparsity_low": high.sparsity, "sparsity_high": low.sparsity,
+        "measured": devices.MEMORY_SPREAD not in profile.figures,
         "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
-        "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
+        "smallest_row_bytes": {str(share): devices.smallest_row(profile, share) for share in SPARSITIES},
     }
 
 
