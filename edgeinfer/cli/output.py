@@ -6,8 +6,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -22,14 +22,23 @@ if TYPE_CHECKING:
     from ..memory_planner import Alternative, MemoryPlan
 
 
+T = TypeVar("T", bound=Mapping[str, Any])
 COLUMNS = 80
 REFUSED = "refused"
 """Mode of a plan that does not fit."""
 
 
-def print_json(report: dict[str, Any]) -> None:
+def print_json(report: Mapping[str, Any]) -> None:
     """Print one object on standard output. Numbers that JSON lacks (infinities, NaN) become null."""
     print(json.dumps(_plain(report), allow_nan=False), flush=True)
+
+
+def show(report: T, as_json: bool, words: Callable[[T], object]) -> None:
+    """Print a report as JSON, or for people by a function that prints it in words."""
+    if as_json:
+        print_json(report)
+    else:
+        words(report)
 
 
 def _plain(value: Any) -> Any:

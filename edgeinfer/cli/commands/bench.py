@@ -12,7 +12,7 @@ from ...base.validation import similar
 from ...config import CPU
 from ...errors import UsageError
 from ..options import NOTHING, Given, takes
-from ..output import print_json
+from ..output import show
 from ..progress import ProgressLine
 from ..reports.bench import bench_object, print_report
 from ..reports.bench_prediction import bench_estimate, learn_from_bench
@@ -183,10 +183,7 @@ def bench(
                                provider.device if provider else CPU)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured),
            **registry.reports(technique.Reported("bench", config))}
-    if given.json:
-        print_json(out)
-    else:
-        print_report(out, measured)
+    show(out, given.json, lambda out: print_report(out, measured))
     learn_from_bench(predictor, measured)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config import CPU
 from ...errors import UsageError
-from ..output import print_json, print_table
+from ..output import print_table, show
 from ..progress import ProgressLine
 from .bench_run import find_bundle, numbers, open_runner
 
@@ -88,10 +88,7 @@ def bench_together(model: str | None, shape: str | None, asked: Together, length
             out = {"model": model or shape, "serving": rows, "rows": [], "load_ms": load_ms, "isa": runner.isa,
                    "threads": runner.config.threads, "kv": runner.config.kv, "ctx": runner.config.ctx,
                    "planned_bytes": runner.plan.total_bytes, "weights_bytes": bundle.weights_bytes}
-    if given.json:
-        print_json(out)
-    else:
-        print_rows(rows)
+    show(out, given.json, print_rows)
 
 
 def bench_served(url: str, model: str, asked: Together, lengths: tuple[list[int], list[int]], as_json: bool) -> None:
@@ -104,10 +101,7 @@ def bench_served(url: str, model: str, asked: Together, lengths: tuple[list[int]
     loads, client = asked.loads(*_one_of_each(lengths)), ApiClient(url)
     with ProgressLine() as progress:
         rows = [row.report() for row in measure_served(client, loads, model, partial(progress, "measure"))]
-    if as_json:
-        print_json({"model": model, "serve": url, "serving": rows, "rows": []})
-    else:
-        print_rows(rows)
+    show({"model": model, "serve": url, "serving": rows, "rows": []}, as_json, print_rows)
 
 
 def _one_of_each(lengths: tuple[list[int], list[int]]) -> tuple[int, int]:
@@ -118,11 +112,11 @@ def _one_of_each(lengths: tuple[list[int], list[int]]) -> tuple[int, int]:
     return prompts[0], outputs[0]
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def print_rows(report: dict[str, Any]) -> None:
     """Print the report for people."""
     table: list[tuple[str, ...]] = [("at once", "requests", "tokens/s", "requests/s", "goodput/s", "TTFT ms", "TPOT ms",
                                      "ITL ms", "E2EL ms")]
-    for row in rows:
+    for row in report["serving"]:
         good = row["request_goodput"]
         figures = (_median_and_p99(row[f"{metric}_ms"]) for metric in ("ttft", "tpot", "itl", "e2el"))
         table.append((f"{row['concurrency']}", f"{row['requests']}", f"{row['output_throughput']:.1f}",

@@ -10,7 +10,7 @@ from ... import registry
 from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
 from ..machines import devices_of, machine_of, named_nodes
 from ..options import NOTHING, Given, takes
-from ..output import print_json
+from ..output import show
 from ..reports import decision
 from ..reports.estimate import chart, print_all_devices, print_estimate
 from ..reports.estimate_fields import JSON_FIELDS as JSON_FIELDS
@@ -105,10 +105,7 @@ def estimate(
         return
     out = all_devices_object(described, devices_of(given), ctx, length, given.kv, drafting, asked, given.n,
                              cards, questions)
-    if given.json:
-        print_json(out)
-    else:
-        (print_all_devices if sparsity is None else print_skipping)(out)
+    show(out, given.json, print_all_devices if sparsity is None else print_skipping)
 
 
 def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answer: int | None,
@@ -125,10 +122,7 @@ def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answ
     ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     out = ways_object(described, replace(config, ctx=ctx), profiles, network, prompt or min(DEFAULT_PROMPT, ctx),
                       answer)
-    if given.json:
-        print_json(out)
-    else:
-        print_ways(out)
+    show(out, given.json, print_ways)
 
 
 def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
@@ -152,7 +146,4 @@ def _report(out: dict[str, Any], device: DeviceProfile, plot: str | None, html: 
         from ..reports.plot import save_plot
 
         save_plot(chart(out), Path(plot))
-    if json:
-        print_json(out)
-    else:
-        print_estimate(out)
+    show(out, json, print_estimate)

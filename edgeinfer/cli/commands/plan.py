@@ -23,7 +23,7 @@ from ...errors import BudgetError, UsageError
 from ...rules import RULES
 from .. import options
 from ..machines import machine_of, named_nodes
-from ..output import print_json
+from ..output import show
 from ..replicas import checked_prefill
 from ..reports.decision import described_as_run
 from ..reports.nodes import DEFAULT_LINK, nodes_object, print_nodes
@@ -168,10 +168,7 @@ def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -
     else:
         longest = sizes.sized(meant.name, "q4").longest
         out = compared(model, meant.name, device, given.ctx or min(longest, sizes.CTX), given.budget)
-    if given.json:
-        print_json(out)
-    else:
-        print_comparison(out)
+    show(out, given.json, print_comparison)
     return 0 if any(row["fits"] for row in out["types"]) else BudgetError.exit_code
 
 
@@ -224,10 +221,7 @@ def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, co
     profiles, network = named_nodes(nodes, link)
     check_stage_config(config)
     report = nodes_object(describe(model, *given.stored(model), config.recipe), config, profiles, network)
-    if given.json:
-        print_json(report)
-    else:
-        print_nodes(report)
+    show(report, given.json, print_nodes)
     return 0 if report["fits"] else BudgetError.exit_code
 
 
@@ -251,10 +245,7 @@ def executor_for(device: str | None, profile: DeviceProfile | None, name: str, s
 
 def _printed(report: dict[str, Any], json: bool) -> int:
     """Print a report and return the exit code."""
-    if json:
-        print_json(report)
-    else:
-        print_report(report)
+    show(report, json, print_report)
     return BudgetError.exit_code if report["fits"] is False else 0
 
 

@@ -13,7 +13,7 @@ from ...models.spoken import near_shapes, spoken
 from ...models.uses import USES
 from ..machines import devices_of, machine_of
 from ..options import NOTHING, Given, takes
-from ..output import print_json
+from ..output import show
 from ..reports.recommendation import MAX_ROWS, models_for, print_devices, print_models, smallest
 
 DEFAULT_CTX, DEFAULT_SPEED = 4096, 5.0
@@ -78,12 +78,7 @@ def recommend(
         rows = list(models_for(device, ctx, min_speed, use))
         out = {"device": device.name, "device_title": device.titled, **asked,
                "models": rows if given.json else rows[:MAX_ROWS]}
-    if given.json:
-        print_json(out)
-    elif all_devices:
-        print_devices(out)
-    else:
-        print_models(out)
+    show(out, given.json, print_devices if all_devices else print_models)
 
 
 def _check(ctx: int, min_speed: float, use: str, model: str | None, all_devices: bool, given: Given) -> None:
