@@ -88,11 +88,6 @@ Run = TypeVar("Run", DecodeRun, PromptRun)
 def contradictions(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> list[str]:
     """Return the contradictions between runs and the readings beside them, or among these; empty if they can be
     believed.
-
-    Parameters
-    ----------
-    decodes : sequence of DecodeRun
-    prompts : sequence of PromptRun
     """
     said = []
     for runs, kind, limit in ((decodes, "tokens", "bandwidth"), (prompts, "prompts", "int8 peak")):

@@ -68,11 +68,6 @@ def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceP
     Runs that are far from the profile's prediction are left out: others used the machine, or the model stayed in the
     caches. Nothing raises: a run is not to fail because its speed cannot be written down.
 
-    Parameters
-    ----------
-    decodes : iterable of DecodeRun
-    prompts : iterable of PromptRun
-
     Returns
     -------
     DeviceProfile or None

@@ -54,12 +54,7 @@ def _measured(llm: LLM) -> Speeds:
 
 
 class Serving:
-    """Runs jobs on a model.
-
-    Parameters
-    ----------
-    llm : LLM
-    """
+    """Runs jobs on a model."""
 
     def __init__(self, llm: LLM):
         self._llm = llm

@@ -49,12 +49,7 @@ class Part(NamedTuple):
 
 
 class RemotePrompts:
-    """Prompts that come. Its methods but `put` belong to the thread that runs the model.
-
-    Parameters
-    ----------
-    runner : Runner
-    """
+    """Prompts that come. Its methods but `put` belong to the thread that runs the model."""
 
     def __init__(self, runner: Runner):
         self._runner = runner

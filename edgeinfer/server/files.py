@@ -48,12 +48,7 @@ class Kept(msgspec.Struct):
 
 
 class Store:
-    """Files and descriptions of batches in a folder, which is made when the first comes.
-
-    Parameters
-    ----------
-    folder : Path
-    """
+    """Files and descriptions of batches in a folder, which is made when the first comes."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -22,13 +22,7 @@ SALT_BYTES = 16
 
 
 class Guards:
-    """Middleware that every request passes first.
-
-    Parameters
-    ----------
-    app : ASGI application
-    server : Server
-    """
+    """Middleware that every request passes first."""
 
     def __init__(self, app: Any, server: Server):
         self.app, self.server = app, server

@@ -21,12 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Counts the usage of requests, and asks the engines for their state when metrics are read.
-
-    Parameters
-    ----------
-    server : Server
-    """
+    """Counts the usage of requests, and asks the engines for their state when metrics are read."""
 
     def __init__(self, server: Server):
         self._server = server

@@ -53,10 +53,6 @@ class PrefixFile:
 
     A file has the keys of blocks and no tokens. The blocks that would be evicted last come first, each before those
     that follow it in a text, so a smaller pool takes the best part of a file.
-
-    Parameters
-    ----------
-    kv : KVCache
     """
 
     def __init__(self, kv: KVCache):

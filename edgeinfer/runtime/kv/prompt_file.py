@@ -23,12 +23,7 @@ FILE = CacheFile("prompt cache", b"EDGEKV01")
 
 
 class PromptFile:
-    """Writes and reads prompt caches of the sequences of one KV cache.
-
-    Parameters
-    ----------
-    kv : KVCache
-    """
+    """Writes and reads prompt caches of the sequences of one KV cache."""
 
     def __init__(self, kv: KVCache):
         self._kv = kv
