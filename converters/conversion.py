@@ -23,7 +23,7 @@ from edgeinfer.bundle import (
 from edgeinfer.errors import TokenizerError
 from edgeinfer.graph import Graph, is_quantised, requested_types
 from edgeinfer.quant import SUPER_COLUMNS, TYPES
-from edgeinfer.rules import CONVERSION, plain
+from edgeinfer.registry import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free, record

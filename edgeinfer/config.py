@@ -277,7 +277,7 @@ class RuntimeConfig:
     recipe: Recipe = field(default_factory=Recipe, metadata={"rule": _RECIPE})
     """The passes that make the model's graph."""
     techniques: tuple[tuple[str, Any], ...] = option((), _TECHNIQUES)
-    """Names and settings of the techniques that are not passes (`edgeinfer.technique`)."""
+    """Names and settings of the techniques that are not passes (`edgeinfer.registry`)."""
     kv_layout: str | None = option(None, choice(KV_LAYOUTS))
     """Slots or pages on devices of onnxruntime; None is slots there, and pages of 16 tokens on cpu, which has no other.
     """

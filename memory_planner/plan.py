@@ -11,7 +11,7 @@ from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.units import round_up
 from edgeinfer.graph import Tensor
 from edgeinfer.kernels import abi
-from edgeinfer.technique import Settings
+from edgeinfer.registry import Settings
 
 from .blocks import shared_blocks
 from .cold import ColdPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.technique import NEVER, Technique
+from edgeinfer.registry import NEVER, Technique
 
 if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.technique import NEVER, Technique
+from edgeinfer.registry import NEVER, Technique
 
 if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle

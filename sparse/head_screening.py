@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.base.validation import choice
-from edgeinfer.technique import NEVER, Option, Part, Reported, Technique
+from edgeinfer.registry import NEVER, Option, Part, Reported, Technique
 
 if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle

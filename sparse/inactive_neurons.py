@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.base.validation import choice
-from edgeinfer.technique import DECODED, Option, Part, Reported, Technique
+from edgeinfer.registry import DECODED, Option, Part, Reported, Technique
 
 if TYPE_CHECKING:
     from edgeinfer.bundle import Bundle

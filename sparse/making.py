@@ -34,7 +34,7 @@ from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import PREDICTORS, RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.quality.measurements import QUALITY_FILE, Setting, identity, measurement, to_json
-from edgeinfer.rules import MAKING, plain
+from edgeinfer.registry import MAKING, plain
 from edgeinfer.runtime import Session, dense_layers, predicted_time
 
 from .ffn import Ffn, biases, ffns, parts, stored_bytes

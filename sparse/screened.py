@@ -16,8 +16,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import find_head
 from edgeinfer.quality.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.quality.measurements import QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
-from edgeinfer.registry import recipe_with
-from edgeinfer.rules import plain
+from edgeinfer.registry import plain, recipe_with
 from edgeinfer.runtime import Session, everywhere
 
 from .head import make_screen

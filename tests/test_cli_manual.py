@@ -13,7 +13,7 @@ import typer
 
 from edgeinfer.cli.app import COMMANDS as PROGRAM
 from edgeinfer.cli.app import make_app, make_listing
-from edgeinfer.options import COMMANDS, GROUPS, OPTIONS, of_command
+from edgeinfer.registry import COMMANDS, GROUPS, OPTIONS, of_command
 from tests.helpers.command_line import edgeinfer
 from tests.make_manual import commands, environment, json_fields, manual
 

@@ -14,10 +14,7 @@ LAYERS = {  # compared as strings
     **dict.fromkeys(["errors", "base", "demo"], "0"),
     **dict.fromkeys(["quant"], "0b"),
     **dict.fromkeys(["config"], "0c"),
-    **dict.fromkeys(["rules"], "0d"),
-    **dict.fromkeys(["options"], "0e"),
-    **dict.fromkeys(["technique"], "0f"),
-    **dict.fromkeys(["registry"], "0g"),
+    **dict.fromkeys(["registry"], "0d"),
     **dict.fromkeys(["kernels"], "1"),
     **dict.fromkeys(["graph"], "2a"),
     **dict.fromkeys(["bundle", "devices"], "2b"),
@@ -41,7 +38,7 @@ OPEN = ("base", "quality", "calibration", "engine.speculation.load", "graph.topn
         "models.file_types", "models.list", "models.sizes", "models.spoken", "models.uses", "runner.block_tables",
         "runner.prefix_cache", "runner.prompt_parts", "runner.pruning", "runner.state_slots", "runner.window_blocks")
 """Modules, and packages of modules, that are imported by their own names: not through the package above them."""
-CONVERTERS_MAY_IMPORT = {"base", "bundle", "config", "devices", "errors", "graph", "quant", "rules", "text"}
+CONVERTERS_MAY_IMPORT = {"base", "bundle", "config", "devices", "errors", "graph", "quant", "registry", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

@@ -22,8 +22,7 @@ from edgeinfer.llm.api import LLM
 from edgeinfer.models import demo_path
 from edgeinfer.quality.gate import judge
 from edgeinfer.quality.measurements import Measurement, Setting, measured_identity, remember
-from edgeinfer.registry import MODULES, configured, recipe_with
-from edgeinfer.technique import COMMANDS
+from edgeinfer.registry import COMMANDS, MODULES, configured, recipe_with
 from tests.helpers.planted import REGION_BYTES, TECHNIQUE
 from tests.helpers.sessions import session
 
@@ -157,7 +156,7 @@ OTHER_MEANINGS = {
     "sparse": {"edgeinfer/llm/strategy.py": "how a way to run is called",
                "edgeinfer/graph/architectures/": "a type of MLP"},
     "head": {"edgeinfer/graph/": "the weight", "edgeinfer/bundle/": "the weight", "converters/": "the weight",
-             "edgeinfer/rules.py": "the weight",
+             "edgeinfer/registry/rules.py": "the weight",
              "edgeinfer/cli/commands/info.py": "the weight", "edgeinfer/models/": "the weight",
              "edgeinfer/cli/reports/explain.py": "a part of a model", "kernels/": "the kernels"},
     "attention": {"kernels/": "the kernels", "edgeinfer/graph/architectures/": "a kind of layer",

@@ -16,7 +16,7 @@ from .. import registry
 from ..base.validation import checked
 from ..config import CPU, DEVICES, SAMPLING, RuntimeConfig
 from ..errors import UsageError
-from ..options import COMMANDS, OPTIONS, SERVING, Option, of_command
+from ..registry import COMMANDS, OPTIONS, SERVING, Option, of_command
 from .help import REST, show_all
 from .output import say
 

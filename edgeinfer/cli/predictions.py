@@ -10,7 +10,7 @@ from ..base.dataclass import dataclass
 from ..base.validation import checked
 from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
-from ..rules import RULES
+from ..registry import RULES
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile

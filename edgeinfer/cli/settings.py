@@ -16,7 +16,7 @@ from .. import registry
 from ..base.cache_dir import user_directory
 from ..base.validation import checked, similar
 from ..errors import EdgeInferError, UsageError
-from ..options import OPTIONS, Option
+from ..registry import OPTIONS, Option
 
 VARIABLE = "EDGEINFER_CONFIG"
 """Moves the file; empty for none."""

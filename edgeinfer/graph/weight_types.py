@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import BundleError, UsageError
 from ..quant import SUPER_COLUMNS, TYPES, WeightType, embedding_type, holds, requestable
-from ..rules import CONVERSION, plain
+from ..registry import CONVERSION, plain
 from .weights import Weight
 
 ROUTER = WeightType("f32")

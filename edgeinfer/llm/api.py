@@ -11,8 +11,7 @@ from ..base.validation import shown
 from ..config import Recipe
 from ..errors import RequestError, UsageError
 from ..models import Storage, resolve
-from ..registry import drafting
-from ..rules import plain
+from ..registry import drafting, plain
 from .embeddings import Embeddings
 from .settings import runtime_config, with_beams, with_techniques
 from .texts import Texts

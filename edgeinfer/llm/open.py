@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ..bundle import Bundle
     from ..engine.speculation.load import Draft
     from ..graph import Graph, ModelConfig
+    from ..registry import Drafting
     from ..runner import Runner
     from ..runtime import DraftHeadPlan, SelfDraftPlan, Session
-    from ..technique import Drafting
     from ..text import ChatTemplate, Tokenizer
     from .strategy import Choice
 

@@ -38,7 +38,7 @@ KvLayout = Literal["slots", "pages"]
 
 
 class TechniqueOptions(TypedDict, total=False):
-    """Options of all techniques (`edgeinfer.technique`); None leaves the model as it is."""
+    """Options of all techniques (`edgeinfer.registry`); None leaves the model as it is."""
 
     sparse: SparseMode | None
     head: HeadMode | None

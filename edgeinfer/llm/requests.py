@@ -17,9 +17,9 @@ from .prompts import Prompts, template_options
 if TYPE_CHECKING:
     from ..base.text_form import TextForm
     from ..engine import Completion, Request, Score, Task, Times
+    from ..registry import Drafting
     from ..runner import Runner
     from ..runtime import Session
-    from ..technique import Drafting
     from ..text import Constraint, GrammarCompiler
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from ..base.validation import check_known
 from ..config import GenerationConfig, RuntimeConfig
-from ..registry import configured, options
-from ..rules import plain
-from ..technique import COMMANDS
+from ..registry import COMMANDS, configured, options, plain
 
 
 def with_techniques(config: RuntimeConfig, values: Mapping[str, Any], others: Iterable[str]) -> RuntimeConfig:

@@ -8,7 +8,7 @@ from ..base.dataclass import dataclass
 from ..base.validation import check_fields, option
 from ..bundle import Bundle
 from ..errors import UsageError
-from ..rules import RULES
+from ..registry import RULES
 
 WEIGHTS, GROUP_SIZE = "q4", 32
 """Default storage of a checkpoint that is converted when it is first run; `edgeinfer convert` offers the others."""

@@ -12,8 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import MAX_KLD, RuntimeConfig
-from ..registry import recipe_with, techniques
-from ..technique import Technique
+from ..registry import Technique, recipe_with, techniques
 from .measurements import MIN_TOKENS, Measurement, Setting, measured_identity, read_quality
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.config import Recipe
 from edgeinfer.errors import RequestError
-from edgeinfer.registry import each, technique
+from edgeinfer.registry import ALWAYS, DECODED, each, technique
 from edgeinfer.runner import BlockForm, Sequence, computed_elsewhere, integers, why_not_elsewhere
-from edgeinfer.technique import ALWAYS, DECODED
 
 from .execution.forward import ModelRunner
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.validation import NATS, Rule
 from ..errors import UnsupportedModelError, UsageError
+from ..registry import COMMANDS, NEVER, Option, Reported, Technique
 from ..runner.pruning import MIN_PROMPT, Schedule, calibrated, layers_of
-from ..technique import COMMANDS, NEVER, Option, Reported, Technique
 
 if TYPE_CHECKING:
     from ..graph import Graph

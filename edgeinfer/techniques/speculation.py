@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..base.validation import Rule, choice, integer
 from ..config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, SPECULATIONS, GenerationConfig, Recipe, RuntimeConfig
 from ..errors import RequestError, UsageError
-from ..rules import RULES
-from ..technique import NEVER, Option, Technique
+from ..registry import NEVER, RULES, Option, Technique
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import DraftMemory, Planner

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.units import number_of
 from ..base.validation import Rule
-from ..technique import DECODED, Option, Technique
+from ..registry import DECODED, Option, Technique
 
 if TYPE_CHECKING:
     from ..graph import Graph

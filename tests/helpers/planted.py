@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.base.validation import choice
 from edgeinfer.graph import PASSES, Graph
 from edgeinfer.memory_planner import Region, Request
-from edgeinfer.technique import COMMANDS, Option, Part, Reported, Technique
+from edgeinfer.registry import COMMANDS, Option, Part, Reported, Technique
 
 MODES = "off", "half"
 REGION_BYTES = 12_345_678

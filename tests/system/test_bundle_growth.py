@@ -180,7 +180,7 @@ TYPES["w6"] = StorageType("w6", 6, ("tile16",), grid=(-31, 31), groups=(32,), sc
 TYPES["w3"] = StorageType("w3", 3, ("tile16",), grid=(-4, 3), groups=(32, 64), scale="f16")
 KV_TYPES["int4"] = KvType(4, scale_bytes=2)
 from edgeinfer import config
-from edgeinfer.options import OPTIONS
+from edgeinfer.registry import OPTIONS
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import requested_types
 from edgeinfer.kernels import abi, catalogue

@@ -16,8 +16,8 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.llm import options
 from edgeinfer.llm.api import LLM
-from edgeinfer.options import of_command
 from edgeinfer.quant import KV_TYPES
+from edgeinfer.registry import of_command
 
 CHOICES = {
     options.KvType: tuple(KV_TYPES), options.WeightType: config.WEIGHT_TYPES, options.GroupSize: config.GROUP_SIZES,

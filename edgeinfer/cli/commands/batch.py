@@ -16,7 +16,7 @@ from ... import registry
 from ...base.validation import checked
 from ...config import CPU
 from ...errors import RequestError, UsageError
-from ...rules import RULES
+from ...registry import RULES
 from .. import options
 from ..output import print_json, say, speed
 from ..progress import ProgressLine

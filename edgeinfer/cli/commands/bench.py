@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ... import registry, technique
+from ... import registry
 from ...base.validation import similar
 from ...config import CPU
 from ...errors import UsageError
@@ -182,7 +182,7 @@ def bench(
     predictor = make_predictor(path, config, report["threads"], report["isa"], stored,
                                provider.device if provider else CPU)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured),
-           **registry.reports(technique.Reported("bench", config))}
+           **registry.reports(registry.Reported("bench", config))}
     show(out, given.json, lambda out: print_report(out, measured))
     learn_from_bench(predictor, measured)
 

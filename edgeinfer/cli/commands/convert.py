@@ -12,7 +12,7 @@ from ...base.validation import checked
 from ...config import FFN_LAYOUTS
 from ...errors import UsageError, printable
 from ...quant import TYPES
-from ...rules import RULES
+from ...registry import RULES
 from ..options import GroupSize, Json, Weights
 from ..output import print_json, say
 from ..progress import ProgressLine

@@ -15,10 +15,8 @@ from ...base.process import peak_rss_bytes
 from ...base.validation import checked
 from ...config import AUTO, CPU, DEVICES, KV_TYPES, RuntimeConfig
 from ...errors import UsageError
-from ...registry import each, fields, in_use, reports
+from ...registry import RULES, Reported, Settings, Technique, each, fields, in_use, reports
 from ...registry import techniques as all_techniques
-from ...rules import RULES
-from ...technique import Reported, Settings, Technique
 from ..options import NOTHING, Given, Model, option, takes
 from ..output import print_json, print_table, say
 from ..progress import ProgressLine

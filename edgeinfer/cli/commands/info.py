@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import registry, technique
+from ... import registry
 from ...base.strict_json import parse_json
 from ...base.units import format_size
 from ...config import DEFAULT_DRAFT_TOKENS, RuntimeConfig
@@ -124,7 +124,7 @@ def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
-        **registry.reports(technique.Reported("info", config, model=bundle)),
+        **registry.reports(registry.Reported("info", config, model=bundle)),
         "weights_bytes": bundle.weights_bytes,
         "rounding": _rounding(bundle),
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],

@@ -20,7 +20,7 @@ from ...config import (
     check_own_layout,
 )
 from ...errors import BudgetError, UsageError
-from ...rules import RULES
+from ...registry import RULES
 from .. import options
 from ..machines import machine_of, named_nodes
 from ..output import show
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
 
     from ...llm.executors import Executor
-    from ...technique import Drafting
+    from ...registry import Drafting
 
 __all__ = ["JSON_FIELDS", "plan"]
 LONGEST_CTX = 1 << 27

@@ -16,8 +16,7 @@ from ...base.strict_json import parse_json
 from ...base.text_form import GRAMMAR, JSON_OBJECT, MAX_SOURCE_BYTES, TextForm, schema_form
 from ...config import CPU, GenerationConfig
 from ...errors import RequestError, UsageError
-from ...registry import agreed, reports
-from ...technique import Reported
+from ...registry import Reported, agreed, reports
 from .. import options
 from ..generating import cancelling, reading
 from ..output import figures, folded_for_terminal, print_json, say

@@ -15,7 +15,7 @@ from ...base.files import open_plain
 from ...base.units import format_size
 from ...base.validation import checked
 from ...errors import UsageError
-from ...rules import RULES
+from ...registry import RULES
 from .. import options
 from ..help import REST
 from ..output import say

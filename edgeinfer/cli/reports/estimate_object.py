@@ -10,8 +10,7 @@ from edgeinfer import devices
 
 from ...base.dataclass import dataclass
 from ...config import DEFAULT_DRAFT_TOKENS
-from ...registry import in_use, prompt_share, reports
-from ...technique import Reported
+from ...registry import Reported, in_use, prompt_share, reports
 from ..output import REFUSED, not_ours, whose_object
 from .drafting import draft_object, lookup_object
 from .energy import energy_object

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ... import backends
 from ...config import CUDA, RuntimeConfig
 from ...errors import BudgetError
-from ...registry import reports
-from ...technique import Reported
+from ...registry import Reported, reports
 from ..output import alternative_object, not_ours
 from .on_gpu import gpu_here, speed_object
 from .plan_object import DEVICE_MEMORY, SYSTEM_MEMORY, plan_fields, share
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from ...backends import DevicePlanner
     from ...llm.executors import Executor
     from ...models.description import ModelDescription
-    from ...technique import Drafting
+    from ...registry import Drafting
 
 
 def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | None = None) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.units import format_size
 from ...config import RuntimeConfig
 from ...errors import BudgetError
-from ...registry import in_use, prompt_share, reports, settled
-from ...technique import Reported
+from ...registry import Reported, in_use, prompt_share, reports, settled
 from ..output import REFUSED, alternative_object, not_ours
 from .on_gpu import PROMPT, speed_object
 

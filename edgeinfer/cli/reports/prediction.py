@@ -16,8 +16,7 @@ from edgeinfer import devices
 from ...base.dataclass import dataclass
 from ...config import CPU, CUDA
 from ...errors import EdgeInferError
-from ...registry import prompt_share, settled
-from ...technique import Settings
+from ...registry import Settings, prompt_share, settled
 from .on_gpu import gpu_here
 
 if TYPE_CHECKING:

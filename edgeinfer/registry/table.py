@@ -1,6 +1,6 @@
 """The table of options: each is declared here once, and the commands, `LLM`, variables and the configuration read it.
 
-Options of techniques are declared by the techniques (`edgeinfer.technique`); options of one command by the command.
+Options of techniques are declared by the techniques (`interface.py`); options of one command by the command.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any
 
-from .base.dataclass import dataclass
-from .base.validation import FLAG, TEXT, Rule, choice, instance, integer, number
-from .config import (
+from ..base.dataclass import dataclass
+from ..base.validation import FLAG, TEXT, Rule, choice, instance, integer, number
+from ..config import (
     DEVICES,
     GROUP_SIZES,
     KV_LAYOUTS,

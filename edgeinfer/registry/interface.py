@@ -1,4 +1,4 @@
-"""The contract of techniques: each is one object in one file, and `edgeinfer.registry` lists all.
+"""The contract of techniques: each is one object in one file, and the registry lists all.
 
 A technique states once everything that the program needs: its options, the settings that stay exact, the part of a
 bundle that it needs, and the functions below. No other file knows a technique by its name.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from .base.dataclass import dataclass
-from .config import GenerationConfig, RuntimeConfig, Step
-from .options import COMMANDS as COMMANDS
-from .options import Option as Option
+from ..base.dataclass import dataclass
+from ..config import GenerationConfig, RuntimeConfig, Step
+from .table import Option
 
 NEVER, DECODED, ALWAYS = "never", "decoded", "always"
 """Whether K and V of a text depend on a technique: not at all, those of decoded tokens, or those of prompts too."""

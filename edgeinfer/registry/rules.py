@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .base.units import parse_size
-from .base.validation import (
+from ..base.units import parse_size
+from ..base.validation import (
     FLAG,
     FUNCTION,
     NATS,
@@ -22,7 +22,7 @@ from .base.validation import (
     number,
     whole,
 )
-from .config import (
+from ..config import (
     BEAMS,
     FFN_LAYOUTS,
     GROUP_SIZES,

@@ -1,4 +1,8 @@
-"""The registry of techniques, which everything asks: commands, `LLM`, planner, estimator, backends and the manual."""
+"""Options and techniques, which everything asks: commands, `LLM`, planner, estimator, backends and the manual.
+
+`table.py` has the options of the commands, `rules.py` their valid values, `interface.py` the contract of techniques;
+this file is the registry of techniques.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,20 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from .base.validation import checked
-from .config import Recipe, RuntimeConfig
-from .errors import UsageError
-from .technique import Drafting, Option, Reported, Settings, Technique
+from ..base.validation import checked
+from ..config import Recipe, RuntimeConfig
+from ..errors import UsageError
+from .interface import ALWAYS, DECODED, NEVER, Drafting, Part, Reported, Settings, Technique
+from .rules import CONVERSION, MAKING, RULES, plain
+from .table import COMMANDS, GROUPS, OPTIONS, SERVING, Option, of_command
+
+__all__ = [
+    "ALWAYS", "COMMANDS", "CONVERSION", "DECODED", "GROUPS", "MAKING", "MODULES", "NEVER", "OPTIONS", "RULES",
+    "SERVING", "Drafting", "Option", "Part", "Reported", "Settings", "Technique", "agreed", "asked_for",
+    "check_served", "configured", "drafting", "each", "fields", "in_use", "of_command", "options", "placer", "plain",
+    "prompt_share", "recipe_with", "reports", "said", "samples", "settled", "technique", "techniques",
+    "with_techniques",
+]
 
 MODULES = (
     "edgeinfer.sparse.inactive_neurons",
