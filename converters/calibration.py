@@ -24,7 +24,7 @@ CALIBRATION_FILE = "calibration.json"
 BLOCK_WEIGHTS = 48 << 20
 """Weights that are rounded at a time: 200 MB as float32."""
 Statistics = Sequence[InputStatistics] | None
-"""Of a weight's input, one of each of its experts or heads; None if it is not known."""
+"""Statistics of a weight's input, one for each of its experts or heads; None if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Calibration:
     outliers: str = ""
     """Columns that are stored apart, in f16: ``auto``, a percentage of them, or none (outliers.py)."""
     apart: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """These columns, by the names of matrices."""
+    """Columns with outliers, by the names of matrices."""
 
 
 @dataclass(frozen=True)

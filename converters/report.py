@@ -41,7 +41,7 @@ class TensorReport:
     remarks: tuple[str, ...] = ()
     """Sentences on how it was rounded."""
     weights: int = 0
-    """Its weights, without padding; 0 if it is no matrix, and of columns that it has in another one."""
+    """Number of weights without padding; 0 for anything but a matrix, and for outlier columns stored in another one."""
     matrix: bool = False
     """True if it counts in the mean bits of a weight."""
 
@@ -93,7 +93,12 @@ class ConversionReport:
         return tuple(tensor for tensor in self.tensors if not tensor.exact)
 
     @property
-    def anew(self) -> str:
+    def sentences(self) -> list[str]:
+        """All remarks, those on requantised and inexact tensors included."""
+        return [*self.remarks, *filter(None, (self.requantised, self.inexact))]
+
+    @property
+    def requantised(self) -> str:
         """A sentence on quantised tensors that were quantised again, with the error of both steps; empty for none."""
         again = [t for t in self.rounded if t.was_quantised and not t.moved and TYPES[t.dtype].quantised]
         if not again:
@@ -108,8 +113,8 @@ class ConversionReport:
                 f"{sum(tensor.exact for tensor in self.tensors)} tensors are as in the file.")
 
     @property
-    def nearly(self) -> str:
-        """A sentence on quantised tensors that are not exact and not requantised; empty for none."""
+    def inexact(self) -> str:
+        """Sentences on quantised tensors that are neither exact nor requantised; empty for none."""
         notes = []
         widened = [t for t in self.rounded if t.was_quantised and not TYPES[t.dtype].quantised]
         if widened:

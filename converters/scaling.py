@@ -30,7 +30,7 @@ from edgeinfer.quant import InputStatistics, WeightType
 
 Floats = NDArray[np.float32]
 EXPONENTS = (0.25, 0.5, 0.75, 1.0)
-"""Of the grid; 0, no factors, is a point of it too."""
+"""Exponents of the grid; 0, no scaling, is a point of it too."""
 WORTH = 0.7
 """Factors are taken where they lower the expected error to this share at least."""
 CREST = 5.0

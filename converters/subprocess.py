@@ -135,7 +135,7 @@ def _convert(request: dict[str, Any], progress: OnProgress) -> list[str]:
         source = fetch(source, progress=partial(progress, "download"))
     report = convert(source, request["destination"], weights=request["weights"], group_size=request["group_size"],
                      overwrite=True, origin=request["origin"], announce=say, progress=partial(progress, "convert"))
-    return [*report.remarks, *filter(None, [report.anew, report.nearly])]
+    return report.sentences
 
 
 def _obey(commands: BinaryIO) -> None:

@@ -48,11 +48,11 @@ class DecodeRun:
     kv_bytes: float
     """Read per token; the mean over the tokens that were timed."""
     seconds: float
-    """Per token."""
+    """Seconds per token."""
     bandwidth_gbs: float
     """Bandwidth of all threads at that moment."""
     attention_operations: float = 0.0
-    """Per token; the mean over the tokens that were timed."""
+    """Operations per token, the mean over the tokens that were timed."""
 
 
     @property

@@ -63,7 +63,7 @@ class Estimate:
     peak_tok_per_s: float | None
     """The same at the vendor's peak of the memory, or of its fastest version: no speed and no band is above."""
     prefill_tok_per_s: float | None
-    """None if the device's peak is not known."""
+    """Tokens per second of a prompt; None if the device's peak is not known."""
     prefill_low: float | None
     prefill_high: float | None
     ttft_ms: float | None

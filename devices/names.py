@@ -84,7 +84,7 @@ class Typed:
     """A name as a user typed it, split into parts."""
 
     words: Key
-    """Its words and numbers that matter."""
+    """Words and numbers that identify it."""
     memory_gib: int | None
     """The amount of memory that it states."""
 

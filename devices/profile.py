@@ -20,7 +20,7 @@ CLASSES = (
 )
 """Classes of the estimator."""
 PROCESSORS = tuple(name for name in CLASSES if name.startswith(("arm-", "x86-", "riscv-", "apple-cpu")))
-"""Those of processor cores."""
+"""Classes of processors."""
 ISAS = (
     "generic", "avx2", "avxvnni", "avx512vnni", "neon", "neon_dotprod", "neon_i8mm", "cuda", "metal", "vulkan", "sycl",
     "npu",
@@ -39,7 +39,7 @@ class DeviceProfile:
     name: str
     """Name that ``--machine`` takes."""
     title: str
-    """Its name for people."""
+    """Name for people."""
     device_class: str
     """One of CLASSES."""
     memory_bytes: int
@@ -77,7 +77,7 @@ class DeviceProfile:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Further figures of the probe, such as ``frequency_share``; of some GPUs ``clock_ghz``."""
     aliases: tuple[str, ...] = ()
-    """Other names that it goes by, for example in published tables."""
+    """Other names, for example in published tables."""
     memory_gib: tuple[int, ...] = ()
     """Capacities in which it is sold, in GiB; none if its builder chooses."""
     programs: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class DeviceProfile:
 
     @property
     def titled(self) -> str:
-        """Its name for people, with the memory of this version where it exists with several amounts."""
+        """Name for people, with the memory of this version if it exists with several amounts."""
         stated = f"{self.memory_bytes >> 30} GB"
         return self.title if len(self.memory_gib) < 2 or stated in self.title else f"{self.title}, {stated}"
 

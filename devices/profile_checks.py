@@ -19,11 +19,11 @@ MAX_GBS = 1e6
 LEAST = 1e-6
 """Fields that cannot be zero: rates in their units, and shares."""
 MAX_OPERATIONS = 1e9
-"""In 1e9 per second."""
+"""Most operations, in 1e9 per second."""
 MAX_BYTES = 1 << 50
 MAX_CORES = 1 << 20
 MAX_CLOCK = 100.0
-"""In GHz."""
+"""Highest clock in GHz."""
 MAX_SHOWN = 60
 """Characters of a wrong value that a complaint quotes."""
 SHARES = ("f_w", "f_kv", "mfu", "mfu_attention")

@@ -167,7 +167,7 @@ class Step:
     name: str
     """Name of the pass (edgeinfer/graph/passes.py), after the name of its module if that is not imported anyway."""
     settings: tuple[tuple[str, str | float], ...] = ()
-    """Its settings by name."""
+    """Settings by name."""
 
     def __str__(self) -> str:
         settings = ",".join(f"{name}={value}" for name, value in self.settings)

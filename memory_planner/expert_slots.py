@@ -15,7 +15,7 @@ PAGE_BYTES, READ_BYTES = 4096, 1 << 20
 READERS = 8
 """Threads that read experts and neurons: a disk answers faster with several reads at a time."""
 MIN_READ_BYTES, MAX_READ_BYTES = 256 << 10, 4 << 20
-"""Of experts: those wanted are as many reads as keep all readers busy, within these limits
+"""Limits of a read of experts: those that a pass needs are as many reads as keep all readers busy
 (docs/explanation/experts.md)."""
 
 
@@ -94,7 +94,7 @@ class ExpertsPlan:
 
     @property
     def table_words(self) -> int:
-        """Their int32."""
+        """Number of int32 in these addresses."""
         return self.total * routes.LOCATION_BYTES // 4
 
     @property

@@ -8,7 +8,7 @@ from edgeinfer.graph import Graph, Tensor
 from edgeinfer.kernels import abi
 
 SLACK_BYTES = 64
-"""After each buffer: kernels load whole vectors, so the last row may be read this far past its end."""
+"""Bytes after each buffer: kernels load whole vectors, so the last row may be read this far past its end."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from .state import StatePlan
 from .windows import Windowed
 
 USUAL_TOKENS = 2048
-"""Of a sequence, for which a KV pool of a given size is divided between layers that keep all and those with a window.
-"""
+"""Tokens of a sequence that are assumed when a KV pool of a given size is divided between layers with and without a
+window."""
 
 
 @dataclass(frozen=True)

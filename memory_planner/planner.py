@@ -29,7 +29,7 @@ samples progress bars (docs/measurements/memory.md)."""
 _MANY = 1 << 40
 """Blocks of a pool that no sequences fill."""
 VOCABULARY_RESERVE_BYTES = 360
-"""Of the tokenizer, for each entry of the vocabulary."""
+"""Bytes of the tokenizer for each entry of the vocabulary."""
 
 
 class DraftMemory(NamedTuple):

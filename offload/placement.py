@@ -26,7 +26,7 @@ TOKENS_KEPT = 2
 """Tokens whose cold neurons the cache holds, beside those of a prompt: with less than one it holds nothing when a
 layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/explanation/offload.md)."""
 MAX_CACHE = 0.25
-"""Of the memory that is left for neurons, at most this share goes to the cache for that."""
+"""Largest share of the memory left for neurons that this cache takes."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Ffn(NamedTuple):
 
     @property
     def x(self) -> Tensor:
-        """Its input."""
+        """Input of the network."""
         return self.matmul.x
 
     @property

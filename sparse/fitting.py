@@ -36,7 +36,7 @@ RANK_STEP = 2 * PREDICTOR_TYPE.group_size
 SAMPLE_TOKENS, TRAINED_TOKENS = 4096, 8192
 """Rows kept of each layer for thresholds, and of low-rank predictors before these for training."""
 COMPARED_TOKENS, COMPARED_NEURONS = 1024, 1024
-"""Of these, how many compare ranks, and by about how many neurons of a layer."""
+"""Numbers of tokens that compare ranks, and, about, of a layer's neurons."""
 MEMORY_BYTES = 3 << 30
 """Most that captured rows and covariances take at a time; layers are captured in groups."""
 Hooks = Mapping[Op, Sequence[Hook]]

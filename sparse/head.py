@@ -36,7 +36,7 @@ Doubles = NDArray[np.float64]
 RIDGE = 1e-4
 """Added to the covariance, as a share of its mean diagonal: directions that the text never took."""
 BLOCK_ROWS = 8192
-"""Of the head, unpacked at a time."""
+"""Rows of the head that are unpacked at a time."""
 SAMPLE_TOKENS, SAMPLE_TILES = 128, 1024
 """Inputs that ranks are compared on, and at most this many tiles of the head."""
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)

@@ -167,7 +167,7 @@ def _streams(value: Any) -> tuple[Stream, ...]:
 
 RULES = {**MAKING, "source": instance(Bundle, "an open Bundle"), "stream": _STREAM, "kind": choice(PREDICTORS),
          "held_out": Rule("a list of Streams", _streams)}
-"""Of the options of `sparsify` and `screen_head`."""
+"""Rules of the options of `sparsify` and `screen_head`."""
 
 
 def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, on_progress: OnProgress,

@@ -24,7 +24,7 @@ from edgeinfer.quant import layouts, quantise
 
 Floats = NDArray[np.float32]
 Scores = Callable[[Floats], Floats]
-"""Of rows of x (tokens, hidden_size): scores (tokens, neurons)."""
+"""Function from rows of x (tokens, hidden_size) to scores (tokens, neurons)."""
 GROUP = PREDICTOR_TYPE.group_size
 ALWAYS = np.float32(-3e38)
 """The threshold of a neuron that is computed for every token."""

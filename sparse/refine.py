@@ -13,11 +13,11 @@ from .predictors import Floats, rounded
 
 BATCH, SEED = 256, 1
 STEP = 0.04
-"""Of the mean magnitude of a matrix, at the beginning; it falls to 0 along a cosine."""
+"""First step size, as a share of a matrix's mean magnitude; it falls to 0 along a cosine."""
 HEAVIEST = 6.0
 """Maximum weight of a missed neuron; one computed in vain weighs 1."""
 STEEPNESS = 3.0
-"""Of the logit, for a score one deviation from its threshold."""
+"""Steepness of the logit, for a score one deviation from its threshold."""
 DECAY = (0.9, 0.99)
 
 

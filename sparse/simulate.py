@@ -29,7 +29,7 @@ class Tally:
     """All of them."""
     chosen: int = 0
     fired: int = 0
-    """Those that gave anything but 0 without the predictor."""
+    """Number of neurons whose value was not 0 without the predictor."""
     hit: int = 0
     """Chosen and fired."""
 

@@ -50,7 +50,7 @@ TRAVELLING = re.compile(
 MAX_DOCUMENT, MAX_TEXTS, MAX_FILES = 8 << 20, 128 << 20, 64
 """Bytes of a licence or card, bytes of a file of the tokenizer or of templates (Gemma's are 34 MB), and files."""
 TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
-"""Further chat templates, in a folder; the names of those that a bundle takes along."""
+"""Names of further chat templates in a folder, which a bundle takes along."""
 RATES = ".A_log"
 """Rates of decay, a vector of the heads, which Kimi's checkpoints have with further axes of one element."""
 WEIGHTS = "q4"
@@ -165,7 +165,7 @@ class Checkpoint:
 
     @property
     def made_files(self) -> dict[str, bytes]:
-        """Further files of the bundle that no file of the checkpoint is; their content by name."""
+        """Return the files of the bundle that are made, not copied from the checkpoint; their content by name."""
         return {}
 
     @property

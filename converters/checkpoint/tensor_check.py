@@ -79,7 +79,7 @@ def misfit(checkpoint: Checkpoint, graph: Graph) -> str:
 
 
 def _follow_tie(checkpoint: Checkpoint, graph: Graph) -> None:
-    """If head and embedding are one matrix, accept a checkpoint that stores it under the head's name alone."""
+    """Accept a checkpoint that stores a tied head and embedding under the head's name alone."""
     embedding = next((weight.sources[0].name for weight in graph.weights if weight.kind == "embedding"), HEAD)
     files = checkpoint.files
     if checkpoint.config.tie_word_embeddings and checkpoint.stored(embedding) not in files and HEAD in files:

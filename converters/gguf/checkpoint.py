@@ -49,7 +49,7 @@ SPARE_GROUP = 32
 """Group size in a header whose types of weights leave no choice."""
 FACTORS = (ROPE_FACTORS, LONG, SHORT)
 MAX_FACTORS = 1 << 16
-"""Of a rotation: more than any head has, less than a file can hold."""
+"""Most factors of a rotation: more than any head has, less than a file can hold."""
 Kinds = dict[str, str]
 """Names of the types of tensors, by the tensors' names."""
 

@@ -30,7 +30,7 @@ class FileDescription:
     fields: dict[str, Any]
     """Fields as in a config.json."""
     model: ModelConfig | None
-    """None for files without tensors."""
+    """The model; None for files without tensors."""
     type_of: TypeOf | None
     """Storage type of each weight after conversion."""
     quantisation: Quantisation | None

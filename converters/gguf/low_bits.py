@@ -177,4 +177,4 @@ LOW_BITS: dict[str, Callable[[Bytes], Floats]] = {
     "IQ1_S": _iq1_s, "IQ1_M": _iq1_m, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s, "NVFP4": _nvfp4, **{kind: _ternary(kind) for kind in ("Q1_0", "Q2_0", "TQ1_0", "TQ2_0")},
 }
-"""By type: blocks as bytes to their values, (blocks, elements)."""
+"""Functions by type: blocks as bytes to their values, (blocks, elements)."""

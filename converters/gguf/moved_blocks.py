@@ -17,7 +17,7 @@ from .types import BY_NAME, TERNARY
 
 Bytes = NDArray[np.uint8]
 BLOCK_BYTES = 1 << 20
-"""Of rows that one thread packs at a time."""
+"""Bytes of the rows that one thread packs at a time."""
 
 
 def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, count: Callable[[str, int], None]

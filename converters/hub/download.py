@@ -25,7 +25,7 @@ PATTERNS = [
     f"{FOLDER}/*.jinja",
 ]
 ATTEMPT_SECONDS = 5.0
-"""For the one question whether the hub answers; the client by itself would try again for half a minute."""
+"""Timeout of the first request to the hub; the client's own retries would take half a minute."""
 
 
 def fetch(repo_id: str, revision: str | None = None, progress: OnStageProgress | None = None) -> Path:

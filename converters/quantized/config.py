@@ -18,7 +18,7 @@ READ = "GPTQ, AWQ, AutoRound's of both, compressed-tensors, FP8 by blocks, MXFP4
 REMEDY = f"convert the checkpoint that was not quantised, or one in a packing that is read ({READ}), or a GGUF file"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
            "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
-"""Of compressed-tensors."""
+"""Formats of compressed-tensors."""
 MLX_GROUPS, MLX_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 """Modes of MLX beside affine, with the bits and group that each has."""

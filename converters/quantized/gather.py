@@ -33,7 +33,7 @@ _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ..
     "mxfp4": (("_blocks", ANY, ("blocks", "scales"), decode.mxfp4),),
     "mlx": ((".weight", ("U32",), ("weight", "scales", "biases"), decode.mlx),),
 }
-"""By method: suffix and types of the tensor that identifies a module, its parts, and their reader."""
+"""Modules by method: suffix and types of the tensor that identifies one, its parts, and their reader."""
 
 
 def gathered(files: Mapping[str, TensorFile], scheme: Scheme

@@ -35,7 +35,7 @@ class PackedKind:
     """Encoding of one tensor's weights: weight = (code - zero point) x scale, or code x scale + minimum."""
 
     packing: str
-    """Such as GPTQ."""
+    """Name of the method, such as GPTQ."""
     codes: str
     """int2, int4 and int8 (symmetric), uint2 to uint8 (with a zero point or a minimum), e4m3, e2m1."""
     group_size: int = 0
@@ -49,7 +49,7 @@ class PackedKind:
 
     @property
     def name(self) -> str:
-        """Such as ``GPTQ int4 g128``."""
+        """Name for people, such as ``GPTQ int4 g128``."""
         group = f"{self.rows}x{self.group_size}" if self.rows > 1 else f"g{self.group_size}"
         order = " act-order" if self.ordered else ""
         return f"{self.packing} {self.codes} {group if self.group_size else 'by row'}{order}"

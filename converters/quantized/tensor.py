@@ -127,7 +127,7 @@ class Parts:
 
     @property
     def names(self) -> set[str]:
-        """Their names in the checkpoint."""
+        """Names of the parts in the checkpoint."""
         return {name for _, name in self._found.values()}
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from ..checkpoint.json_file import CONFIG_FILE
 from ..gguf.file import SPLIT
 
 MAX_LEVELS = 10
-"""Of folders within folders that are looked into."""
+"""Depth of nested folders that are searched."""
 UNFINISHED = re.compile(
     r"(?:downloading_)?(.*?\.(?:gguf|safetensors))\.(?:part|partial|incomplete|download|crdownload|aria2"
     r"|downloadInProgress|tmp)|downloading_(.*\.gguf)", re.IGNORECASE)

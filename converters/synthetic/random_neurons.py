@@ -36,7 +36,7 @@ Codes = tuple[NDArray[np.int8], NDArray[np.float16]]
 Floats = NDArray[np.float32]
 NORMAL = NormalDist()
 DEVIATION = {2: 0.82, 4: 4.6, 8: 73.5}
-"""Of evenly distributed codes by their bits, about: scales are divided by it."""
+"""Approximate standard deviation of uniform codes, by their bits: scales are divided by it."""
 SAMPLED_SIZE = 1.05
 """Deviation of the weights that `random_codes` samples, times sqrt(columns)."""
 STATISTICS_TOKENS = 1 << 20

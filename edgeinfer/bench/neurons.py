@@ -180,7 +180,7 @@ def seconds(executor: Executor) -> float:
 
 
 HIDDEN, NEURONS, MAX_LAYERS = 4096, 11008, 3
-"""Of the FFN that the probe times, Llama-2-7B's in q4 with groups of 32: several, more than the caches hold."""
+"""Sizes of the FFN that the probe times, Llama-2-7B's in q4 with groups of 32; the layers exceed the caches."""
 ROUNDS = 4
 
 

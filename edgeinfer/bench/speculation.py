@@ -133,8 +133,7 @@ class SpeculationBench(NamedTuple):
     mtp_seconds: float | None
     """The same of the model's head for further tokens."""
     pays_from: dict[str, float | None]
-    """Per drafter the least acceptance with which some number of draft tokens is faster than none; None: no acceptance.
-    """
+    """Least acceptance, per drafter, with which drafting is faster than not drafting; None if there is none."""
     stated: dict[str, float] | None
     """Figures at the requested acceptance: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `tokens_per_walk`,
     `predicted` (the gain by these times)."""

@@ -23,7 +23,7 @@ CHUNK_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 QUEUE_DEPTHS = (1, 8)
 WRITE_BYTES = 4 << 20
 HUGE_BYTES = 2 << 20
-"""Of the memory that is read into, as runs do: a read into small pages reaches a disk in parts
+"""Page size of the memory that is read into, as in runs: a read into small pages reaches a disk in parts
 (docs/explanation/experts.md)."""
 MIN_FILE_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
@@ -37,7 +37,7 @@ class StorageSpeed:
     sequential_gbs: float
     """The better of one thread and of the deepest queue, pieces of 4 MiB in order."""
     random_gbs: dict[int, tuple[tuple[int, float], ...]]
-    """Per queue depth (bytes of a piece, GB/s)."""
+    """Pairs of (bytes of a piece, GB/s), per queue depth."""
     file_bytes: int
     direct: bool
     """True if the page cache was out of the way."""

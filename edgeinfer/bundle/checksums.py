@@ -34,7 +34,7 @@ SMALL_BYTES = 4 << 20
 WAIT_SECONDS = 0.05
 """Longest wait before Ctrl-C and progress are looked at."""
 KEPT_SECONDS = 180 * 86400
-"""After half a year a file is compared again: disks forget, too."""
+"""Age from which a file is compared again, half a year: disks lose data."""
 SETTLED_NS = 50_000_000
 """A file is remembered once its times are older than the system's clock is coarse."""
 

@@ -18,7 +18,7 @@ WEIGHTS_FILE = "weights.bin"
 PARTS = ("predictor", "statistics", "cold", "quality", "draft_head", "screen")
 """Optional parts of a model that are files of their own."""
 APPROXIMATING = ("predictor", "screen")
-"""Those that a run may approximate with, and that its predictions then depend on."""
+"""Parts with which a run may approximate, so that its predictions depend on them."""
 LARGE_ALIGNMENT = 65536
 """Large tensors start on the largest page in use (64 KiB on some ARM systems), so that each can be mapped alone."""
 LARGE_TENSOR_BYTES = 1 << 20

@@ -90,7 +90,7 @@ class MappedFile:
 
     @cached_property
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes; the mapping lives as long as any view of them."""
+        """Bytes of the file; the mapping lives as long as any view of them."""
         import numpy as np
 
         view = np.frombuffer(self._mapping, np.uint8)

@@ -99,7 +99,7 @@ class Recommended:
     low: float
     high: float
     ttft_ms: float | None
-    """After a prompt of 2000 tokens."""
+    """Time to first token after a prompt of 2000 tokens."""
 
 
 def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weights: str | None = None,

@@ -27,7 +27,7 @@ class Asked(NamedTuple):
     prefill: int = 0
     """Number of those that compute prompts for the others."""
     device: str | None = None
-    """Their device; None for the CPU."""
+    """Device of these replicas; None for the CPU."""
 
 
 def replicas_asked(replicas: str | None, ray: str | None, prefill: int | None, decode: int | None, device: str | None,

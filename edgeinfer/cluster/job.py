@@ -74,7 +74,7 @@ class Prefilled(NamedTuple):
     """A prompt that a replica has computed for another one."""
 
     cached_tokens: int
-    """Those that it had in its prefix cache."""
+    """Number of these tokens that were in its prefix cache."""
 
 
 class Job(NamedTuple):

@@ -20,7 +20,7 @@ from .connection import OBJECT_BYTES, answers, check_head, environment, imported
 PORT = 6379
 PORTS = ("node-manager", "object-manager", "metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc",
          "runtime-env-agent")
-"""Of a node, in the order in which they follow the head's port."""
+"""Ports of a node, in the order in which they follow the head's port."""
 LAST = 1, 4, 6
 """Ports of these, after the head's, are there when the node is one of the cluster."""
 WORKERS = 20, 99

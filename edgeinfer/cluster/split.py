@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .actor import Node
 
 RESERVE_BYTES = 150_000_000
-"""Of a process, beside weights and KV cache, where it is not planned yet which layers it has."""
+"""Memory of a process beside weights and KV cache, assumed until its layers are planned."""
 
 
 class NodeSplit:

@@ -68,7 +68,7 @@ class BeamSearch(Generation):
     """
 
     _samples: list[Beam]
-    """Those that continue, the best first; at the end the results."""
+    """Beams that continue, the best first; at the end the results."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, prompt_ids: Iterable[int],
                  config: GenerationConfig, eos_ids: Iterable[int] = ()):

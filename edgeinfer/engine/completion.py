@@ -75,7 +75,7 @@ class Score:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; it compares continuations of different lengths."""
+        """Mean log-probability per token, which compares continuations of different lengths."""
         return self.logprob / len(self.logprobs)
 
 

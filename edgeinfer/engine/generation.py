@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .speculation.controller import Speculation
 
 SEED_BITS = 32
-"""Of seeds sampled here; short enough to be typed again."""
+"""Bits of seeds that are sampled here: few enough to type one again."""
 
 
 class Generation(Task[Completion]):
@@ -268,7 +268,7 @@ class Generation(Task[Completion]):
 
     @property
     def samples(self) -> Items[Sample]:
-        """Its texts, which other threads may read (`Sample.since`)."""
+        """Samples of the request, whose texts other threads may read (`Sample.since`)."""
         return self._samples
 
     # -- the outcome -------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Ran(NamedTuple):
     n: int
     """Tokens that were run."""
     rows: Items[Any]
-    """Their logits, float32 of shape (vocab_size,) each, as far as they were wanted; valid until the next pass."""
+    """Logits of these tokens, as far as requested: float32 of shape (vocab_size,) each, valid until the next pass."""
     chosen: Items[int] = ()
     """Tokens that the pass decoded by itself."""
 

@@ -267,7 +267,7 @@ class ModelConfig:
 
     @property
     def rotations(self) -> tuple[RopeConfig, ...]:
-        """Those that layers have; each needs a table."""
+        """Rotations that layers have; each needs a table."""
         return (self.rope, *([self.local_rope] if self.local_rope else [])) if self.rope_dim else ()
 
     @property

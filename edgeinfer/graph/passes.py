@@ -25,7 +25,7 @@ Pass = Callable[..., Graph]
 PASSES: dict[str, Pass] = {}
 """Passes by the name that recipes call them; techniques bring theirs themselves."""
 APPROXIMATE: dict[str, Callable[[dict[str, str | float]], bool]] = {}
-"""Of passes after which a model's predictions may differ: whether they do with these settings."""
+"""Passes after which a model's predictions may differ; each with a function of its settings, true if they do."""
 
 
 def graph_pass(function: Pass) -> Pass:

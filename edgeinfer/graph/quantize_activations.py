@@ -16,7 +16,7 @@ from .ops.rows import Quantize
 from .tensors import RowType, Tensor
 
 FLOATS: RowType = ("f32", 0)
-"""Of rows that are not quantised."""
+"""Type of rows that are not quantised."""
 _STEMS = ("h", "q", "e")
 """Tensors of these names are renumbered: norms, quantised rows and rows of experts, in the order of the program."""
 

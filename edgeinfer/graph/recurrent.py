@@ -16,7 +16,7 @@ class RecurrentConfig:
     kind: str
     """``conv``, ``delta`` or ``scan``."""
     layers: tuple[int, ...]
-    """Their numbers, ascending."""
+    """Numbers of the recurrent layers, ascending."""
     conv_width: int
     """Tokens that the convolution sees, the newest included."""
     heads: int = 0

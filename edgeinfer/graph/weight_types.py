@@ -14,13 +14,13 @@ ROUTER = WeightType("f32")
 """Type of routers: they are small, and a score that is a little off takes a token through another expert."""
 TypeOf = Callable[[Weight], WeightType]
 FLOATS = WeightType("f32", 0, "plain")
-"""Of norms and biases."""
+"""Type of norms and biases."""
 ABSENT = FLOATS
 """Type of a part of a matrix (kind ``part``) that is stored whole, as no matrix is stored as plain floats; and of a
 column order (kind ``order``) if columns are in their own order.
 """
 ORDER = WeightType("i32", 0, "plain")
-"""Of the order of columns: element i is the input that column i multiplies."""
+"""Type of an order of columns: element i is the input that column i multiplies."""
 
 
 def requested_types(

@@ -30,7 +30,7 @@ class Source:
     """Indices along the leading axes, for checkpoints that stack vectors or matrices."""
     steps: tuple[Step, ...] = ()
     shared: bool = False
-    """Other sources may use the same elements."""
+    """True if other sources may use the same elements."""
     each: bool = False
     """A stack of matrices, such as those of experts: steps are taken with each item along the first axis. If the name
     has a pair of braces, each is a tensor of its own, with its number there."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Prompt = str | Iterable[int]
 """Text, or token ids."""
 Messages = Sequence[Mapping[str, Any]]
-"""Of a conversation, each with ``role`` and ``content``."""
+"""Messages of a conversation, each with ``role`` and ``content``."""
 KvType = Literal["int8", "f16", "f32"]
 WeightType = Literal["q4", "int8", "f16", "f32", "q4m", "q4k", "q5", "q5m", "q5k", "q6", "iq4", "iq4k", "mxfp4",
                      "q2", "tableq", "tableq3"]

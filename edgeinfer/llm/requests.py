@@ -61,9 +61,9 @@ class ReplicaState(NamedTuple):
     there: bool
     """True if it answers."""
     requests: int
-    """Those that it has."""
+    """Number of requests that it has."""
     sent: int
-    """Those that it was given since it was opened."""
+    """Number of requests that it got since it was opened."""
     prompt_tok_per_s: float
     tok_per_s: float
     planned_bytes: int

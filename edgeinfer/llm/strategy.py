@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from ..runtime import SparseFfn
 
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
-"""Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
+"""Bandwidths of memory, of long reads from storage and of scattered ones, assumed for a machine that was not probed."""
 MAX_BYTES = 1 << 16
 SPARSE = "sparse"
-"""With an approximation, and all weights in memory."""
+"""Name of the strategy with an approximation, and all weights in memory."""
 REFUSED = "refused"
 
 

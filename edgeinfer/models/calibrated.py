@@ -40,7 +40,7 @@ MIN_TOKENS = 2048
 """Below which a text says too little of any matrix."""
 WINDOW = 512
 READ_BYTES = 4 << 20
-"""Of a long text only so much is read."""
+"""Bytes of a long text that are read."""
 MAX_LOST = 0.2
 """Largest share of a text's characters that its tokens may fail to reproduce."""
 LOGITS_BYTES = 64 << 20

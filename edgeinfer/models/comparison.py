@@ -24,7 +24,7 @@ TOKENS = 32768
 
 
 READ_BYTES = 1 << 20
-"""Of a text so much is looked at before a conversion."""
+"""Bytes of a text that are checked before a conversion."""
 
 
 class Compared(NamedTuple):
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
     """Bytes of the weights."""
     perplexity: float
     divergence: Divergence | None
-    """None of the reference itself."""
+    """Divergence from the reference; None for the reference itself."""
 
 
 def compare(source: Path, text: Path, own: tuple[str, Path], others: Sequence[tuple[str, Callable[[Path], object]]],

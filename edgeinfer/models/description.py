@@ -36,7 +36,7 @@ class ModelDescription:
     quantisation: Quantisation
     """Storage that was requested, or that the bundle has."""
     graph: Graph
-    """Its forward pass."""
+    """Forward pass of the model."""
     weight_bytes: int
     """Length of weights.bin."""
     recipe: Recipe = field(default_factory=Recipe)

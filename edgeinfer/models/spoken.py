@@ -21,7 +21,7 @@ FILE_TYPES = ("Q4_0", "Q4_K_S", "Q4_K_M", "IQ4_XS", "Q5_K_S", "Q5_K_M", "Q6_K", 
 """GGUF file types that a shape can be described with."""
 COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S",
                 "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L", "TQ1_0", "TQ2_0")
-"""Such whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
+"""File types whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
                    r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|"
                    r"exl[23]|awq|gptq|i2_s)(?:[_-]moe)?(?![a-z0-9])")

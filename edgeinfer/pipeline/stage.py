@@ -16,7 +16,7 @@ class Stage(abc.ABC):
 
     info: StageInfo
     where: str = "this process"
-    """Its process or machine, for people."""
+    """Process or machine of the stage, for people."""
     samples: bool = False
     """True if the stage can read samples of this process, and choose tokens itself."""
     apart: bool = True

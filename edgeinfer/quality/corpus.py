@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..text import Tokenizer
 
 SEPARATOR = "\f"
-"""Between documents of a text, by default."""
+"""Default separator of the documents of a text."""
 MAX_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
 """Longest text, and the part read beyond the bytes that surely hold the tokens, so that none is cut."""
 READ_BYTES = 1 << 16

@@ -43,7 +43,7 @@ class Divergence:
     kld_mean: float
     """Mean of KL(reference || model), in nats."""
     kld_p99: float
-    """Its 99th percentile, which the worst percent of the tokens exceeds."""
+    """99th percentile of the divergence, which the worst percent of the tokens exceeds."""
     same_top: float
     """Share of tokens where both find the same token likeliest."""
     reference_perplexity: float
@@ -194,7 +194,7 @@ class _Sums:
         self._at = 0.99 * (total - 1)
         """Rank of the 99th percentile among all divergences in order, between two of them."""
         self._most = total - math.floor(self._at)
-        """So many of the largest are kept: the percentile is between the first two of these."""
+        """Number of largest values that are kept: the percentile is between the first two of these."""
         self._largest: list[float] = []
 
     def add(self, targets: Sequence[int], counted: Sequence[bool], logits: Floats, others: Floats | None) -> None:

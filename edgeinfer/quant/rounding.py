@@ -34,7 +34,7 @@ from .types import WeightType
 BLOCK_ROWS = 512
 """Rows that one thread rounds at a time."""
 PLAIN_ROWS = 8
-"""Of a large matrix one row of so many is rounded plainly, to report the gain."""
+"""One row of so many of a large matrix is rounded plainly, to report the gain."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
 }
 """Options that mean the same wherever they occur."""
 CONVERSION = {**RULES, "head": choice(WEIGHT_TYPES)}
-"""Of a conversion, in which `head` is the type of the output head's weights."""
+"""Rules of a conversion, in which `head` is the type of the output head's weights."""
 MAKING = {**RULES, "max_kld": number(lambda nats: 0 < nats < float("inf"), "a finite number above 0")}
 """Range for makers of approximations, whose divergence can be measured as 0 but not requested to be."""
 

@@ -59,7 +59,7 @@ class PrefixCache(BlockPool):
         self._keys: dict[int, bytes] = {}
         """Keys of the blocks that the cache holds; all blocks in `_cached` are among them."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Those that no sequence holds, least recently released first."""
+        """Blocks that no sequence holds, least recently released first."""
 
     # As in block_tables.py a block can be lost where Ctrl-C comes, but never be free while a table or a key names it:
     # `_keys` has a block before `_cached` does, and keeps it longer. Lost blocks come back with `recount`.

@@ -18,7 +18,7 @@ PART_BYTES = 1 << 20
 ALL, WINDOW, STATE = "all", "window", "state"
 """Contents of a part: blocks of layers that keep all tokens, of layers with a window, or the recurrent state."""
 SIZE = struct.Struct("<Q")
-"""Of the header, before it."""
+"""Size of the header, which precedes it."""
 
 
 class BlockForm(NamedTuple):
@@ -35,7 +35,7 @@ class BlockForm(NamedTuple):
     window: int = 0
     """Positions that a token sees in these layers."""
     windowed: tuple[int, ...] = ()
-    """These layers."""
+    """Numbers of the layers with a window."""
 
     @property
     def header(self) -> dict[str, Any]:

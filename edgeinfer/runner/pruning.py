@@ -19,7 +19,7 @@ are those of the paper, after 30, 60 and 90 %."""
 RECENT = 16
 """Last tokens of a prompt that always continue, as does the first of a text; their attention chooses the others."""
 NEIGHBOURS = 2
-"""To each side: a token counts as much as the one of these that is attended to most
+"""Neighbours on each side: a token counts as much as the one among them that is attended to most
 (docs/explanation/long-context.md)."""
 MIN_PROMPT = 64
 """Prompts of fewer tokens go through all layers: most of them would stay anyway."""
@@ -35,7 +35,7 @@ class Schedule:
     keep: tuple[float, ...]
     """Fractions of the whole prompt, from above 0 to 1, none larger than the one before."""
     layers: tuple[int, ...] = field(default=())
-    """After how many layers each boundary is; none leaves it to `placed`."""
+    """Layers after which the boundaries are; empty leaves them to `placed`."""
 
     def __post_init__(self) -> None:
         for name, kind in (("keep", real), ("layers", whole)):

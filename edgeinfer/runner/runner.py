@@ -32,7 +32,7 @@ class Runner(Caching, abc.ABC):
 
     model: ModelConfig
     config: RuntimeConfig
-    """Without open fields: context, chunk of prompts, sequences and rows of logits of a forward pass are known."""
+    """Settings of the run, completed: context, chunk of prompts, sequences and rows of logits of a pass are known."""
     plan: MemoryPlan
     block_tokens: int = abi.BLOCK_TOKENS
     """Tokens of a KV block: sequences share whole ones."""
@@ -47,7 +47,7 @@ class Runner(Caching, abc.ABC):
     budget_bytes: int = 0
     """Memory budget of the whole process, 0 if none was found."""
     smaller_alternative: object | None = None
-    """If weights are read from storage, the first smaller request that would fit without (as text by `str`)."""
+    """First smaller request that would fit with all weights in memory, if they do not (as text by `str`)."""
     stages: Items[Any] = ()
     """Parts of the model, in order, if several processes have one each."""
     prefill_strategy: PrefillStrategy | None = None

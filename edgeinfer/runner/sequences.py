@@ -72,9 +72,9 @@ class Segment(NamedTuple):
 
     sequence: Sequence
     ids: Items[int]
-    """Its new tokens."""
+    """New tokens of the segment."""
     outputs: Items[int] = ()
-    """After which of them logits are wanted: indices into `ids`."""
+    """Indices into `ids` of the tokens after which logits are wanted."""
     role: int = PROMPT
     """PROMPT or DECODE, for all tokens: approximations follow the role, never the number of tokens."""
     parents: Items[int] | None = None

@@ -19,8 +19,7 @@ from .prefix_cache import PrefixCache, tail_key
 from .sequences import Sequence
 
 NOTE = struct.Struct("<qq32s")
-"""Of a checkpoint in a file: the tokens that it can be cut to, those after its last full block, and their blocks' key.
-"""
+"""Note of a checkpoint in a file: tokens it can be cut to, tokens after its last full block, and their blocks' key."""
 MAX_COPIED = 1 << 20
 """Bytes of a slot up to which a copy takes less time than Python does between two steps."""
 

@@ -88,7 +88,7 @@ class DraftHeadSession(SelfDraftSession):
         """Latest rows that the session has given for each sequence, and the position of the first."""
         self._taken: list[tuple[Sequence, int, Floats]] = []
         self._drafted: weakref.WeakKeyDictionary[Sequence, Floats] = weakref.WeakKeyDictionary()
-        """Its own rows of the latest draft tokens."""
+        """Rows of the head itself for the latest draft tokens."""
         self.row_reader, host.row_reader = _Own(self), self
 
     def load_own(self, host: Session, regions: dict[str, NDArray[np.uint8]]) -> None:
@@ -173,7 +173,7 @@ class _Own(NamedTuple):
         self.head.drafted(segments)
 
     def follow(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
-        """There is nothing to follow."""
+        """Do nothing: there is no sequence of its own to update."""
 
     def forked(self, sequence: Sequence, copy: Sequence) -> None:
         """Sequences are the session's."""

@@ -31,7 +31,7 @@ class PlannedRun(NamedTuple):
     """A run that is planned but not loaded."""
 
     config: RuntimeConfig
-    """Without open fields."""
+    """Settings of the run, completed."""
     recipe: Recipe
     """Recipe with the bundle's predictor, and the layers that fall back."""
     sparse: SparseFfn | None
@@ -39,7 +39,7 @@ class PlannedRun(NamedTuple):
     plan: MemoryPlan
     budget_bytes: int
     smaller_alternative: Alternative | None
-    """If weights are read from storage, the first smaller request that would fit without."""
+    """First smaller request that would fit with all weights in memory, if they do not."""
 
 
 def plan_run(bundle: Bundle, config: RuntimeConfig, placer: Placer | None = None,

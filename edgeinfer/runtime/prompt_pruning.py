@@ -57,7 +57,7 @@ class Pruned(NamedTuple):
 
 class _PruningStage(NamedTuple):
     first: int
-    """Its first instruction."""
+    """First instruction of the stage."""
     hook: int
     """Operation whose queries rank the tokens; they are read before it runs."""
     stop: int

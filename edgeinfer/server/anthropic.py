@@ -20,7 +20,7 @@ from .tools import CallArguments, CallStart, Content, Event, Reasoning, Tool
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 THINKING_SIGNATURE = ""
-"""Of reasoning, which this server does not sign."""
+"""Signature of reasoning, which this server does not sign."""
 
 
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):

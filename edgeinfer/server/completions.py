@@ -33,7 +33,7 @@ class Prompted:
     """One prompt of a request."""
 
     answer: Answer | None
-    """None where nothing is to be generated."""
+    """Answer to the prompt; None if nothing is to be generated."""
     echo: str
     """Text in front of the answer."""
     scored: list[TokenLogprob | None]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .models import Served
 
 TAIL_TOKENS = 64
-"""Of a prompt, in which its end is looked at: whether the answer begins within reasoning."""
+"""Tokens at the end of a prompt that are searched for the beginning of reasoning."""
 
 
 @dataclass

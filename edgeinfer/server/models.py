@@ -35,7 +35,7 @@ LINGER_SECONDS = 10.0
 SHORT = 1024
 """Characters or tokens of prompts that are read in less time than another thread takes to wake up."""
 _idle: list[SimpleQueue[Callable[[], None]]] = []
-"""Of the threads that wait for work."""
+"""Queues of the threads that wait for work."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Served:
     format: AnswerFormat | None = None
     """Format of tool calls and reasoning, by its chat template."""
     special: dict[str, int] = field(default_factory=dict)
-    """Its special tokens by their text."""
+    """Special tokens of the model by their text."""
 
     @property
     def model(self) -> LLM:

@@ -24,7 +24,7 @@ from .sampling import fitted, form_of, only, options_of, prompts_of, refuse, ren
 from .tools import CallArguments, CallStart
 
 NAMES = {"repeat_penalty": "repetition_penalty"}
-"""Of ollama's options that have another name here."""
+"""Names of ollama's options that have another name here."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty", "presence_penalty",
             "frequency_penalty", "num_predict")
 OPENING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "use_mmap", "num_thread", "num_keep", "repeat_last_n",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token."""
+"""Flags of an added token."""
 
 
 class Continuing(NamedTuple):

@@ -52,7 +52,7 @@ MAX_BITS = 4096
 MAX_SECONDS = 10.0
 MAX_TOKENS = 20_000
 MAX_LITERAL, MAX_DIGITS = 65_536, 1233
-"""Of a text in quotes, and of a number: as many as `MAX_BITS` have."""
+"""Longest quoted text, and most digits of a number: as many as `MAX_BITS` have."""
 _LONG_NUMBER = re.compile(rf"[0-9][0-9a-fA-FoxX_]{{{MAX_DIGITS}}}")
 
 _LOOP_NAMES = frozenset(

@@ -95,7 +95,7 @@ def test_codes_are_kept_in_their_order(tmp_path: Path, form: str, group: int, st
              "num_key_value_heads": 5}
     tensors = make_ordered(tmp_path / "hf", form, group, **sizes)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert report.anew == "" and (report.nearly == "" or stored == "q4m" or "-127" in report.nearly)
+    assert report.requantised == "" and (report.inexact == "" or stored == "q4m" or "-127" in report.inexact)
     types = {tensor.name: tensor.dtype for tensor in report.tensors}
     assert types["layers.0.qkv"] == types["layers.1.down"] == stored and types["layers.0.qkv_order"] == "i32"
     found = natural(tmp_path / "out")
@@ -129,7 +129,7 @@ def test_logits_of_other_forms_of_layers(tmp_path: Path, model_type: str, more: 
     sizes = {"model_type": model_type, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
              "vocab_size": 304, **more}
     tensors = make_ordered(tmp_path / "hf", **sizes)
-    assert convert(tmp_path / "hf", tmp_path / "out").anew == ""
+    assert convert(tmp_path / "hf", tmp_path / "out").requantised == ""
     want = plain_logits(tmp_path, tensors, **sizes)
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
     with session(tmp_path / "out", kv="f32") as opened:
@@ -195,7 +195,7 @@ def test_what_no_input_is_put_in_order_for_is_refused_by_name(tmp_path: Path) ->
             convert(tmp_path / name, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert "--weights q4" in describe(tmp_path / name).file_note
-        assert "requantised" in convert(tmp_path / name, tmp_path / f"{name}-q4", weights="q4").anew
+        assert "requantised" in convert(tmp_path / name, tmp_path / f"{name}-q4", weights="q4").requantised
 
 
 @pytest.mark.parametrize("damage", [lambda order: order * 0, lambda order: order - 1, lambda order: order + 1])
@@ -241,7 +241,7 @@ def test_neurons_are_not_made_of_columns_in_another_order(tmp_path: Path) -> Non
 
 def test_weights_that_are_asked_for_are_in_the_order_of_their_inputs(tmp_path: Path) -> None:
     tensors = make_ordered(tmp_path / "hf")
-    assert "8 of " in convert(tmp_path / "hf", tmp_path / "q4", weights="q4").anew
+    assert "8 of " in convert(tmp_path / "hf", tmp_path / "q4", weights="q4").requantised
     convert(tmp_path / "hf", tmp_path / "f32", weights="f32")
     found = weights_of(tmp_path / "f32")
     for name, want in expected(tensors, tmp_path / "f32").items():

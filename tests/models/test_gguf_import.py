@@ -82,7 +82,7 @@ def test_every_value_is_that_of_the_file(tmp_path: Path, model_type: str, kind: 
     source = make_checkpoint(tmp_path / "hf", model_type, **sizes_for(kind), **window)
     tensors = write_gguf(tmp_path / "m.gguf", source, kind)
     report = convert(tmp_path / "m.gguf", tmp_path / "out")
-    assert report.rounded == () and report.worst is None and report.anew == ""
+    assert report.rounded == () and report.worst is None and report.requantised == ""
     check_weights(tmp_path / "out", tensors)
     convert(source, tmp_path / "hf-bundle", weights="f32")
     with Bundle.open(tmp_path / "out") as bundle, Bundle.open(tmp_path / "hf-bundle") as other:
@@ -156,7 +156,7 @@ def test_codes_are_kept_where_a_type_is_asked_for_that_holds_them(tmp_path: Path
     tensors = write_gguf(tmp_path / "m.gguf", source, kinds)
     report = convert(tmp_path / "m.gguf", tmp_path / "out", weights="q4")
     assert [tensor.name for tensor in report.rounded] == ["embed"]
-    assert "1 of" in report.anew and "Q5_0 1.7e-03" in report.anew
+    assert "1 of" in report.requantised and "Q5_0 1.7e-03" in report.requantised
     found = weights_of(tmp_path / "out")
     assert np.array_equal(found["layers.0.down"], tensors["blk.0.ffn_down.weight"])
     assert np.array_equal(found["head"], tensors["output.weight"])
@@ -300,7 +300,7 @@ def test_types_asked_for_hold_what_no_type_has(tmp_path: Path) -> None:
     tensors = write_gguf(path, source, {"ffn_down": "Q3_K", "": "Q8_0"})
     report = convert(path, tmp_path / "out", weights="int8")
     assert {tensor.name for tensor in report.rounded} == {"layers.0.down", "layers.1.down"}
-    assert f"2 of {len(report.tensors)} tensors were requantised" in report.anew
+    assert f"2 of {len(report.tensors)} tensors were requantised" in report.requantised
     convert(path, tmp_path / "floats", weights="f32")
     assert np.array_equal(weights_of(tmp_path / "floats")["layers.1.down"], tensors["blk.1.ffn_down.weight"])
 

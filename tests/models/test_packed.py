@@ -81,7 +81,7 @@ def test_values_are_those_that_were_packed(tmp_path: Path, form: str) -> None:
 def test_codes_are_kept(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert report.rounded == () and report.anew == report.nearly == ""
+    assert report.rounded == () and report.requantised == report.inexact == ""
     types = {tensor.name: tensor.dtype for tensor in report.tensors}
     assert types["layers.0.qkv"] == types["layers.1.down"] == EXACT[form]
     assert types["embed"] == types["head"] == (EXACT[form] if form.startswith("mlx") else "f16")
@@ -94,19 +94,19 @@ def test_codes_are_kept(tmp_path: Path, form: str) -> None:
 def test_eight_bits_without_a_type_of_ours_are_rounded_to_f16(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert "are stored as f16" in report.nearly and report.anew == ""
+    assert "are stored as f16" in report.inexact and report.requantised == ""
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
         assert (np.abs(found[name] - want) <= np.maximum(4.9e-4 * np.abs(want), 3e-8)).all(), name
     small = convert(tmp_path / "hf", tmp_path / "small", weights="int8")
-    assert "were requantised" in small.anew and small.nearly == ""
+    assert "were requantised" in small.requantised and small.inexact == ""
 
 
 @pytest.mark.parametrize("form", WITH_ZEROS)
 def test_zero_points_become_minima_rounded_to_fp16(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert "kept their codes" in report.nearly and report.anew == ""
+    assert "kept their codes" in report.inexact and report.requantised == ""
     assert {tensor.dtype for tensor in report.tensors} == {"q4m", "f16", "f32"}
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
@@ -114,8 +114,8 @@ def test_zero_points_become_minima_rounded_to_fp16(tmp_path: Path, form: str) ->
         assert np.abs(found[name] - want).max() <= 2**-11 * 16 * 0.02, name
         assert np.square(found[name] - want).sum() <= 1.2e-7 * np.square(want).sum(), name
     report = convert(tmp_path / "hf", tmp_path / "anew", weights="q4")
-    assert "were requantised. The file's types typically lose" in report.anew
-    assert "6.4e-03" in report.anew
+    assert "were requantised. The file's types typically lose" in report.requantised
+    assert "6.4e-03" in report.requantised
     found = weights_of(tmp_path / "anew")
     for name, want in expected(tensors, tmp_path / "anew").items():
         assert np.square(found[name] - want).sum() < 0.02 * np.square(want).sum(), name
@@ -216,7 +216,7 @@ def test_zero_points_of_8_where_they_should_be_less_one(tmp_path: Path) -> None:
 def test_codes_of_minus_128_and_scales_beyond_fp16_are_told(tmp_path: Path) -> None:
     tensors = make_packed(tmp_path / "hf", "int-quantized", options={"least": -128})
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert "kept their codes" in report.nearly and report.worst and 0 < report.worst.relative_error < 1e-5
+    assert "kept their codes" in report.inexact and report.worst and 0 < report.worst.relative_error < 1e-5
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
         assert (np.abs(found[name] - want) <= np.abs(want) / 127).all(), name

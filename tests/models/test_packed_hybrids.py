@@ -80,7 +80,7 @@ def written(name: str, form: str, directory: Path, head: str = "") -> dict[str, 
 def test_codes_are_kept(name: str, form: str, tmp_path: Path) -> None:
     tensors = written(name, form, tmp_path / "hf")
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert report.anew == ""
+    assert report.requantised == ""
     found = weights_of(tmp_path / "out")
     with Bundle.open(tmp_path / "out") as bundle:
         config, types = bundle.config, bundle.types

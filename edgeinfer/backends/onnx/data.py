@@ -16,7 +16,7 @@ from .model import ExternalTensor
 from .weights import KINDS, Reader, Stored
 
 ALIGNMENT = 4096
-"""Of tensors, so that onnxruntime can map each alone."""
+"""Alignment of tensors, so that onnxruntime can map each alone."""
 F16_MAX = 65504.0
 
 

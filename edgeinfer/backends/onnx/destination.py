@@ -17,9 +17,9 @@ from edgeinfer.errors import DestinationError
 
 CONFIG_FILE = "genai_config.json"
 MODEL_FILE = "model.onnx"
-"""In a folder for onnxruntime-genai."""
+"""Name of the model in a folder for onnxruntime-genai."""
 DIGITS = 12
-"""Of the data's identity in their name."""
+"""Digits of the data's identity in the file's name."""
 
 
 def data_name(model: str, identity: str) -> str:

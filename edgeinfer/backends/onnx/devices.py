@@ -28,7 +28,7 @@ OPENVINO_OPTIONS = {"load_config": json.dumps({
     # by default activations are int8, and the rest bf16 if the processor has it: logits differed by 6e-3 (1.8.1)
     "CPU": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "INFERENCE_NUM_THREADS": "{threads}"}})}
-"""Of the provider; the devices GPU and NPU keep their own defaults."""
+"""Settings of the provider; the devices GPU and NPU keep their own defaults."""
 FAST_MATMULS = "ep.cuda.fpa_intb_gemm"
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from edgeinfer.errors import UsageError
 
 MIN_CUDA, MIN_DRIVER = 13000, 580
-"""Of CUDA, as drivers say it (1000 x major + 10 x minor), and the first driver that has it: onnxruntime-gpu is for CUDA
-13 from 1.27 on."""
+"""Oldest version of CUDA, in the driver's notation (1000 x major + 10 x minor), and the first driver that has it:
+onnxruntime-gpu is for CUDA 13 from 1.27 on."""
 CODE = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """Compute capabilities for which the wheel has code (onnxruntime-gpu 1.31.1): it runs on the same major with at least
 that minor number, and there is none to be compiled for others."""

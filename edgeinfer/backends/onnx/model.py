@@ -15,7 +15,7 @@ from .weights import KINDS
 OPSET, IR_VERSION, MICROSOFT_OPSET = 23, 11, 1
 """Opset 23 has RMSNormalization, which opset 21 had only as an operator that onnx.checker does not know."""
 PREFIX = "edgeinfer."
-"""Of our keys in the model's metadata."""
+"""Prefix of our keys in the model's metadata."""
 GRAPH_KEY = f"{PREFIX}graph_sha256"
 
 

@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 
 WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-webgpu")
 LEAST = (1, 29)
-"""Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
+"""Oldest supported version of onnxruntime: it has RMSNormalization, PagedAttention as in our models, and CUDA 13."""
 
 MIN_PYTHON = (3, 11)
 _ERRORS = 3

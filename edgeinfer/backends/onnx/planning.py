@@ -45,9 +45,9 @@ ARENA_SHARE = 2.25
 """Factor of the memory that lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured
 at most)."""
 CONTEXT_BYTES = 1_260_000_000
-"""Of a GPU's memory: CUDA's context, code and workspaces of the libraries (0.9 to 1.21 GB measured)."""
+"""Memory of a GPU that CUDA's context, code and library workspaces take (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
-"""Of the graph of a decode step (measured): by number of slots, or of sequences and width of the table of pages."""
+"""Memory of the graph of a decode step (measured), per number of slots, or of sequences and width of the page table."""
 
 
 def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     largest: int
     codes: int
     scales: int
-    """Those in f16."""
+    """Number of scales in f16."""
     more: int
     """Bytes by which matrices are larger than in the bundle."""
     matmuls: frozenset[Matmul]

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     past: tuple[str, str]
     """Inputs of a model for K and V, but for the number of the layer."""
     present: tuple[str, str]
-    """Its outputs, likewise."""
+    """Names of the outputs, likewise."""
     sizes: Callable[[int, Heads], tuple[int, int, int]]
     """Computes the division of a block from its number of positions."""
 

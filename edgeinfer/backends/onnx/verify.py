@@ -22,7 +22,7 @@ from .packages import import_onnx
 
 READ_BYTES = 1 << 20
 MAX_MODEL_BYTES = 256 << 20
-"""Of a model without its data."""
+"""Largest size of a model without its data."""
 
 
 class Verified(NamedTuple):

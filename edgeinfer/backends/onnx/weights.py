@@ -28,7 +28,7 @@ from .codes import (
 )
 
 BLOCK_BYTES = 4 << 20
-"""Of a bundle, read at a time."""
+"""Bytes of a bundle that are read at a time."""
 WHOLE = 1 << 62
 KINDS: dict[str, np.dtype[Any]] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4"),
                                     "i32": np.dtype("<i4"), "i64": np.dtype("<i8")}

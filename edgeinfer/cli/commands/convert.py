@@ -150,7 +150,7 @@ def convert(
         return
     if tensors:
         print_tensors(report)
-    for remark in filter(None, (*report.remarks, report.anew, report.nearly)):
+    for remark in report.sentences:
         say(remark)
     if rows:
         print_compared(rows)

@@ -179,7 +179,7 @@ class Compared(NamedTuple):
 
     model: str
     provider: Provider | None
-    """Its executor; None for our own kernels."""
+    """Executor; None for our own kernels."""
     storage: Storage
     settings: dict[str, Any]
     """Fields of its run that are not those of the other one."""

@@ -40,7 +40,7 @@ __all__ = ["JSON_FIELDS", "plan"]
 LONGEST_CTX = 1 << 27
 """No model has positions beyond; a larger context is a slip."""
 SERVED_SEQUENCES = 16
-"""Of a server that run at once, unless --max-sequences says otherwise."""
+"""Number of sequences that a server runs at once, unless --max-sequences sets another."""
 
 
 @options.takes("plan")

@@ -32,7 +32,7 @@ SHARING = 4
 MAX_KEY_FILE = 64 << 10
 FLAGS = {"request_seconds": "--request-timeout", "read_seconds": "--read-timeout", "drain_seconds": "--drain",
          "keep_alive_seconds": "--keep-alive"}
-"""Of settings that have another name."""
+"""Flags of settings that have another name."""
 LIMITS, ACCESS, CLUSTER = "Limits", "Access", "Replicas"
 
 

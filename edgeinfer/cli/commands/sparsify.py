@@ -188,7 +188,7 @@ def _open(stack: ExitStack, source: str, destination: Path, layout: str,
     def converted(layout: str) -> Bundle:
         report = convert(checkpoint, folder / layout, weights=WEIGHTS, ffn_layout=layout,
                          progress=partial(progress, "convert"))
-        for remark in filter(None, (*report.remarks, report.anew)):
+        for remark in filter(None, (*report.remarks, report.requantised)):
             say(remark)
         return stack.enter_context(Bundle.open(folder / layout))
 

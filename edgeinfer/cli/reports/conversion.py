@@ -67,7 +67,7 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
         "gain": report.gain, "output_gain": report.output_gain if report.calibrated else None,
         "bits": report.bits, "gap": report.chosen.gap if report.chosen else None,
-        "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
+        "remarks": report.sentences,
         "tensors": [
             {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "bits": t.bits or None, "error": t.relative_error,
              "gain": t.gain, "file_types": t.file_types, "exact": t.exact,

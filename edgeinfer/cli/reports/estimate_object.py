@@ -39,7 +39,7 @@ class Questions:
     """Further questions about a device."""
 
     users: int | None = None
-    """Those who ask at the same time."""
+    """Number of concurrent users."""
     answer: int | None = None
     """Tokens of an answer whose time is asked for."""
     bounds: tuple[tuple[str, float], ...] = ()

@@ -40,7 +40,7 @@ class Predictor:
     profile: DeviceProfile
     traffic: Traffic
     techniques: Settings = ()
-    """Those of the run that are not passes, settled for the model."""
+    """Techniques of the run that are not passes, settled for the model."""
 
     def decode(self, depth: int, bandwidth_gbs: float | None = None, sequences: int = 1) -> dict[str, Any]:
         """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""

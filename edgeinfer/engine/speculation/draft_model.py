@@ -151,7 +151,7 @@ class _Held(NamedTuple):
 
     sequence: Sequence
     agreed: int
-    """Its first tokens, as many at least, are the text's."""
+    """Number of first tokens of the sequence that are known to be those of the text."""
 
 
 def sampled(forward: Forward, samplers: list[Sampler], pending: list[list[int]], n: int,

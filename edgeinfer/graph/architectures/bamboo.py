@@ -13,7 +13,7 @@ __all__ = ["forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Its own code, which the config names, is Mistral's with dReLU; `hidden_act` says relu."""
+    """Read a config; the code that it names is Mistral's with dReLU, although `hidden_act` says relu."""
     c.own_code()
     if c.get("hidden_act", "relu") != "relu":
         raise c.unsupported("hidden_act", c.get("hidden_act"), "Bamboo's is relu")

@@ -71,7 +71,7 @@ def _as_text(c: ConfigReader) -> ConfigReader:
 
 
 def _experts(c: ConfigReader) -> ExpertsConfig | None:
-    """Those that every layer of an MoE model has beside its FFN."""
+    """Read the experts that every layer of an MoE model has beside its FFN."""
     if c.flag("enable_moe_block"):
         n, active = count_experts(c, "num_experts", ABSENT, ABSENT, "top_k_experts")
         return ExpertsConfig(n, active, c.integer("moe_intermediate_size", high=2**20))
@@ -132,7 +132,7 @@ def _kv_layers(c: ConfigReader, kinds: list[str]) -> tuple[int, ...]:
 
 
 def _rotations(c: ConfigReader, head_dims: dict[str, int]) -> tuple[RopeConfig, RopeConfig]:
-    """Those of layers without a window, and of the others; `head_dims` are sizes of heads by kind."""
+    """Read the rotations of layers without a window, and of the others; `head_dims` are sizes of heads by kind."""
     both = c.section("rope_parameters") or ConfigReader({})
     full, sliding = (both.section(kind) for kind in (FULL, SLIDING))
     both.refuse_unread()

@@ -34,7 +34,7 @@ from .experts import ExpertWords
 from .recurrent import RecurrentWords
 
 FOLD_COLUMNS = 64
-"""Of a piece of a folded row, a multiple of these: two groups of 32, as an instruction of most types has."""
+"""Columns of a piece of a folded row, or a multiple of these: two groups of 32, as an instruction of most types has."""
 
 
 F_NORM = "f_norm"

@@ -123,7 +123,7 @@ class Mixer(NamedTuple):
     """The tensors of a recurrent layer."""
 
     rows: tuple[Source, ...]
-    """Its input matrices. Delta rule: the convolved q, k and v, then z, beta and decay; scan: z, then the
+    """Input matrices of the layer. Delta rule: the convolved q, k and v, then z, beta and decay; scan: z, then the
     convolved values, B and C, then the time step."""
     conv: tuple[Source, ...]
     a_log: str

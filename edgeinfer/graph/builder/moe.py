@@ -12,7 +12,7 @@ from ..weights import Source
 from .builder import GraphBuilder
 
 MAX_EXPERTS = 1 << 18
-"""In all layers together; the largest published models have a tenth of it."""
+"""Most experts of all layers together; the largest published models have a tenth of it."""
 MAX_EXPERTS_PER_LAYER = 4096
 SAME = "num_local_experts"
 """Name of the number of experts in newer versions of transformers, beside or instead of a family's own name."""

@@ -71,7 +71,7 @@ class Ollama:
     """Names that files of ollama's own converter spell differently from llama.cpp's."""
 
     name: str = ""
-    """Its name of the architecture; empty: the same."""
+    """Name of the architecture there; empty if it is the same."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """llama.cpp's keys by ollama's."""
     tensors: tuple[tuple[str, str], ...] = ()

@@ -68,7 +68,7 @@ class Op:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Its own numbers and names."""
+        """Numbers and names of the operation itself."""
         skipped = ("layer", "several", "decoded", "sampled", "in_ffn")
         return {name: value for name, value in self._values()
                 if not isinstance(value, Tensor | Weight) and value not in (None, False) and name not in skipped}
@@ -201,11 +201,11 @@ class RowOp(Op):
         return tuple(Read.whole(weight, types) for weight in self.weights)
 
     def operations(self) -> float:
-        """None with matrices."""
+        """Return 0: there are no matrices."""
         return 0.0
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """None."""
+        """Return no scratch memory."""
         return Scratch()
 
 

@@ -25,7 +25,7 @@ from .matmul import Linear, MatMul
 from .rows import GatherOutputs, Quantize, RmsNorm
 
 OUTER_TYPE = WeightType("q4", 32)
-"""Of the thin matrix, in layout tile16."""
+"""Type of the thin matrix, in layout tile16."""
 _FLOATS = WeightType("f32", 0, "plain")
 
 

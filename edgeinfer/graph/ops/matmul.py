@@ -278,7 +278,7 @@ def row_type(stored: WeightType) -> RowType:
 
 
 def _parts(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read, ...]:
-    """So many of the parts of an FFN stored neuron by neuron, and the bias."""
+    """Return the reads of so many parts of an FFN stored neuron by neuron, and of the bias."""
     nbytes = types[op.weight.name].nbytes(op.weight.shape) // op.weight.shape[1] * parts
     return (Read(op.weight, nbytes, nbytes), *([Read.whole(op.bias, types)] if op.bias else []))
 

@@ -92,7 +92,7 @@ class StateRule(Op):
 
     @property
     def state_traffic(self) -> float:
-        """Both ways through all matrices."""
+        """Return the bytes of all matrices, read and written."""
         return 2.0 * abi.rule_stamps(self.heads, self.key_dim, self.value_dim)
 
     def reads(self, types: Types) -> tuple[()]:
@@ -158,7 +158,7 @@ class DeltaRuleRows(DeltaRule):
         return Scratch(abi.rule_scratch(self.key_dim, by_row=True))
 
     def faults(self, types: Types) -> Iterator[str]:
-        """There is a decay, and a bias for it, for each row of each head."""
+        """Check that each row of each head has a decay, and a bias for it."""
         yield from super().faults(types)
         yield from other_width("its gates end with column", sum(self.journaled[1]), self.gates)
         if self.dt_bias.shape != (self.heads * self.key_dim,):

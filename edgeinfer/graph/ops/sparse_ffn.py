@@ -26,7 +26,7 @@ from .rows import Quantize
 PREDICTORS = ("sign", "lowrank", "threshold")
 """Criteria for computing a neuron: the signs of its gate, a low-rank matmul, or the gate itself."""
 PREDICTOR_TYPE = WeightType("int8", 32)
-"""Of both matrices of a low-rank predictor, in layout tile16, as the kernels of matmuls read them."""
+"""Type of both matrices of a low-rank predictor, in layout tile16, as the kernels of matmuls read them."""
 _FLOATS = WeightType("f32", 0, "plain")
 
 

@@ -55,7 +55,7 @@ class SelectedAttention(Attention):
         return partial, tokens * self.heads * abi.score_row_bytes(sizes.splits), means
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """Those of attention, and scores of each position for each head of a decoded token."""
+        """Return the scratch of attention, and scores of each position for each head of a decoded token."""
         return Scratch(super().scratch(sizes).thread_bytes, sum(self.parts(sizes)))
 
     def faults(self, types: object) -> Iterator[str]:

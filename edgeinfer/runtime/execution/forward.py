@@ -52,7 +52,7 @@ class ModelRunner(Runner):
     graph: Graph
     plan: MemoryPlan
     config: RuntimeConfig
-    """Without open fields."""
+    """Settings of the run, completed."""
     kv: KVCache
     executor: Executor
     row_reader: RowReader | None = None

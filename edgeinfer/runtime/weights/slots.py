@@ -36,7 +36,7 @@ class Hits(NamedTuple):
     hits: int
     """Clusters, or experts, that were wanted and in the cache."""
     misses: int
-    """Those that had to be read."""
+    """Number of those that had to be read."""
 
 
 class Slots(Readers):

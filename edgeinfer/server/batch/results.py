@@ -21,7 +21,7 @@ from .rows import Row
 
 HEAD, MARK = b'{"id":"', "batch_req_"
 SYNC_SECONDS = 1.0
-"""Between two times that the system is told to write to the disk: as much is computed again after a power cut."""
+"""Interval at which the system is told to write to the disk: as much is computed again after a power cut."""
 SUCCESS = 200
 CONTINUE = "; the same command continues with the answers that it has"
 _BEGINNING = HEAD + MARK.encode()

@@ -14,7 +14,7 @@ from .mistral import Mistral
 
 FORMATS: tuple[type[AnswerFormat], ...] = (Harmony, Gemma, FunctionGemma, DeepSeek, Mistral, Glm, QwenCoder, Hermes,
                                            Llama)
-"""In the order in which they are tried: several have ``<tool_call>``."""
+"""Formats in the order in which they are tried: several have ``<tool_call>``."""
 
 
 class Plain(Hermes):

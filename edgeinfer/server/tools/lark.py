@@ -13,7 +13,7 @@ from .events import Tool
 from .schema import STRING, properties_of, required_of, resolved, types_of
 
 _WHITESPACE = r" |\n[ \t]{0,20}"
-"""Between the parts of JSON. Without a limit small models write nothing else."""
+"""White space between the parts of JSON. Without a limit small models write nothing else."""
 _ANY_TEXT = "/(?s:.*)/"
 
 

@@ -36,7 +36,7 @@ def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored:
     """Their codes are kept too, the router is floats, and plans know it, from the config alone too."""
     tensors = make_packed(tmp_path / "hf", form, **MOE)
     report = convert(tmp_path / "hf", tmp_path / "out")
-    assert report.anew == "" and (report.rounded == ()) == (stored != "f16")
+    assert report.requantised == "" and (report.rounded == ()) == (stored != "f16")
     types = {tensor.name: tensor.dtype for tensor in report.tensors}
     assert types["layers.0.qkv"] == types["layers.0.experts_gate_up"] == types["layers.1.experts_down"] == stored
     assert types["layers.0.router"] == "f32"
@@ -70,7 +70,7 @@ def test_experts_that_mlx_has_stacked(tmp_path: Path, quantised: bool) -> None:
         tensors[name] = (first[0], (1 + len(rest), *first[1]), b"".join(part[2] for part in (first, *rest)))
     write_raw(file, tensors)
     report = convert(tmp_path / "hf", tmp_path / "stacked")
-    assert report.anew == "" and (not quantised or report.rounded == ())
+    assert report.requantised == "" and (not quantised or report.rounded == ())
     with Bundle.open(tmp_path / "apart") as one, Bundle.open(tmp_path / "stacked") as other:
         assert {"layers.0.experts_gate_up", "layers.1.experts_down"} <= set(other.tensors)
         assert [(entry.name, entry.type, entry.sha256) for entry in one.header.tensors] == [
