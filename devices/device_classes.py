@@ -161,7 +161,7 @@ def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, exper
 
 
 def _fixed_ms(profile: DeviceProfile, table: Mapping[str, Any], experts: bool) -> float:
-    """Return the fixed time of a token, for 32 layers; what threads add is known of other programs' barriers alone."""
+    """Return the fixed time of a token, for 32 layers; that of threads is known only for other programs' barriers."""
     fixed = float(table["t0_ms"])
     if clock := profile.figures.get("clock_ghz"):
         fixed *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)

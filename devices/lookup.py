@@ -74,7 +74,7 @@ def no_device(text: str) -> UsageError:
 
 
 def _several(text: str) -> UsageError | None:
-    """Return the message for a name that counts devices; None if it does not, or what it counts is no device."""
+    """Return the message for a name that counts devices; None if it does not, or if it counts anything else."""
     if (single := _SEVERAL.sub(" ", text)) == text:
         return None
     if (one := _single(single)) is None:

@@ -26,7 +26,7 @@ LOCAL = "local"
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
-    """Return a profile: a known name, ``local`` (what the probe saved for this machine), or a TOML file.
+    """Return a profile: a known name, ``local`` (this machine, as the probe saved it), or a TOML file.
 
     Names are read as people type them: titles and aliases count, makers and cases do not matter, and a stated amount of
     memory is the profile's then.

@@ -4,7 +4,7 @@ import os as _os
 import os.path as _path
 import sys as _sys
 
-TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+TYPE_CHECKING = False  # mypy takes it for true; importing typing would take time
 if TYPE_CHECKING:
     from .cli.predictions import estimate, plan, recommend
     from .config import GenerationConfig

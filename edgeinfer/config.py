@@ -1,4 +1,4 @@
-"""Frozen request types: what a user asks for. Types of its consequences (a plan, a program) are elsewhere."""
+"""Frozen request types, which hold a user's settings. Types derived from them (a plan, a program) are elsewhere."""
 
 from __future__ import annotations
 

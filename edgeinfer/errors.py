@@ -15,7 +15,7 @@ _VALUES = re.compile(r"""(?<!\w)(['"])((?:(?!\1).)+)\1|[^\s'"]+""", re.DOTALL)
 
 
 def printable(text: str) -> str:
-    """Return a text of a stranger in which what a terminal would obey, or cannot show, is spelt out."""
+    """Return untrusted text with escapes for control characters and for characters that a terminal cannot show."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -92,7 +92,7 @@ class DestinationError(EdgeInferError):
 
 
 class BudgetError(EdgeInferError):
-    """The plan needs more memory than the budget allows; carries what can be printed about it.
+    """The plan needs more memory than the budget allows; carries the plan, for reports.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ def kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, wi
     strides = [layer.stride for layer in layers.values()]
     return Region("kv", nbytes + (pruned.nbytes if pruned else 0) + ALIGNED,
                   f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
-                  + (f"; {pruned.nbytes} bytes say what later layers lack of prompts" if pruned else ""))
+                  + (f"; {pruned.nbytes} bytes say which prompt tokens later layers lack" if pruned else ""))
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

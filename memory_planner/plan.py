@@ -118,7 +118,7 @@ class Request:
 
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
 """Kinds of regions: allocated up front and never freed; pages of a file, which the system may drop and read again;
-such pages locked into memory; reserved for what others allocate; in the memory of another device.
+such pages locked into memory; reserved for allocations of others; in the memory of another device.
 """
 RESIDENT, FLASH, EXPERTS, STREAMED = "resident", "sparse from flash", "experts from flash", "streamed"
 """Residency of the weights during a run (`MemoryPlan.mode`)."""

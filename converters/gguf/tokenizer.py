@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, converted to the files that a bundle holds.
 
-Which names and kinds there are, and what was compared with what, is in docs/reference/tokenizers.md.
+docs/reference/tokenizers.md lists the names and kinds, and the programs that each was compared with.
 """
 
 from __future__ import annotations

@@ -253,8 +253,7 @@ def _mlx(section: ConfigReader, given: Mapping[str, Any]) -> Scheme:
 
 
 def _mlx_numbers(section: ConfigReader) -> tuple[int, int, str]:
-    """Bits, group and mode; null stands for what the mode has by default (4 bits in groups of 64 where it is affine).
-    """
+    """Return bits, group and mode; null stands for the mode's default (4 bits in groups of 64 if it is affine)."""
     mode = section.get("mode") or "affine"
     if mode != "affine" and (not isinstance(mode, str) or mode not in MLX_MODES):
         raise _refused(section, "mode", mode)

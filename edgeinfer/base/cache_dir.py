@@ -19,8 +19,8 @@ class CacheEntry:
     """One thing in the cache."""
 
     kind: str
-    """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (which bundles' files
-    were compared with their checksums), quality (what approximations of a bundle were measured to cost), onnx (a
+    """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (bundles whose files
+    were compared with their checksums), quality (measured divergence of a bundle's approximations), onnx (a
     model lowered for onnxruntime) or calibration (statistics of a model's activations)."""
     name: str
     path: Path

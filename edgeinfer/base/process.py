@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ..errors import EdgeInferError, printable
 
-TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+TYPE_CHECKING = False  # mypy takes it for true; importing typing would take time
 if TYPE_CHECKING:
     from types import FrameType
 

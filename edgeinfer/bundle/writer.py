@@ -182,7 +182,7 @@ class BundleWriter(Destination):
         header = Header(self._config, self.quantisation, tuple(self._tensors), tuple(self._files.values()), end,
                         self._source, f"edgeinfer {__version__}")
         text = header_to_json(header)
-        header_from_json(text)  # this version reads what it writes
+        header_from_json(text)  # this version must be able to read its own header
         with open(self.folder / HEADER_FILE, "wb") as file:
             file.write(text)
             _sync(file)

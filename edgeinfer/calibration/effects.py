@@ -1,6 +1,6 @@
 """Effects of errors of single matrices on a model's predictions, by which bits are shared out between them.
 
-An error of rounding is close to noise in what a matrix gives, and the divergence that it causes is close to linear in
+A rounding error is close to noise in a matrix's output, and the divergence that it causes is close to linear in
 the noise's square (arXiv 2411.17525). So noise of a known share of the output's square is put there, for one matrix at
 a time, and the predictions of a short text are compared with the model's own: no weight is rounded, and no gradient is
 needed. With fables-5m-silu the effects are within 30 % of those of matrices rounded to 3.5 bits.
@@ -162,7 +162,7 @@ def _sizes(weights: Floats) -> Floats:
 
 def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated
                  ) -> Iterator[tuple[slice, Floats, Floats]]:
-    """Yield the rows of an input that share a matrix, the matrix, and what is added to its products."""
+    """Yield the rows of an input that share a matrix, the matrix, and the bias that is added to its products."""
     weights = _values(session, op)
     biases = np.zeros(len(weights), np.float32)
     if op.bias:

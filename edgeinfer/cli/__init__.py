@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 
-TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+TYPE_CHECKING = False  # mypy takes it for true; importing typing would take time
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn

@@ -78,7 +78,7 @@ class Taken(NamedTuple):
         return self.helper is not None and self.helper.facts.device != CPU
 
     def header(self, home: str) -> str:
-        """Return what the answer says of its arithmetic; empty where it is that of most replicas."""
+        """Return the answer's header about its arithmetic; empty where that is the arithmetic of most replicas."""
         parts = [self.place.facts.isa] if self.place.facts.identity.arithmetic != home else []
         if self.unlike and self.helper is not None:
             parts.append(f"{self.helper.facts.isa} (prompt)")

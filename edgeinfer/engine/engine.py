@@ -126,8 +126,8 @@ class Engine:
     def run(self, request: Request[Any]) -> None:
         """Run a request in this thread, its client's, as long as no other is there; otherwise `submit` it.
 
-        It then needs no wake-up of another thread, which takes longer than a forward pass of a small model. What signal
-        handlers raise, such as KeyboardInterrupt, may come at any line, and ends the request.
+        It then needs no wake-up of another thread, which takes longer than a forward pass of a small model. An
+        exception of a signal handler, such as KeyboardInterrupt, may come at any line, and ends the request.
         """
         self.check_outside()
         self.check_open()

@@ -52,7 +52,7 @@ def without_approximations(recipe: Recipe) -> Recipe:
 
 
 def approximates(step: Step) -> bool:
-    """Return whether a step of a recipe changes what a model predicts; raises `UsageError` for one that does not
+    """Return whether a step of a recipe changes a model's predictions; raises `UsageError` for one that does not
     exist."""
     _pass(step.name)
     own, settings = step.name.rpartition(".")[2], dict(step.settings)

@@ -23,8 +23,8 @@ class Shape:
     config: dict[str, Any]
     """Fields of its config.json; of a family that is not run, those of another whose layers have the same sizes."""
     family: str = ""
-    """The family (`model_type`) of one that edgeinfer does not run. What only that family has is left out: an index
-    of sparse attention, Gemma 3n's AltUp, the windows of Llama 4, biases; `parameters` are 1 % off at most."""
+    """The family (`model_type`) of a shape that edgeinfer does not run. Parts that only it has are left out: an
+    index of sparse attention, Gemma 3n's AltUp, the windows of Llama 4, biases; `parameters` are 1 % off at most."""
 
     @property
     def origin(self) -> str:

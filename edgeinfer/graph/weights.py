@@ -152,7 +152,7 @@ class Weight:
     """Shape as stored: (rows, cols) = (out_features, in_features), (n,) for a vector, (intermediate_size, 3,
     hidden_size) for an FFN; 2 instead of 3 where it has no gate."""
     kind: str
-    """``matrix`` (the layers' linear weights), ``experts`` (those of all experts), ``router`` (what chooses them, f32),
+    """``matrix`` (the layers' linear weights), ``experts`` (those of all experts), ``router`` (which scores them, f32),
     ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``, ``head``, ``rows`` (a table of which a token
     reads a row, which stays in the file), ``inputs`` (small matrices around it, stored as the embedding is) or
     ``vector`` (norms and biases, f32).

@@ -257,8 +257,8 @@ class LLM(Texts, Embeddings):
             from ..engine import Stream
 
             if not isinstance(request, Stream) or not request.belongs_to(self._engine):
-                raise RequestError(f"cancel was given {shown(request)}, which is not a stream of this model; give what "
-                                   "stream() or chat_stream() returned.")
+                raise RequestError(f"cancel was given {shown(request)}, which is not a stream of this model; pass the "
+                                   "result of stream() or chat_stream().")
             request.cancel()
             return
         for wish in tuple(self._preparing):

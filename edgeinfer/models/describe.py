@@ -131,7 +131,7 @@ def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | No
 
 
 def _file_in_words(meant: Spoken) -> str:
-    """Return what a shape is described as: the file type, what it stands for, and what holds such weights."""
+    """Describe a file type in words: its name, its meaning, and the storage type that holds such weights."""
     kind = f"a {meant.file_type} file"
     if meant.stated and meant.stated.replace("-", "_") != meant.file_type:
         kind += f" (for {meant.stated})"

@@ -27,8 +27,8 @@ OLLAMA, HUB_FILE = "ollama:", "hf:"
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
 """The command that lists the built-in shapes, and how many names a message has."""
 RUNNABLE = ("Give a GGUF file, the directory of a checkpoint or bundle, ollama:NAME, an id on the hub such as "
-            f"owner/name, or a known name such as {DEMO} or {next(iter(KNOWN_NAMES))}; 'edgeinfer models' lists what "
-            "is on this machine.")
+            f"owner/name, or a known name such as {DEMO} or {next(iter(KNOWN_NAMES))}; 'edgeinfer models' lists "
+            "those on this machine.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 

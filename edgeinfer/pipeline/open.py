@@ -113,7 +113,7 @@ def configs_of(bundle: Bundle, config: RuntimeConfig, split: Split, places: Item
                ) -> list[tuple[RuntimeConfig, int]]:
     """Return the settings of each stage, and the bytes of its plan: one KV pool, and of a machine's memory its part.
 
-    The rest, or the deficit, is shared out: then each stage's plan says what would fit.
+    The rest, or the deficit, is shared out: each stage's plan then lists alternatives that fit.
     """
     check_stage_config(replace(config, fill_budget=False))
     config = resolve(config, bundle.config)

@@ -73,7 +73,7 @@ def elements_and_scales(rows: NDArray[np.float32], kv: KvType) -> tuple[NDArray[
 
 
 def largest_value(kv: KvType) -> float:
-    """Return the largest magnitude that a row can have: what its elements hold, or its scale times the largest code."""
+    """Return the largest magnitude that a row can have: that of its elements, or of its scale times its codes."""
     highest = kv.highest if kv.scaled else 1
     return highest * float(np.finfo("<f2" if kv.scaled else element_type(kv)).max)
 

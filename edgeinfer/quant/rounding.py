@@ -175,7 +175,8 @@ def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: Fe
 
 def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int8], fit: Fit, grid: Grid,
                   matrix: Floats | None) -> None:
-    """Codes of a group, column by column if what one leaves goes to the next; `left` is w less its rounding."""
+    """Compute the codes of a group, column by column if the error of one is carried to the next; `left` is w less its
+    rounding."""
     unit = inverse(fit.scale)
     minimum = fit.minimum if fit.minimum is not None else np.float32(0)
     if matrix is None:

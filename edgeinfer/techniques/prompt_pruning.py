@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 OFF = "off"
 STAGES_SEARCHED = 3
 """Boundaries of a schedule that is searched, if none are given."""
-FIELDS = "`schedule`, `tokens` in each stage of layers, `share` of the tokens' layers that is computed, what is " \
-    "`assumed` of its time, and `said`, the same for people"
+FIELDS = "`schedule`, `tokens` in each stage of layers, `share` of the tokens' layers that is computed, `assumed`, " \
+    "the assumption about its time, and `said`, the same in words"
 
 
 def _checked(value: Any) -> Schedule | str:

@@ -28,9 +28,9 @@ def without_leading_space(tokenizer: Any) -> Continuing | None:
     """Return a ``tokenizers.Tokenizer`` that adds no space before a text; None if the given one adds none.
 
     The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
-    space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of
-    them. After these the normalised text continues; after others, and wherever a pre-tokenizer puts the space, a text
-    starts over.
+    space before the added tokens, too, that are looked for in normalised text, so the new one looks for their
+    normalised form. After these the normalised text continues; after others, and wherever a pre-tokenizer puts the
+    space, a text starts over.
     """
     normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
     changed = _unprefixed(normalizer), _unprefixed(splitter)

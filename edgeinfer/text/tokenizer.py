@@ -139,7 +139,7 @@ class Tokenizer:
         """Return the largest number of bytes of text in one token: a longer text has more than one.
 
         A normaliser may make text shorter: composing (NFC) to a third, compatibility forms (NFKC) to a quarter, which
-        is what is assumed of all. One that drops text altogether is not believed beyond that.
+        is assumed of all. Normalisers that drop text altogether are not trusted beyond that.
         """
         if self._longest is None:
             self._longest = max((len(self._bytes(token_id)) for token_id in range(self.vocab_size)), default=1)

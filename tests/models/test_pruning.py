@@ -206,7 +206,7 @@ def test_a_plan_names_aux_cache_flags_and_scratch(model: Path) -> None:
     regions = {region["name"]: region for region in done.json["regions"]}
     reason = regions["aux"]["reason"]
     assert "512 prompt tokens" in reason and "to choose which tokens continue" in reason
-    assert "bytes say what later layers lack of prompts" in regions["kv"]["reason"]
+    assert "bytes say which prompt tokens later layers lack" in regions["kv"]["reason"]
 
 
 def test_a_calibration_finds_the_most_pruned_of_those_that_diverge_little() -> None:

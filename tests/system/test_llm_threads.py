@@ -138,7 +138,7 @@ def test_cancel_of_one_stream_leaves_the_others_alone(shared: LLM) -> None:
         assert all_free(shared)
         with LLM("demo", ctx=256, threads=1) as other:
             for wrong in ("x", other.stream("Once")):
-                with pytest.raises(RequestError, match=r"which is not a stream of this model; give what stream\(\)"):
+                with pytest.raises(RequestError, match=r"is not a stream of this model; pass the result of stream\(\)"):
                     shared.cancel(wrong)  # type: ignore[arg-type]
 
 

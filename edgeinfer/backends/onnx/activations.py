@@ -10,7 +10,7 @@ from .flavour import Heads, kv_layers, layers_read
 def row_values(config: ModelConfig) -> int:
     """Return the values of a token that are in memory at one time.
 
-    In an MoE layer all experts have theirs: gates, what they multiply, and their products with the weights.
+    In an MoE layer all experts have theirs: gates, ups, and their products with the weights.
     """
     heads = [Heads(config.num_attention_heads, config.kv_count(i), config.head_size(i))
              for i in range(config.num_hidden_layers)]

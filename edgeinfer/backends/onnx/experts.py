@@ -1,6 +1,6 @@
 """Lowering of mixtures of experts to ONNX: matmuls with the matrices of all experts, weighted by the router.
 
-Experts that a token does not go through have the weight 0. Their matrices are one above the other for what goes in and
+Experts that a token does not go through have the weight 0. Their matrices are stacked for inputs and
 side by side for outputs, so that a layer has three matmuls, however many experts there are; they read all
 experts for every token.
 """

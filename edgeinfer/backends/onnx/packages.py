@@ -1,7 +1,7 @@
 """The packages onnx and onnxruntime, which come with extras: whether they are there, new enough, and which wheel it is.
 
-All builds of onnxruntime own the same folder; pip installs several without a word, and whichever was written last is
-what runs.
+All builds of onnxruntime own the same folder; pip installs several without a warning, and the one that was written last
+runs.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Slabs:
 
     def bind_read(self, binding: Any, block: int, first: int, end: int, head: int, numbers: Items[int]
                   ) -> dict[int, NDArray[Any]]:
-        """Bind rows of a block as what is copied to the memory of this process.
+        """Bind rows of a block as the source of a copy to the memory of this process.
 
         The copying model has inputs for all slabs, so the others are bound without rows.
 

@@ -48,8 +48,8 @@ class Step:
     inputs : mapping of str to array
         All inputs but those of the KV cache, with the sizes of every step.
     outputs : mapping of str to onnxruntime.OrtValue
-        Destination of the outputs that `step_outputs` names, with a row for each of `output_rows`: what was read of one
-        step, another may overwrite.
+        Destination of the outputs that `step_outputs` names, with a row for each of `output_rows`: once read, the
+        next step may overwrite them.
     graph : int
         A number of its own, from 1 on.
     """

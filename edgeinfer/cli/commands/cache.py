@@ -15,9 +15,9 @@ from ..output import confirm, print_json, table
 JSON_FIELDS = {
     "cache list": {
         "directory": "the cache",
-        "bundles": "converted checkpoints: `name`, `path`, `bytes`, `source` (what each was made of)",
+        "bundles": "converted checkpoints: `name`, `path`, `bytes`, `source` (the checkpoint or file of each)",
         "kernels": "sets of compiled kernels, likewise",
-        "checks": "which bundles' files passed the check on opening, likewise",
+        "checks": "bundles whose files passed the check on opening, likewise",
         "quality": "measured divergences of approximations of a bundle, likewise",
         "onnx": "models that were lowered for onnxruntime, likewise",
         "calibration": "statistics of activations over a text, likewise",

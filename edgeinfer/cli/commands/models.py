@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 JSON_FIELDS = {
     "models": {
-        "models": "per model `name` (what `run` takes), `path`, `format` (bundle, checkpoint, gguf; empty for what is "
-        "none of them, such as a download that is not complete), `runs`, `reason` (why not, as `run` says it), "
+        "models": "per model `name` (for `run`), `path`, `format` (bundle, checkpoint, gguf; empty for anything else, "
+        "such as an incomplete download), `runs`, `reason` (why not, in the words of `run`), "
         "`remedy` (an option with which it runs nevertheless), `bytes`, `fits` (whether the plan of a run with default "
         "settings is within `budget_bytes`; null without a plan), `planned_bytes`, "
         "`mode` (resident, or how its weights are read from storage), `store` (edgeinfer, ollama, "
         "lmstudio, llama.cpp, hub; folder for one that was given), `kind` (model, or the kind of another file), "
-        "`holds` (types of its weights), `source` (what a bundle was made of)",
+        "`holds` (types of its weights), `source` (the checkpoint or file of a bundle)",
         "budget_bytes": "memory that this system can give now",
     },
 }

@@ -37,15 +37,15 @@ JSON_FIELDS = {
         "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
         "kv_bytes": "keys and values of the whole context, with their scales, as far as windows let layers keep them",
         "windows": windows.FIELD,
-        "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are, "
-        "`crossover_depth`, from where on that is faster, or null where it is not up to `longest_depth`, and what is "
-        "`assumed` of scores",
+        "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are "
+        "selected; `crossover_depth`, the depth from which that is faster, or null where it is not up to "
+        "`longest_depth`; `assumed`, the assumption about scores",
         "pure": "figures without scales: `weight_bytes` (4 bits a weight), `kv_bytes` (a byte each), `parameters`",
         "bits_per_weight": "stored bits with scales, over all weights",
         "terms_ms": "milliseconds of one token, and of the prompt, by cause",
         "basis": "'this machine, calibrated', 'class NAME' or 'unknown'; `error` and `error_source` of the band",
-        "file_types": "of a GGUF file or a quantised checkpoint: bytes by type, else null; `file_note` says what the "
-        "figures mean",
+        "file_types": "of a GGUF file or a quantised checkpoint: bytes by type, else null; `file_note` explains "
+        "the figures",
         "fits": "as in `plan`: whether a run fits the device's memory, `memory_bytes`, of which the system keeps a "
         "part, and of which the run may take `budget_bytes` (`limited`, if --budget set it), on cards `device_bytes`, "
         "with weights read from storage where `run` does so automatically, as `mode` "

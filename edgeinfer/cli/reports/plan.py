@@ -33,7 +33,7 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "threads": "worker threads",
         "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
-        "`device_budget_bytes` (what is free of a GPU, or a card's memory, null without one), `device_budget_source` "
+        "`device_budget_bytes` (a GPU's free memory, or a card's memory, null without one), `device_budget_source` "
         "and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",

@@ -66,8 +66,8 @@ class Predictor:
 
     @property
     def teaches(self) -> bool:
-        """True if the profile learns from runs: not if FFNs go by neuron, V is chosen, or prompts are pruned, for
-        what is then read and computed is an assumption; nor from those on a GPU."""
+        """True if the profile learns from runs: not if FFNs skip neurons, rows of V are selected or prompts are pruned,
+        because bytes and operations are then assumptions; nor from runs on a GPU."""
         return not (self.on_gpu or self.techniques or self.traffic.neuron_layers or self.traffic.value_bytes)
 
     @property

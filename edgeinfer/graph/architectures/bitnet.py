@@ -30,7 +30,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
-    """One pre-norm block: what o and down multiply is normed too."""
+    """One pre-norm block; the inputs of o and down are normed too."""
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     mlp = hf + "mlp."
     x = attend(g, c, x, i, out_norm=hf + "self_attn.attn_sub_norm.weight")

@@ -165,8 +165,8 @@ def _layer_inputs(g: GraphBuilder, c: ModelConfig, x: Tensor) -> Tensor:
     """Return the per-layer inputs of a token: its own row plus norm(x W^T), part by part.
 
     The model multiplies the row by sqrt(width), x W^T by 1 / sqrt(hidden_size) and the sum by 1 / sqrt(2). Here the row
-    is as it is stored: the norm's weight is divided by the first, its eps by the square of the second; what the layers
-    make of the sum is normed, with an eps that accounts for the rest.
+    is as it is stored: the norm's weight is divided by the first, its eps by the square of the second; the layers
+    norm the sum, with an eps that accounts for the rest.
     """
     layers, width = c.num_hidden_layers, c.layer_input
     rows = g.token_rows("layer_rows", "model.embed_tokens_per_layer.weight", c.layer_input_vocab, layers * width)
@@ -203,8 +203,8 @@ def _ffn(g: GraphBuilder, x: Tensor, hf: str, name: str) -> Tensor:
 def _moe(g: GraphBuilder, c: ModelConfig, x: Tensor, hf: str, name: str) -> Tensor:
     """norm(FFN) + norm(experts), each of x by a norm of its own; the router's is scaled by 1 / sqrt(hidden_size).
 
-    The router comes first: the FFN is computed while experts are read. What the model multiplies each expert's weights
-    by stays an operand: matrices are not scaled, so that codes of a file can be kept.
+    The router comes first: the FFN is computed while experts are read. The model's factor for each expert's
+    weights stays an operand: matrices are not scaled, so that codes of a file can be kept.
     """
     scale = Source(hf + "router.scale", (c.hidden_size,)).scaled(c.hidden_size**-0.5)
     routes = g.route(g.rms_norm(x, name + "router_norm", scale), name, hf + "mlp.",

@@ -52,7 +52,7 @@ def read(c: ConfigReader) -> ModelConfig:
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.unsupported("moe_layer_freq", c.get("moe_layer_freq"), "only 1 is supported")
     c.get("use_grouped_topk")  # which one group leaves as it is
-    c.get("head_dim")  # not of these heads: hidden_size by their number, or what would turn of them
+    c.get("head_dim")  # not the size of these heads: hidden_size by their number, or their rotated part
     c = _with_layers(c)
     layers = c.integer("num_hidden_layers", high=2**12)
     kinds = read_kinds(c, KINDS, [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)])

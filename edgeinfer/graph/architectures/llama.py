@@ -39,7 +39,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = F
            out_norm: str = "") -> Tensor:
     """The first half of a block; norms of queries and keys are those of each head, or wide: of all heads as one.
 
-    `out_norm` names one of what all heads give.
+    `out_norm` names a norm of the output of all heads.
     """
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     attn = hf + "self_attn."

@@ -150,8 +150,8 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
             norm: str | Source = "") -> Tensor:
         """residual + (act(x gate^T) * (x up^T)) down^T; `modules` are gate, up and down in a checkpoint.
 
-        Instead of modules there may be sources of their weights, and of biases; `norm` names an RMS norm of what down
-        multiplies. As matrices, or neuron by neuron where the weights are stored so.
+        Instead of modules there may be sources of their weights, and of biases; `norm` names an RMS norm of the
+        input of down. The FFN runs as matrices, or neuron by neuron where the weights are stored so.
         """
         c = self.config
         gate, up, down = (module if isinstance(module, Source) else module + ".weight" for module in modules)

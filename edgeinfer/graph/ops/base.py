@@ -35,7 +35,7 @@ class Op:
     """The input whose memory the output takes (residual sums, rotary embedding); empty for an output of its own."""
 
     given: ClassVar[bool] = False
-    """True if what it stands for is made outside of the program, so that there is nothing to run."""
+    """True if its output is computed outside of the program, so that there is nothing to run."""
     quantises: ClassVar[bool] = False
     """True if its kernels can write quantised rows."""
 

@@ -18,8 +18,8 @@ from .costs import Scratch, Sizes
 class CausalConv(RowOp):
     """Causal depthwise convolution over the last `width` tokens of each sequence, then SiLU or nothing.
 
-    Its input is `channels` columns of x from `start` on, times those from `gate_in` on where that is given; what it
-    gives is multiplied by those from `gate_out` on. The first `normed` heads of `head_dim` channels are divided by
+    Its input is `channels` columns of x from `start` on, times those from `gate_in` on where that is given; its
+    output is multiplied by those from `gate_out` on. The first `normed` heads of `head_dim` channels are divided by
     their length (delta rule), and the first half of these, which are queries, by sqrt(head_dim).
     """
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_checked(executor: Executor, first: int, stop: int, cancel: Cancellation | None) -> None:
-    """Run the instructions first .. stop - 1 on this thread; each runs after its reference has computed what memory
-    must hold.
+    """Run the instructions first .. stop - 1 on this thread, each after its reference has computed the expected memory.
 
     Raises `KernelError`, naming the first instruction that disagrees, with the largest deviation.
     """

@@ -123,7 +123,7 @@ class KVCache(BlockTables):
             self.states.truncate(sequence, 0)
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n, if what they see is there."""
+        """Drop all tokens but the first n, if the rows that these attend to are still there."""
         self.check_own(sequence)
         if self.recent:
             self.recent.check(sequence, n_tokens)
