@@ -8,6 +8,7 @@ of the whole is close to the sum of these costs (arXiv 2411.17525), so the choic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from math import prod
@@ -15,8 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from edgeinfer.base.dataclass import dataclass
+from edgeinfer.base.process import usable_cores
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
@@ -167,14 +170,25 @@ def _measured(reading: WeightReader, weight: Weight, types: Sequence[WeightType]
     for share, own, rows in _sample(reading, weight, statistics):
         squares = float(np.einsum("rc,rc->", rows, rows))
         output, norm = output + share * (own.error_of(rows) if own else squares), norm + share * squares
-        rows, own = reading.outliers.rounded(weight, rows, own)
-        for i, stored in enumerate(types):
-            if not moved[i]:
-                found = rounding.quantise_matrix(rows, stored, weight.name, own).errors
-                errors[i] += share * np.array([found.output_error if own else found.squared_error, found.squared_error])
+        rounded, inputs = reading.outliers.rounded(weight, rows, own)
+        if inputs:
+            _ = inputs.feedback  # computed once, for all types
+        some = [i for i in range(len(types)) if not moved[i]]
+        for i, found in zip(some, _errors([types[i] for i in some], rounded, weight.name, inputs), strict=True):
+            errors[i] += share * np.array([found.output_error if own else found.squared_error, found.squared_error])
     for stored, (of_it, of_weights) in zip(types, errors, strict=True):
         cost = of_output * of_it / max(output, 1e-30) + of_rows * of_weights / max(norm, 1e-30)
         yield Option(stored, stored.nbytes(weight.shape), float(cost))
+
+
+def _errors(types: Sequence[WeightType], rows: Block, name: str, inputs: InputStatistics | None
+            ) -> list[rounding.RoundingErrors]:
+    """Round rows to types, one in each thread."""
+    def error(stored: WeightType) -> rounding.RoundingErrors:
+        return rounding.quantise_matrix(rows, stored, name, inputs, threads=1, plain=False).errors
+
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(error, types))
 
 
 def _effects(weight: Weight, calibration: Calibration | None) -> tuple[float, float]:

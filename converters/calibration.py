@@ -115,10 +115,10 @@ def is_free(checkpoint: Checkpoint, graph: Graph, weight: Weight) -> bool:
 
 
 def rounded(read: Callable[[int, int], NDArray[np.float32]], weight: Weight, stored: WeightType, name: str,
-            statistics: Statistics, sums: list[quantise.ErrorSums], remarks: list[str]) -> Iterator[NDArray[np.uint8]]:
+            statistics: Statistics, sums: list[quantise.ErrorSums], nearest: list[str]) -> Iterator[NDArray[np.uint8]]:
     """Yield the stored bytes of a weight, rounded by the statistics of its input, piece by piece.
 
-    `read` gives stored rows start to stop as float32.
+    `read` gives stored rows start to stop as float32; `nearest` gets the name where GPTQ was not possible.
     """
     pieces, cols = len(statistics) if statistics else 1, prod(weight.shape[1:])
     rows = weight.shape[0] // pieces
@@ -129,7 +129,7 @@ def rounded(read: Callable[[int, int], NDArray[np.float32]], weight: Weight, sto
             block = read(start, min(start + step, (piece + 1) * rows))
             found = rounding.quantise_matrix(np.ascontiguousarray(block), stored, name, own)
             sums.append(found.errors)
-            remarks += [found.remark] if found.remark else []
+            nearest += [name] if found.nearest else []
             yield _packed(found, stored)
 
 

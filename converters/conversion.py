@@ -34,7 +34,7 @@ from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
 from .packing import WeightReader, apart, stored_bytes, with_levels
 from .quantized.checkpoint import PackedCheckpoint
-from .report import ConversionReport, TensorReport
+from .report import ConversionReport, TensorReport, not_definite
 from .scaling import find_scaling
 
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
@@ -153,7 +153,7 @@ def convert(
             tensors = _write_weights(writer, reading, graph, drafts, found)
             if found or mixed:
                 writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))
-            remarks += [*(found.remarks if found else ()), *(remark for one in tensors for remark in one.remarks)]
+            remarks += [*(found.remarks if found else ()), *not_definite(tensors)]
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks), mixed,

@@ -77,7 +77,7 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
 
     `statistics_of` gives the statistics of a matrix's input by which it is rounded, if it is.
     """
-    checkpoint, sums, remarks = reading.checkpoint, list[quantise.ErrorSums](), list[str]()
+    checkpoint, sums, nearest = reading.checkpoint, list[quantise.ErrorSums](), list[str]()
     moved = reading.outliers.stored(weight)
     if moved is None and weight.kind != "outliers":
         moved = checkpoint.moved(weight, stored, reading.count, sums)
@@ -89,11 +89,11 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
         return TensorReport(weight.name, stored.dtype, stored.nbytes(weight.shape), errors,
                             checkpoint.file_types(weight), not errors.squared_error, moved is not None,
                             sum(part.output_error for part in own), sum(part.output_error_plain for part in own),
-                            bool(own), tuple(dict.fromkeys(remarks)),
+                            bool(own), nearest[0] if nearest else "",
                             0 if weight.kind in ("vector", "router", "outliers") else parameters(weight),
                             weight.kind not in ("vector", "router"))
 
-    return moved or _packed(reading, weight, stored, sums, statistics, remarks), report
+    return moved or _packed(reading, weight, stored, sums, statistics, nearest), report
 
 
 def apart(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf) -> tuple[Calibration, Graph]:
@@ -121,12 +121,12 @@ def with_levels(reading: WeightReader, weight: Weight, stored: WeightType) -> We
 
 def _packed(
     reading: WeightReader, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums], statistics: Statistics,
-    remarks: list[str]
+    nearest: list[str]
 ) -> Iterator[NDArray[np.uint8]]:
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
     name = ", ".join(dict.fromkeys(reading.checkpoint.stored(source.name) for source in weight.sources))
     if stored.quantised and stored.layout == "tile16" and (statistics or not stored.storage.simple):
-        yield from rounded(partial(reading.stored_rows, weight), weight, stored, name, statistics, sums, remarks)
+        yield from rounded(partial(reading.stored_rows, weight), weight, stored, name, statistics, sums, nearest)
         return
     if stored.layout == "neuron":
         for parts in reading.parts(weight):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from edgeinfer.base.dataclass import dataclass
@@ -38,8 +38,8 @@ class TensorReport:
     """The same had each weight been rounded to its nearest level."""
     calibrated: bool = False
     """True if it was rounded by the statistics of its input."""
-    remarks: tuple[str, ...] = ()
-    """Sentences on how it was rounded."""
+    nearest: str = ""
+    """Its name in the checkpoint if GPTQ was requested and not possible."""
     weights: int = 0
     """Number of weights without padding; 0 for anything but a matrix, and for outlier columns stored in another one."""
     matrix: bool = False
@@ -155,6 +155,17 @@ class ConversionReport:
         """Share of the squared error of max-based scales that the search has removed, over all quantised tensors."""
         sums = sum((t.errors for t in self.tensors if TYPES[t.dtype].quantised), quantise.ErrorSums())
         return sums.gain
+
+
+def not_definite(tensors: Iterable[TensorReport]) -> list[str]:
+    """Return a sentence on the matrices whose codes are the nearest ones although GPTQ was requested, if there are
+    any."""
+    names = [one.nearest for one in tensors if one.nearest]
+    if not names:
+        return []
+    others = f" and of {len(names) - 1} other matrices" if len(names) > 1 else ""
+    return [f"The second moments of the inputs of {names[0]}{others} are not positive definite, so codes there are the "
+            "nearest ones."]
 
 
 def mean_bits(tensors: Sequence[TensorReport]) -> float:

@@ -27,7 +27,7 @@ from .hooks import View
 from .inputs import UNROUNDED
 
 Floats = NDArray[np.float32]
-TOKENS = 512
+TOKENS = 256
 """Most tokens that are run for each matrix."""
 SHARE = 0.01
 """Square of the noise over that of the output."""

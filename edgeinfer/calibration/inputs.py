@@ -48,11 +48,8 @@ class MatrixInput(NamedTuple):
     pieces: int
     """Experts or heads, each of which multiplies rows of its own."""
     width: int
-
-    @property
-    def whole(self) -> bool:
-        """True if it gets a covariance."""
-        return self.width <= WIDEST
+    whole: bool = True
+    """True if it gets a covariance."""
 
     @property
     def batch(self) -> int:
@@ -65,8 +62,9 @@ class MatrixInput(NamedTuple):
         return (self.pieces + (self.pieces > 1)) * Sums.nbytes(self.width, self.whole, self.batch)
 
 
-def matrix_inputs(graph: Graph) -> list[MatrixInput]:
-    """Return the inputs of a graph's matrices in the order in which they are computed, each once."""
+def matrix_inputs(graph: Graph, covariances: bool = True) -> list[MatrixInput]:
+    """Return the inputs of a graph's matrices in the order in which they are computed, each once; none gets a
+    covariance without `covariances`."""
     found: dict[tuple[str, int], MatrixInput] = {}
     for op in graph.ops:
         if not isinstance(op, MatMul) or op.weight.kind in UNROUNDED:
@@ -74,23 +72,24 @@ def matrix_inputs(graph: Graph) -> list[MatrixInput]:
         pieces = op.experts if isinstance(op, ExpertsGated | ExpertsDown) else \
             op.heads if isinstance(op, HeadLinear) else 1
         key = op.x.name, pieces
-        one = found.get(key) or MatrixInput((), op, pieces, op.weight.shape[-1])
+        one = found.get(key) or MatrixInput((), op, pieces, op.weight.shape[-1],
+                                              covariances and op.weight.shape[-1] <= WIDEST)
         found[key] = one._replace(weights=(*one.weights, op.weight.name))
     return list(found.values())
 
 
-def stored_bytes(graph: Graph) -> int:
+def stored_bytes(graph: Graph, covariances: bool = True) -> int:
     """Return about how many bytes the statistics of a graph's inputs take on the disk."""
     return sum(one.pieces * (8 * one.width + (2 * one.width * (one.width + BLOCK) if one.whole else 0))
-               for one in matrix_inputs(graph))
+               for one in matrix_inputs(graph, covariances))
 
 
 OnInput = Callable[[MatrixInput, Sequence[InputStatistics]], None]
 """Gets the statistics of an input, one of each of its pieces, as soon as they are complete."""
 
 
-def capture_inputs(session: Session, ids: Sequence[int], on_input: OnInput, *, limit: int = MEMORY_BYTES,
-                   progress: OnStageProgress | None = None) -> None:
+def capture_inputs(session: Session, ids: Sequence[int], on_input: OnInput, *, covariances: bool = True,
+                   limit: int = MEMORY_BYTES, progress: OnStageProgress | None = None) -> None:
     """Take the statistics of all matrices' inputs over a text, in windows without memory of the one before.
 
     Parameters
@@ -99,6 +98,7 @@ def capture_inputs(session: Session, ids: Sequence[int], on_input: OnInput, *, l
         With weights in floats, and logits for as many tokens as a forward pass has (`open_plain`).
     ids : the text's tokens
     on_input : called once for each input
+    covariances : whether products of columns are summed too, which takes about as long as the model's run
     limit : most bytes that are held at a time
     progress : called with (done, total, item) in tokens times groups of layers
 
@@ -111,7 +111,7 @@ def capture_inputs(session: Session, ids: Sequence[int], on_input: OnInput, *, l
         raise RequestError("The text has no token to take statistics of.")
     run = _Run(session, ids)
     kept = 4 * len(ids) * session.model.hidden_size
-    groups = list(in_groups(matrix_inputs(session.graph), lambda one: one.nbytes, max(limit - kept, 0)))
+    groups = list(in_groups(matrix_inputs(session.graph, covariances), lambda one: one.nbytes, max(limit - kept, 0)))
     starts = [run.start(group[0]) for group in groups]
     total, done = len(groups) * len(ids), 0
     for group, start, following in zip(groups, starts, [*starts[1:], None], strict=True):

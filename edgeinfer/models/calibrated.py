@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 
 GPTQ, IMPORTANCE = "gptq", "importance"
 """Methods: by covariances, and by mean squares alone."""
-TOKENS = 16384
-"""Most tokens of a text that are run, in windows spread over it."""
+TOKENS = {GPTQ: 16384, IMPORTANCE: 4096}
+"""Most tokens of a text that are run, in windows spread over it, by method: a mean of squares needs fewer than a
+covariance."""
 MIN_TOKENS = 2048
 """Below which a text says too little of any matrix."""
 WINDOW = 512
 READ_BYTES = 4 << 20
 """Bytes of a long text that are read."""
+MIN_KINDS = 32
+"""Different tokens below which a text repeats itself, and says nothing of other inputs."""
 MAX_LOST = 0.2
 """Largest share of a text's characters that its tokens may fail to reproduce."""
 LOGITS_BYTES = 64 << 20
@@ -60,7 +63,7 @@ class CalibrationText:
     """Changes that were made in reading it."""
 
 
-def calibration_text(source: Path, path: Path, tokens: int = TOKENS) -> CalibrationText:
+def calibration_text(source: Path, path: Path, tokens: int = TOKENS[GPTQ]) -> CalibrationText:
     """Read a text for a checkpoint: of a long one windows that are spread over it.
 
     Raises
@@ -93,7 +96,7 @@ def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> S
     stream = token_stream(tokenizer, text, name=name)
     if len(stream.ids) < MIN_TOKENS:
         raise RequestError(f"The text {name} has {len(stream.ids)} tokens, too few to calibrate with; give "
-                           f"{MIN_TOKENS} at least, and better {TOKENS}.")
+                           f"{MIN_TOKENS} at least, and better {TOKENS[GPTQ]}.")
     sample = text[:READ_BYTES >> 6]
     missing = Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))
     lost = {char: n for char, n in missing.items() if not char.isspace()}
@@ -102,6 +105,9 @@ def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> S
         raise RequestError(f"The model's tokenizer does not know {share:.0%} of the characters of {name}, such as "
                            f"{max(lost, key=lambda char: lost[char])!r}; give a text in a language of the model.")
     ids = _spread(stream.ids, tokens)
+    if (kinds := len(set(ids))) < MIN_KINDS:
+        raise RequestError(f"The text {name} repeats {kinds} tokens, and says nothing of others; give a text of "
+                           f"{MIN_KINDS} different ones at least.")
     return Stream(tuple(ids), (True,) * len(ids), stream.text_bytes, name)
 
 
@@ -135,9 +141,10 @@ def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GP
     With `effects` it also has those of the errors of each matrix, by which bits are shared out.
     """
     def calibration(checkpoint: Checkpoint) -> converters.Calibration:
-        kept = kept_statistics(source, stream, progress, effects)
+        whole = method == GPTQ
+        kept = kept_statistics(source, stream, progress, effects, covariances=whole)
         found = converters.Calibration(method, stream.name, stream.sha256(), len(stream.ids),
-                                       partial(_of_weight, kept, whole=method == GPTQ), tuple(_remarks(kept)))
+                                       partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole)))
         return replace(found, effects=kept.effects) if effects else found
 
     return calibration
@@ -151,34 +158,43 @@ def _of_weight(kept: KeptStatistics, weight: Weight, whole: bool) -> Sequence[In
     return found if whole or found is None else [replace(one, covariance=None) for one in found]
 
 
-def _remarks(kept: KeptStatistics) -> Iterator[str]:
-    """Say which experts saw few tokens."""
-    few = most = 0
+def _remarks(kept: KeptStatistics, whole: bool) -> Iterator[str]:
+    """Say which matrices saw few tokens."""
+    few, widest, seen = 0, 0, 0
     for name in kept.names:
-        if (pieces := kept.of(name)) is None or len(pieces) == 1:
+        if (pieces := kept.of(name)) is None:
             continue
-        few += sum(tokens < pieces.width for tokens in pieces.tokens)
-        most = max(most, len(pieces))
+        if len(pieces) > 1:
+            few += sum(tokens < pieces.width for tokens in pieces.tokens)
+        elif pieces.tokens[0] < pieces.width and whole:
+            widest, seen = max(widest, pieces.width), pieces.tokens[0]
+    if widest:
+        yield (f"The text has {seen} tokens, fewer than the {widest} columns of the widest matrix; {widest} or more "
+               "make its rounding better.")
     if few:
         yield (f"{few} matrices of experts saw fewer tokens than they have columns, and are rounded by the inputs of "
                "all experts of their layer too; a longer text says more of them.")
 
 
-def kept_statistics(source: Path, stream: Stream, progress: OnProgress, effects: bool = False) -> KeptStatistics:
-    """Return the statistics of a text's run from the cache; run it if they are not there, or `effects` are not."""
+def kept_statistics(source: Path, stream: Stream, progress: OnProgress, effects: bool = False,
+                    covariances: bool = True) -> KeptStatistics:
+    """Return the statistics of a text's run from the cache; run it if they are not there, or `effects` are not.
+
+    Those without covariances have a directory of their own, and are not taken again where there are some with.
+    """
     from ..calibration.kept import KeptStatistics, StatisticsWriter
 
     path = cache_root() / "calibration" / f"{stamped_name(source)}-{stream.sha256()[:16]}"
-    try:
-        kept: KeptStatistics | None = KeptStatistics(path)
-    except BundleError:
-        kept = None
+    kept = _found(path)
+    if kept is None and not covariances:
+        path = path.with_name(f"{path.name}-squares")
+        kept = _found(path)
     if kept and not (effects and kept.effects is None):
         return kept
     with in_floats(source, progress) as bundle, _opened(bundle, progress) as session:
         if kept is None:
             with StatisticsWriter(path) as writer:
-                _capture(session, stream, writer, progress)
+                _capture(session, stream, writer, progress, covariances)
         kept = KeptStatistics(path)
         if effects:
             from ..calibration.effects import measure_effects
@@ -186,6 +202,15 @@ def kept_statistics(source: Path, stream: Stream, progress: OnProgress, effects:
             kept.keep_effects(measure_effects(session, stream.ids, partial(progress, "effects")))
     _forget(path)
     return kept
+
+
+def _found(path: Path) -> KeptStatistics | None:
+    from ..calibration.kept import KeptStatistics
+
+    try:
+        return KeptStatistics(path)
+    except BundleError:
+        return None
 
 
 def _forget(newest: Path) -> None:
@@ -218,8 +243,9 @@ def _opened(bundle: Path, progress: OnProgress) -> Iterator[Session]:
         session.close()
 
 
-def _capture(session: Session, stream: Stream, writer: StatisticsWriter, progress: OnProgress) -> None:
+def _capture(session: Session, stream: Stream, writer: StatisticsWriter, progress: OnProgress, covariances: bool
+             ) -> None:
     from ..calibration.inputs import capture_inputs, stored_bytes
 
-    writer.reserve(stored_bytes(session.graph))
-    capture_inputs(session, stream.ids, writer.add, progress=partial(progress, "capture"))
+    writer.reserve(stored_bytes(session.graph, covariances))
+    capture_inputs(session, stream.ids, writer.add, covariances=covariances, progress=partial(progress, "capture"))

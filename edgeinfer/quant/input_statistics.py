@@ -22,7 +22,11 @@ class Feedback(NamedTuple):
     matrix: NDArray[np.float32]
     """R with each column divided by its diagonal element, of shape (cols, cols)."""
     by: NDArray[np.float32]
-    """R_jj^2: the weight of the squared error that is left at column j."""
+    """R_jj^2 over their mean: the weight of the squared error that is left at column j."""
+    scale: float
+    """This mean."""
+    damping: float
+    """The value added to each element of C's diagonal."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class InputStatistics:
         mean = float(np.trace(flipped, dtype=np.float64)) / len(flipped)
         if not np.isfinite(mean) or mean <= 0:
             return None
-        flipped[np.diag_indices_from(flipped)] += DAMPING * mean
+        damping = DAMPING * mean
+        flipped[np.diag_indices_from(flipped)] += damping
         try:
             flipped = np.linalg.cholesky(flipped)
         except np.linalg.LinAlgError:
@@ -59,7 +64,7 @@ class InputStatistics:
         matrix = np.ascontiguousarray(flipped[::-1, ::-1], np.float32)
         if not np.isfinite(matrix).all():
             return None
-        return Feedback(matrix, (by / by.mean()).astype(np.float32))
+        return Feedback(matrix, (by / by.mean()).astype(np.float32), float(by.mean()), damping)
 
     def error_of(self, difference: NDArray[np.float32]) -> float:
         """Return the squared error of the outputs of rows with these errors: of all together, mean of a token.

@@ -56,13 +56,13 @@ class Rounded(NamedTuple):
     errors: RoundingErrors
     stored: WeightType
     """The type; of fitted levels with them."""
-    remark: str = ""
-    """A sentence if the method asked for was not possible."""
+    nearest: bool = False
+    """True if a covariance is not positive definite, so that codes are the nearest ones."""
 
 
 def quantise_matrix(
     weights: Floats, stored: WeightType, name: str = "weights", statistics: InputStatistics | None = None,
-    threads: int | None = None,
+    threads: int | None = None, plain: bool = True,
 ) -> Rounded:
     """Round a matrix to a type.
 
@@ -79,6 +79,8 @@ def quantise_matrix(
         by them; without either all weights count the same, and q4 and int8 are those of `quantise`.
     threads : int, optional
         Default: the cores that this process may use. The result does not depend on them.
+    plain : bool
+        Whether the errors of plain rounding are found too; without statistics they always are for q4 and int8.
 
     Returns
     -------
@@ -91,16 +93,12 @@ def quantise_matrix(
         If a weight is NaN or infinite, or so large that its scale exceeds fp16.
     """
     check_finite(weights, name)
-    remark, feedback, by = "", None, None
+    feedback, by = None, None
     if statistics is not None:
         by = _damped(statistics.mean_square)
         if statistics.covariance is not None:
             feedback = statistics.feedback
-            if feedback is None:
-                remark = (f"{name}: the second moments of its inputs over {statistics.tokens} tokens are not positive "
-                          "definite, so its codes are the nearest ones.")
-            else:
-                by = feedback[1]
+            by = feedback.by if feedback else by
     if statistics is None and stored.storage.simple:
         codes, scales, errors = quantise(weights, stored.dtype, stored.group_size, name, threads)
         return Rounded(codes, packed.Factors(scales), RoundingErrors(**vars(errors)), stored)
@@ -108,26 +106,29 @@ def quantise_matrix(
         stored = replace(stored, levels=fit_levels(weights, stored, by))
     grid = Grid.of(stored)
     _check_size(weights, stored, name)
-    codes, factors = _round(weights, stored, grid, by, feedback, threads)
-    errors = _errors(weights, codes, factors, stored, statistics)
-    every = slice(None, None, PLAIN_ROWS if len(weights) > PLAIN_ROWS * 16 else 1)
-    some = weights[every]
-    plain = _errors(some, *_round(some, stored, grid, None, None, threads, search=statistics is not None), stored,
-                    statistics)
-    share = float(np.einsum("rc,rc->", some, some))
-    times = errors.squared_norm / share if share else 0.0
-    errors = replace(errors, squared_error_max_based=times * plain.squared_error,
-                     output_error_plain=times * plain.output_error)
-    return Rounded(codes, factors, errors, stored, remark)
+    codes, factors, passed_on = _round(weights, stored, grid, by, feedback, threads)
+    errors = _errors(weights, codes, factors, stored, None if feedback else statistics)
+    if feedback:
+        errors = replace(errors, output_error=max(passed_on - feedback.damping * errors.squared_error, 0.0))
+    if plain:
+        some = weights[:: PLAIN_ROWS if len(weights) > PLAIN_ROWS * 16 else 1]
+        found = _errors(some, *_round(some, stored, grid, None, None, threads, search=statistics is not None)[:2],
+                        stored, statistics)
+        share = float(np.einsum("rc,rc->", some, some))
+        times = errors.squared_norm / share if share else 0.0
+        errors = replace(errors, squared_error_max_based=times * found.squared_error,
+                         output_error_plain=times * found.output_error)
+    return Rounded(codes, factors, errors, stored,
+                   statistics is not None and statistics.covariance is not None and feedback is None)
 
 
 def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, feedback: Feedback | None,
-           threads: int | None, search: bool = True) -> tuple[NDArray[np.int8], packed.Factors]:
-    """Codes and factors of all rows, in blocks that threads share."""
+           threads: int | None, search: bool = True) -> tuple[NDArray[np.int8], packed.Factors, float]:
+    """Codes and factors of all rows, in blocks that threads share, and the squared norm of dW R."""
     codes = np.empty(weights.shape, np.int8)
     counts = np.ones(weights.shape[1], np.float32) if by is None else by
 
-    def block(start: int) -> packed.Factors:
+    def block(start: int) -> tuple[packed.Factors, float]:
         rows = slice(start, start + BLOCK_ROWS)
         factors = GroupFactors(stored, grid, len(codes[rows]), weights.shape[1], search)
         return _round_rows(weights[rows], factors, counts, feedback, codes[rows])
@@ -135,15 +136,17 @@ def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, f
     starts = range(0, len(weights), BLOCK_ROWS)
     n_threads = min(threads or usable_cores(), len(starts))
     if n_threads <= 1:
-        return codes, packed.Factors.joined([block(start) for start in starts])
-    # Each thread multiplies for itself: BLAS's own threads would wait for one another wherever a core is busy.
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(n_threads) as pool:
-        return codes, packed.Factors.joined(list(pool.map(block, starts)))
+        found = [block(start) for start in starts]
+    else:
+        # Each thread multiplies for itself: BLAS's own threads would wait for one another wherever a core is busy.
+        with threadpool_limits(1, "blas"), ThreadPoolExecutor(n_threads) as pool:
+            found = list(pool.map(block, starts))
+    return codes, packed.Factors.joined([factors for factors, _ in found]), sum(norm for _, norm in found)
 
 
 def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: Feedback | None,
-                codes: NDArray[np.int8]) -> packed.Factors:
-    """Round some rows, into `codes`; gives their factors."""
+                codes: NDArray[np.int8]) -> tuple[packed.Factors, float]:
+    """Round some rows, into `codes`; gives their factors, and the squared norm of their dW R."""
     (rows, cols), stored, grid = weights.shape, factors.stored, factors.grid
     group = stored.group_size
     span = SUPER_COLUMNS if stored.storage.nested else max(group, 128)
@@ -152,25 +155,29 @@ def _round_rows(weights: Floats, factors: GroupFactors, by: Floats, feedback: Fe
     w[:cols] = weights.T
     counts = np.zeros((width, 1), np.float32)
     counts[:cols, 0] = by
-    left, chosen = np.zeros_like(w), np.zeros((width, rows), np.int8)
+    left, chosen, passed_on = np.zeros_like(w), np.zeros((width, rows), np.int8), 0.0
     for start in range(0, width, span):
         stop = min(start + span, width)
-        target = w[start:stop].copy()
+        target, end = w[start:stop].copy(), min(stop, cols)
+        before = np.zeros((end - start, rows), np.float32)
         if feedback is not None and start:
-            end = min(stop, cols)
-            target[: end - start] += feedback.matrix[:start, start:end].T @ left[:start]
+            before = feedback.matrix[:start, start:end].T @ left[:start]
+            target[: end - start] += before
         factors.begin(start, target, counts[start:stop])
         for at in range(start, stop, group):
             here = slice(at, min(at + group, stop))
             part = target[at - start : at - start + group]
             if feedback is not None and at > start:
-                end = min(here.stop, cols)
-                part[: end - at] += feedback.matrix[start:at, at:end].T @ left[start:at]
+                last = min(here.stop, cols)
+                part[: last - at] += feedback.matrix[start:at, at:last].T @ left[start:at]
             fit = factors.choose(at // group, part, counts[here])
             _choose_codes(part, w[here], left[here], chosen[here], fit, grid,
                           None if feedback is None else feedback.matrix[at : here.stop, at : here.stop])
+        if feedback is not None:
+            before += feedback.matrix[start:end, start:end].T @ left[start:end]
+            passed_on += feedback.scale * float(feedback.by[start:end] @ np.einsum("cr,cr->c", before, before))
     codes[:] = chosen[:cols].T
-    return factors.finished()
+    return factors.finished(), passed_on
 
 
 def _choose_codes(target: Floats, w: Floats, left: Floats, codes: NDArray[np.int8], fit: Fit, grid: Grid,

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.calibration import inputs
@@ -26,7 +28,6 @@ from edgeinfer.quant import InputStatistics
 from edgeinfer.runner import PROMPT
 from edgeinfer.text import Tokenizer
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
-from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import TINY, tokens
 
 MOE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(5, 2, 40))
@@ -149,6 +150,21 @@ def test_the_second_time_nothing_is_run(source: Path, monkeypatch: pytest.Monkey
     assert weights_of(source.parent / "first") == weights_of(source.parent / "second")
 
 
+def test_importance_takes_squares_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded(source, "squares", IMPORTANCE)
+    kept = source.parent / "cache" / "calibration"
+    assert [path.name.rpartition("-")[2] for path in kept.iterdir() if path.is_dir()] == ["squares"]
+    few = sum(file.stat().st_size for path in kept.iterdir() if path.is_dir() for file in path.iterdir())
+    rounded(source, "gptq")
+    assert few < sum(file.stat().st_size for path in kept.iterdir() if path.is_dir() for file in path.iterdir()) / 4
+    for path in kept.glob("*-squares"):
+        rmtree(path)
+    monkeypatch.setattr(calibrated, "in_floats", None)  # those with covariances have squares, too
+    rounded(source, "again", IMPORTANCE)
+    assert weights_of(source.parent / "squares") == weights_of(source.parent / "again")
+    assert weights_of(source.parent / "squares") != weights_of(source.parent / "gptq")
+
+
 def test_the_oldest_statistics_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrated, "KEPT_BYTES", 250)
     for i, name in enumerate(("first", "second", "third")):
@@ -189,11 +205,26 @@ def test_weights_that_stay_as_they_are_are_not_calibrated(source: Path) -> None:
     ("", r"has 0 tokens, too few to calibrate with; give 2048 at least"),
     ("A single line.\n", r"has \d+ tokens, too few"),
     ("no text\0" * 3000, "is not a text: it has bytes that are 0"),
+    ("the " * 3000, r"repeats \d tokens, and says nothing of others; give a text of 32 different"),
 ])
 def test_texts_that_say_too_little_are_refused(source: Path, text: str, said: str) -> None:
     (source.parent / "text.txt").write_text(text)
     with pytest.raises(RequestError, match=said):
         rounded(source, "gptq")
+
+
+def test_matrices_that_saw_too_little_are_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "MIN_TOKENS", 50)
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    zeros = make_checkpoint(source.parent / "zeros", tensors={"model.embed_tokens.weight": np.zeros_like(embedding)})
+    stream = calibration_text(zeros, source.parent / "text.txt", 50).stream
+    said = {method: convert(zeros, source.parent / method, calibration=by_text(zeros, stream, lambda *_: None, method)
+                            ).remarks for method in (GPTQ, IMPORTANCE)}
+    assert said == {IMPORTANCE: (), GPTQ: (
+        "The text has 50 tokens, fewer than the 84 columns of the widest matrix; 84 or more make its rounding better.",
+        "The second moments of the inputs of model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and of 8 other matrices are "
+        "not positive definite, so codes there are the nearest ones.")}
 
 
 def test_too_few_tokens_are_no_calibration(source: Path) -> None:
@@ -258,35 +289,7 @@ def test_inputs_are_those_that_llama_imatrix_saw(shared_data: Callable[[str], Pa
         assert abs(np.median(ratio) - 1) < 0.01 and np.quantile(np.abs(ratio - 1), 0.75) < 0.1, weight.name
 
 
-@pytest.mark.slow
-def test_the_comparison_has_other_types(source: Path) -> None:
-    done = edgeinfer("convert", source, source.parent / "made", "--calibrate", source.parent / "text.txt",
-                     "--compare", source.parent / "text.txt", "--compare-types", "q5,tableq3,f32", "--json")
-    rows = {row["method"]: row for row in json.loads(done.out)["compared"]}
-    assert list(rows) == ["f16", "plain", "importance", "q5, gptq", "tableq3, gptq", "f32", "gptq"]
-    losses = [rows[name]["kld_mean"] for name in ("f32", "q5, gptq", "gptq", "tableq3, gptq")]
-    assert losses == sorted(losses) and losses[0] < 1e-6 < losses[1]
-    assert rows["q5, gptq"]["bits"] > rows["gptq"]["bits"] > rows["tableq3, gptq"]["bits"]
-
-
-@pytest.mark.parametrize("options, said", [
-    (("--compare-types", "q5"), "--compare-types q5 needs a text to measure on; also give --compare TEXT"),
-    (("--compare-types", "q5,q3", "--compare", "text.txt"), r"--compare-types is 'q3'; choose one of q4, int8"),
-    (("--compare-types", "", "--compare", "text.txt"), "--compare-types is ''; choose one of q4, int8"),
-])
-def test_types_that_cannot_be_compared_are_refused(source: Path, options: tuple[str, ...], said: str) -> None:
-    done = edgeinfer("convert", source, source.parent / "made", *options)
-    assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
-
-
-@pytest.mark.parametrize("more", [(), ("--outliers", "auto")])
-def test_the_option_that_rounds_nothing_is_named(source: Path, more: tuple[str, ...]) -> None:
-    done = edgeinfer("convert", source, source.parent / "made", "--weights", "f16", "--imatrix",
-                     DATA / "fables-draft-imatrix.gguf", *more)
-    assert done.code == 2 and "--imatrix has nothing to round: all" in done.sentence, done.sentence
-
-
 def test_the_built_in_text_is_long_enough_and_utf_8(source: Path) -> None:
     assert 40_000 < BUILT_IN.stat().st_size < 300_000
     found = calibration_text(source, BUILT_IN)
-    assert len(found.stream.ids) == calibrated.TOKENS and not found.changed
+    assert len(found.stream.ids) == calibrated.TOKENS[GPTQ] and not found.changed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...base.validation import checked
+from ...base.validation import checked, choice
 from ...config import FFN_LAYOUTS
 from ...errors import UsageError, printable
 from ...quant import TYPES
@@ -21,10 +21,6 @@ from ..reports.conversion import better, compared_object, print_compared, print_
 
 if TYPE_CHECKING:
     from ...models.comparison import Compared
-
-TOKENS = 16384
-"""Most tokens of a text that calibrates, by default."""
-
 
 def convert(
     source: Annotated[
@@ -64,8 +60,16 @@ def convert(
                      help="Round weights by the model's activations over a text.  [without FILE: a built-in text]"),
     ] = None,
     calibrate_tokens: Annotated[
-        int, typer.Option("--calibrate-tokens", metavar="N", help="Maximum number of tokens of this text to run.")
-    ] = TOKENS,
+        int | None,
+        typer.Option("--calibrate-tokens", metavar="N", show_default=False,
+                     help="Maximum number of tokens of this text to run.  [default: 16384; importance: 4096]"),
+    ] = None,
+    rounding: Annotated[
+        str | None,
+        typer.Option("--rounding", metavar="gptq|importance", show_default=False,
+                     help="With --calibrate: round by the covariances of inputs, or in less time by their mean squares."
+                     "  [default: gptq]"),
+    ] = None,
     imatrix: Annotated[
         Path | None,
         typer.Option("--imatrix", metavar="FILE", show_default=False,
@@ -99,12 +103,13 @@ def convert(
     interrupted leaves nothing at DST. A tensor's error is the squared error of its stored weights divided by their
     squared norm.
 
-    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that its outputs change
-    least (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and
-    text in calibration.json. --imatrix weights errors by mean squares alone. --outliers multiplies columns of inputs
-    that are far larger than others as floats: auto finds them, up to 2%, and a percentage takes so many of each matrix;
-    --bits and --size count them. --compare prints perplexity and the KL divergence from f16 of the bundle and of plain
-    rounding to the same types; KV is f32 in all of them. --compare-types q5k,tableq adds bundles in these types.
+    --calibrate runs the model in f16 over a text, in the cache, and rounds each matrix so that its outputs change least
+    (GPTQ); the statistics stay in the cache for the next conversion. The bundle records method and text in
+    calibration.json. --rounding importance weights errors by mean squares of inputs alone, which takes less time, and
+    --imatrix by those of a file. --outliers multiplies columns of inputs that are far larger than others as floats:
+    auto finds them, up to 2%, and a percentage takes so many of each matrix; --bits and --size count them. --compare
+    prints perplexity and the KL divergence from f16 of the bundle and of plain rounding to the same types; KV is f32 in
+    all of them. --compare-types q5k,tableq adds bundles in these types.
 
     --weights q4_k_m and q5_k_m give each matrix the type that it has in llama.cpp's files of these names.
 
@@ -134,7 +139,7 @@ def convert(
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
                        ffn_layout=ffn_layout, progress=partial(progress, "convert"),
                        chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
-        ways = _calibrations(path, calibrate, calibrate_tokens, imatrix, progress, effects=effects)
+        ways = _calibrations(path, calibrate, calibrate_tokens, rounding, imatrix, progress, effects=effects)
         method, calibration = ways.popitem()
         if outliers is not None:
             calibration = with_outliers(calibration, outliers)
@@ -196,25 +201,30 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any
     return chooser
 
 
-def _calibrations(path: Path, text: str | None, tokens: int, imatrix: Path | None, progress: ProgressLine,
-                  effects: bool) -> dict[str, Any]:
+def _calibrations(path: Path, text: str | None, tokens: int | None, rounding: str | None, imatrix: Path | None,
+                  progress: ProgressLine, effects: bool) -> dict[str, Any]:
     """Return the source of the statistics of inputs, by method: the one that was requested last."""
     ways: dict[str, Any] = {"plain": None}
     if imatrix is not None:
-        if text is not None:
-            raise UsageError(f"--calibrate and --imatrix {imatrix} both determine the rounding; give one of them.")
+        if text is not None or rounding is not None:
+            flag = "--calibrate" if text is not None else f"--rounding {rounding}"
+            raise UsageError(f"{flag} and --imatrix {imatrix} both determine the rounding; give one of them.")
         from edgeinfer.converters import by_imatrix
 
         return {**ways, "importance": by_imatrix(imatrix)}
     if text is None:
+        if rounding is not None:
+            raise UsageError(f"--rounding {rounding} needs the model's activations over a text; also give --calibrate.")
         return ways
     from ...models import calibrated
 
-    read = calibrated.calibration_text(path, Path(text) if text else calibrated.BUILT_IN, tokens)
+    method = calibrated.GPTQ if rounding is None else checked("--rounding", rounding, choice(tuple(calibrated.TOKENS)))
+    read = calibrated.calibration_text(path, Path(text) if text else calibrated.BUILT_IN,
+                                       calibrated.TOKENS[method] if tokens is None else tokens)
     if read.changed:
         say(f"{read.stream.name}: {read.changed}.")
-    return {**ways, **{method: calibrated.by_text(path, read.stream, progress, method, effects)
-                       for method in (calibrated.IMPORTANCE, calibrated.GPTQ)}}
+    return {**ways, **{one: calibrated.by_text(path, read.stream, progress, one, effects)
+                       for one in (calibrated.IMPORTANCE, method)}}
 
 
 def _compared(path: Path, text: Path | None, own: tuple[str, Path], others: dict[str, Any], progress: ProgressLine

@@ -66,7 +66,7 @@ def test_gptq_lowers_the_output_error_of_every_type(name: str) -> None:
     assert known.covariance is not None
     made = quantise_matrix(weights, WeightType.of(name), "w", known, threads=1)
     nearest = quantise_matrix(weights, WeightType.of(name), "w", threads=1)
-    assert not made.remark
+    assert not made.nearest
     assert made.errors.output_error == pytest.approx(output_error(weights, made, known.covariance), rel=1e-3)
     assert made.errors.output_error < 0.8 * output_error(weights, nearest, known.covariance)
     assert made.errors.output_error < 0.8 * made.errors.output_error_plain
@@ -105,8 +105,7 @@ def test_moments_that_are_not_positive_definite_are_reported_and_codes_are_the_n
     assert known.covariance is not None
     broken = InputStatistics(600, known.mean_square, None, known.covariance - 3 * np.diag(known.mean_square))
     made = quantise_matrix(weights, WeightType.of("q4", 32), "layers.0.o", broken, threads=1)
-    assert made.remark == ("layers.0.o: the second moments of its inputs over 600 tokens are not positive definite, so "
-                           "its codes are the nearest ones.")
+    assert made.nearest
     scale = np.repeat(made.factors.scales.astype(np.float32), 32, axis=1)
     assert (np.abs(weights - made.codes * scale) <= np.abs(scale) * np.where(np.abs(made.codes) < 7, 0.501, 9)).all()
 

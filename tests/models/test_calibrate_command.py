@@ -1,0 +1,67 @@
+"""The options of `edgeinfer convert` that calibrate, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.converters import CALIBRATION_FILE
+from edgeinfer.models.calibrated import IMPORTANCE, TOKENS
+from tests.helpers.checkpoints import SENTENCES, make_checkpoint
+from tests.helpers.command_line import edgeinfer
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES * 60), encoding="utf-8")
+    return make_checkpoint(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--rounding", "awq", "--calibrate"), "--rounding is 'awq'; choose one of gptq, importance"),
+    (("--rounding", "importance"), "--rounding importance needs the model's activations over a text; also give "),
+    (("--rounding", "gptq", "--imatrix", "some.gguf"), "--rounding gptq and --imatrix some.gguf both determine"),
+])
+def test_a_rounding_that_cannot_be_is_refused(source: Path, options: tuple[str, ...], said: str) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", *options)
+    assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
+
+
+def test_the_rounding_sets_method_and_tokens(source: Path) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", "--calibrate", "--rounding", "importance")
+    assert done.code == 0 and "matrices' outputs is" in done.out, done.sentence
+    record = json.loads((source.parent / "made" / CALIBRATION_FILE).read_text())
+    assert (record["method"], record["tokens"]) == ("importance", TOKENS[IMPORTANCE])
+
+
+@pytest.mark.slow
+def test_the_comparison_has_other_types(source: Path) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", "--calibrate", source.parent / "text.txt",
+                     "--compare", source.parent / "text.txt", "--compare-types", "q5,tableq3,f32", "--json")
+    rows = {row["method"]: row for row in json.loads(done.out)["compared"]}
+    assert list(rows) == ["f16", "plain", "importance", "q5, gptq", "tableq3, gptq", "f32", "gptq"]
+    losses = [rows[name]["kld_mean"] for name in ("f32", "q5, gptq", "gptq", "tableq3, gptq")]
+    assert losses == sorted(losses) and losses[0] < 1e-6 < losses[1]
+    assert rows["q5, gptq"]["bits"] > rows["gptq"]["bits"] > rows["tableq3, gptq"]["bits"]
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--compare-types", "q5"), "--compare-types q5 needs a text to measure on; also give --compare TEXT"),
+    (("--compare-types", "q5,q3", "--compare", "text.txt"), r"--compare-types is 'q3'; choose one of q4, int8"),
+    (("--compare-types", "", "--compare", "text.txt"), "--compare-types is ''; choose one of q4, int8"),
+])
+def test_types_that_cannot_be_compared_are_refused(source: Path, options: tuple[str, ...], said: str) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", *options)
+    assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
+
+
+@pytest.mark.parametrize("more", [(), ("--outliers", "auto")])
+def test_the_option_that_rounds_nothing_is_named(source: Path, more: tuple[str, ...]) -> None:
+    done = edgeinfer("convert", source, source.parent / "made", "--weights", "f16", "--imatrix",
+                     DATA / "fables-draft-imatrix.gguf", *more)
+    assert done.code == 2 and "--imatrix has nothing to round: all" in done.sentence, done.sentence
