@@ -13,7 +13,7 @@ import pytest
 
 from edgeinfer.kernels import choose
 from edgeinfer.kernels.toolchain import objects
-from tests import kernel_selection, tiers
+from tests import conftest, kernel_selection, tiers
 from tests.helpers import machine_speed
 from tests.helpers.command_line import ROOT, environment
 
@@ -82,3 +82,49 @@ def test_no_test_of_the_tier_wants_a_kernel_that_the_tier_leaves_out() -> None:
     assert [name for name in kernel_selection.wanted(None) if not kernel_selection.in_tier(name)] == []
     assert not kernel_selection.in_tier("linear_iq4_g32")
     assert kernel_selection.in_tier("linear_q4_g32") and kernel_selection.in_tier("quantize")
+
+
+@pytest.mark.parametrize(("shares", "fails", "outcome"), [
+    ([0.0, 0.0], 1, "passed"), ([0.0] * 4, 9, "failed"), ([0.5] * 7 + [0.02], 9, "skipped"), ([0.5] * 7, 6, "passed"),
+    ([0.5, 0.0, 0.0, 0.3, 0.0, 0.0], 9, "failed")])
+def test_a_test_of_times_fails_where_nobody_disturbs_it(shares: list[float], fails: int, outcome: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times; on a machine that is busy with something else it is skipped, and says so."""
+    left, ran = iter(shares), list[int]()
+    monkeypatch.setattr(conftest, "PAUSE_S", 0.0)
+    monkeypatch.setattr(machine_speed, "Others", lambda: SimpleNamespace(share=lambda: next(left)))
+
+    def measured() -> None:
+        ran.append(1)
+        assert len(ran) > fails
+
+    one = SimpleNamespace(get_closest_marker=lambda name: name == "timing" or None, obj=measured,
+                          _fixtureinfo=SimpleNamespace(argnames=()), funcargs={})
+    try:
+        found = "passed" if conftest.pytest_pyfunc_call(one) else ""  # type: ignore[arg-type]
+    except AssertionError:
+        found = "failed"
+    except pytest.skip.Exception as why:
+        found = "skipped"
+        assert str(why) == "not measured: it failed 8 times, and other programs had up to 50% of the processor time " \
+            "meanwhile"
+    assert found == outcome
+
+
+def test_programs_that_a_test_starts_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ran, and one that runs; a quota that held them back disturbs, too."""
+    loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    own = machine_speed._own()
+    subprocess.run([sys.executable, "-c", loop], input=b"\n", check=True, capture_output=True)
+    with subprocess.Popen([sys.executable, "-c", loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline() and machine_speed._own() - own > 0.5
+        child.communicate(b"\n")
+    others = machine_speed.Others()
+    monkeypatch.setattr(machine_speed, "_busy", lambda: others._busy + 1e9)
+    assert others.share() > 1
+    monkeypatch.setattr(machine_speed, "_busy", lambda: 0.0)
+    assert others.share() == 0
+    monkeypatch.setattr(machine_speed, "_throttled", lambda: others._throttled + 1)
+    assert others.share() == 1
+    assert re.fullmatch(r"load average [\d., ]+ on \d+ cores; [\d.]+ of [\d.]+ GB of memory available",
+                        machine_speed.state())

@@ -42,6 +42,12 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(autouse=True)
+def told_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it: other tests are not told of stages that take long on a busy machine."""
+    monkeypatch.setattr(progress, "TOLD_SECONDS", 2.0)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()

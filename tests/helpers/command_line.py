@@ -38,15 +38,20 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """The one line on standard error, without the program's name; slow machines are told of stages before it."""
-        from edgeinfer.cli.progress import STAGES
-
-        stage = rf"edgeinfer: ({'|'.join(STAGES.values())}) (\.\.\.|took [0-9.]+ s|: .*)|" \
-            r"edgeinfer: compiling \d+ (more )?kernels? for .*"
-        lines = [line for line in self.err.splitlines() if not re.fullmatch(stage, line)]
+        """The one line on standard error, without the program's name."""
+        lines = without_stages(self.err).splitlines()
         assert len(lines) == 1 and lines[0].startswith("edgeinfer: "), self.err
         assert lines[0].endswith((".", "?")), lines[0]
         return lines[0].removeprefix("edgeinfer: ")
+
+
+def without_stages(err: str) -> str:
+    """Return what was said but for the stages that slow machines are told of."""
+    from edgeinfer.cli.progress import STAGES
+
+    stage = rf"edgeinfer: ({'|'.join(STAGES.values())})( \.\.\.| took [0-9.]+ s|: .*)|" \
+        r"edgeinfer: compiling \d+ (more )?kernels? for .*"
+    return "".join(line for line in err.splitlines(keepends=True) if not re.fullmatch(stage, line.rstrip("\n")))
 
 
 def edgeinfer(*arguments: object, stdin: bytes = b"") -> Outcome:

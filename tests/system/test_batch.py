@@ -81,15 +81,31 @@ def test_common_beginnings_are_computed_once(tmp_path: Path) -> None:
     assert done.code == 0 and done.json["cached_tokens"] > 0.7 * done.json["prompt_tokens"]
 
 
+FEW = """
+import asyncio, itertools, sys
+from edgeinfer.cli import main
+from edgeinfer.server.batch import InProcess
+
+async def few(self, row, body, post=InProcess.post, made=itertools.count(), most=int(sys.argv.pop(1))):
+    while next(made) >= most:
+        await asyncio.sleep(1)
+    return await post(self, row, body)
+
+InProcess.post = few
+main()
+"""
+"""The program, which answers some requests and then waits: it has not ended when a signal comes late."""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
 @pytest.mark.slow
 def test_a_run_killed_four_times_has_every_id_once(tmp_path: Path) -> None:
     n, random_seconds = 600, random.Random(4)
     given, out = written(tmp_path, *(completion(i) for i in range(n))), tmp_path / "out.jsonl"
-    command = [*PYTHON, "batch", str(given), str(out), *ONE]
-    seen = [0]
+    arguments = ["batch", str(given), str(out), *ONE]
+    command, few, seen = [*PYTHON, *arguments], [sys.executable, "-c", FEW, "100", *arguments], [0]
     for _ in range(4):
-        child = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(few, env=environment(), stderr=subprocess.DEVNULL)
         while not (out.exists() and out.read_bytes().count(b"\n") > seen[-1]) and child.poll() is None:
             time.sleep(0.005)
         time.sleep(random_seconds.uniform(0, 0.1))
@@ -117,12 +133,12 @@ def test_a_signal_leaves_whole_lines(tmp_path: Path, number: signal.Signals) -> 
     from tests.helpers.command_line import listening
 
     given, out = written(tmp_path, *(completion(i) for i in range(5000))), tmp_path / "out.jsonl"
-    child = subprocess.Popen([*PYTHON, "batch", str(given), str(out), *ONE], env=environment(), text=True,
-                             stderr=subprocess.PIPE, preexec_fn=listening)
+    child = subprocess.Popen([sys.executable, "-c", FEW, "1000", "batch", str(given), str(out), *ONE],
+                             env=environment(), text=True, stderr=subprocess.PIPE, preexec_fn=listening)
     while not (out.exists() and out.read_bytes().count(b"\n") > 3) and child.poll() is None:
         time.sleep(0.005)
     child.send_signal(number)
-    _, said = child.communicate(timeout=60)
+    _, said = child.communicate(timeout=600)
     assert child.returncode != 0 and "of 5,000 requests are in" in said and "Traceback" not in said
     found = answers(out)
     assert 3 < len(found) < 5000 and all(body["usage"]["completion_tokens"] == 24 for _, body in found.values())
