@@ -58,10 +58,10 @@ def fork_importing(bundle: Path) -> None:
     sys.meta_path.insert(0, slow)
     running = threading.Thread(target=lambda: opened.generate("Once", max_tokens=8, temperature=0))
     running.start()
-    assert slow.reached.wait(30)
+    assert slow.reached.wait(120)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # ends a child that hangs
+        signal.alarm(300)  # ends a child that hangs
         for use in (lambda: opened.generate("Once"), lambda: opened.chat([{"role": "user", "content": "Hi"}])):
             try:
                 use()
@@ -90,10 +90,10 @@ def fork_holding(bundle: Path) -> None:
 
     holding = threading.Thread(target=hold)
     holding.start()
-    assert held.wait(30)
+    assert held.wait(120)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(300)
         assert template.render([{"role": "user", "content": "Hi"}]) == "Hi"
         Tokenizer.open(demo_path())
         os._exit(0)

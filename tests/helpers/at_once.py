@@ -22,6 +22,7 @@ from edgeinfer.engine import (
 from edgeinfer.runner import Runner
 from edgeinfer.text import Constraint, GrammarCompiler, Tokenizer
 from tests.helpers.sessions import free_blocks, tokens
+from tests.helpers.tasks import held
 
 COMMON = tokens(70, 8)
 """Beginning that a half of the prompts share."""
@@ -130,8 +131,9 @@ def together(engine: Engine, requests: list[Asked], reuse: bool, speculate: bool
     order, times = list(range(len(requests))), Times()
     random.Random(seed).shuffle(order)
     made: dict[int, Request[Any]] = {}
-    for number in order:
-        speculation = Speculation(PromptLookup(), times, 3, 8, asked=True) if speculate else None
-        made[number] = Request(engine, task_of(engine.runner, requests[number], speculation, grammars), reuse)
-        made[number].start_whole()
+    with held(engine, after=4):  # a crowd, also where this thread is late
+        for number in order:
+            speculation = Speculation(PromptLookup(), times, 3, 8, asked=True) if speculate else None
+            made[number] = Request(engine, task_of(engine.runner, requests[number], speculation, grammars), reuse)
+            made[number].start_whole()
     return [outcome(made[number].finish()) for number in range(len(requests))]

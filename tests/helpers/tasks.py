@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from edgeinfer.engine import Request, Task
+from edgeinfer.engine import Engine, Request, Task
 from edgeinfer.engine.scheduler import Scheduler
 from edgeinfer.engine.step import Steps
 from edgeinfer.runner import Runner
@@ -72,7 +72,7 @@ class Hold:
 
 
 @contextmanager
-def held(llm: LLM, after: int = 0) -> Iterator[Hold]:
+def held(llm: LLM | Engine, after: int = 0) -> Iterator[Hold]:
     """Let forward passes but the first ones wait until the block is left.
 
     What runs then has not ended, however fast the machine is, and however late another thread.

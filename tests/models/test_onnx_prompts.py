@@ -178,7 +178,7 @@ def test_others_run_between_two_parts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert next(parts)
         thread = Thread(target=other.prefill, args=(other.new_sequence(), ids), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
         assert next(parts)
         other.release(sequence)

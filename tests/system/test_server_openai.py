@@ -101,7 +101,7 @@ def test_requests_together_have_the_texts_of_each_alone(running: Running) -> Non
     alone = [text(body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
         assert list(pool.map(text, bodies)) == alone
-    assert running.free()
+    assert until(running.free)
 
 
 def random_body(number: int) -> tuple[str, dict[str, Any]]:
@@ -152,7 +152,7 @@ def test_requests_of_all_kinds_together_have_the_answers_of_each_alone(tmp_path:
         random.Random(0).shuffle(order := list(range(len(asked))))
         together = dict(zip(order, pool.map(lambda i: answer(one, *other_way[i]), order), strict=True))
         assert [together[i] for i in range(len(asked))] == alone
-        assert one.free() and one.llm().state().preemptions
+        assert until(one.free) and one.llm().state().preemptions
 
 
 def test_a_stop_string_and_a_form(running: Running) -> None:
