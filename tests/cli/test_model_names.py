@@ -43,8 +43,8 @@ def test_a_type_in_the_name_is_the_type_of_the_weights(typed: str, kind: str) ->
     assert found.quantisation.weights == kind and "does not run" not in found.source
 
 
-@pytest.mark.parametrize(("kind", "gigabytes"), zip(FILE_TYPES, (3.83, 3.86, 4.08, 3.64, 4.65, 4.78, 5.53, 7.16),
-                                                    strict=True))
+@pytest.mark.parametrize(("kind", "gigabytes"), list(zip(FILE_TYPES, (3.83, 3.86, 4.08, 3.64, 4.65, 4.78, 5.53, 7.16),
+                                                    strict=True)))
 def test_bytes_are_those_of_published_files(kind: str, gigabytes: float) -> None:
     """Sizes of llama.cpp's files of Llama-2-7B."""
     assert describe(f"llama-2-7b {kind}").weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.035)
