@@ -31,8 +31,8 @@ def rewrite(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph
     if mode == EXACT:
         return graph
     if not rank:
-        raise UsageError("head is 'screened', but the model has nothing to screen it with; choose exact, or make a "
-                         "bundle that has with `edgeinfer sparsify --head`.")
+        raise UsageError("head is 'screened', but the model has no screen; choose exact, or make a bundle with one "
+                         "by `edgeinfer sparsify --head`.")
     return with_screen(graph, rank, share)
 
 

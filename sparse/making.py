@@ -130,7 +130,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
 def check_destination(source: Bundle, destination: str | Path) -> None:
     """Refuse to write a bundle over its source."""
     if Path(destination).resolve() == source.path.resolve():
-        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
+        raise UsageError(f"{destination} is the source itself; choose another name, to keep the source for later runs.")
 
 
 def _write_in_order(
@@ -271,7 +271,7 @@ def _kind(kind: str | None, networks: list[Ffn]) -> str:
     activation = networks[0].activation
     zeros = activation in RELUS
     if not zeros and kind in ("sign", "lowrank"):
-        raise UsageError(f"A {kind} predictor tells which gates are above 0, but {activation} is not 0 below; take "
+        raise UsageError(f"A {kind} predictor predicts which gates are above 0, but {activation} is not 0 below; use "
                          "--predictor threshold.")
     return kind or ("lowrank" if zeros else "threshold")
 
@@ -286,8 +286,8 @@ def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn]
     found, basis = dense_layers(densities, predictor, gates=1 / networks[0].parts)
     if len(found) == len(networks):
         shown = ", ".join(f"{density:.0%}" for density in densities[:8]) + (", ..." if len(densities) > 8 else "")
-        raise UnsupportedModelError(f"The model's neurons fire for {shown} of the tokens, layer by layer: there is too "
-                                    f"little to leave out, by {basis}. It runs as it is, dense.")
+        raise UnsupportedModelError(f"The model's neurons fire for {shown} of the tokens, layer by layer: skipping the "
+                                    f"others does not pay, by {basis}. It runs as it is, dense.")
     return found
 
 

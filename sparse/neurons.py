@@ -45,8 +45,8 @@ def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None =
     types = {f"layers.{ffn.layer}.ffn": bundle.weight_type(ffn.weight.name) for ffn in networks}
     for stored in types.values():
         if stored.group_size not in stored.storage.neuron_groups:
-            raise UnsupportedModelError(f"The FFNs of {bundle.path} are {stored}, and neurons are stored apart in "
-                                        f"{', '.join(holds('neuron'))} (q2 in groups of 64 or 128) only; convert with "
+            raise UnsupportedModelError(f"The FFNs of {bundle.path} are {stored}, and the layout by neuron exists only "
+                                        f"in {', '.join(holds('neuron'))} (q2 in groups of 64 or 128); convert with "
                                         "--weights q4.")
 
     def type_of(weight: Weight) -> WeightType:

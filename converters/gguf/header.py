@@ -190,7 +190,7 @@ class HeaderReader:
         if kind not in _SCALARS:
             raise CheckpointError(f"A field of {self._path} has the type {kind}, which this version of edgeinfer does "
                                   f"not know (it knows types up to {max(_SCALARS)}); update edgeinfer, or download the "
-                                  "file again if others read it neither.")
+                                  "file again if other programs cannot read it either.")
         return _SCALARS[kind]
 
     def _texts(self, count: int) -> list[str]:

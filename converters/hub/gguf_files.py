@@ -111,7 +111,7 @@ def chosen(sizes: Mapping[str, int], repo_id: str, kind: str, room: int | None =
         said = ", ".join(stem.rpartition("/")[2] for stem in (fitting or models))
         what = f"{len(fitting)} of the type {kind}" if kind else f"{len(fitting)} models"
         raise ModelNotFoundError(f"{repo_id} has {what if fitting else f'no model of the type {kind}'}: {said}; choose "
-                                 f"one with hf:{repo_id}:TYPE, TYPE being the part that only its name has.")
+                                 f"one with hf:{repo_id}:TYPE, where TYPE is a part of its name alone.")
     return models[fitting[0]]
 
 
@@ -134,7 +134,7 @@ def _best(sizes: dict[str, int], repo_id: str, room: int | None, anew: bool) -> 
     if len(usable) < len(sizes):
         why += ", of those that can be held without loss"
     others = ", ".join(gguf_type(stem) or stem.rpartition("/")[2] for stem in sizes if stem != taken)
-    say(f"{repo_id} has {len(sizes)} types; taken is {kind} ({format_size(sizes[taken])}), {why}. The others are "
+    say(f"{repo_id} has {len(sizes)} types; using {kind} ({format_size(sizes[taken])}), {why}. The others are "
         f"{others}: hf:{repo_id}:TYPE.")
     return taken
 

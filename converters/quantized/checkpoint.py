@@ -129,7 +129,7 @@ def refuse_dear(kinds: Kinds, path: str) -> None:
     if counts:
         said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
         raise UnsupportedModelError(
-            f"{path} has quantised tensors that no type of edgeinfer's takes as they are, yet ({said}). To requantise "
+            f"{path} has quantised tensors that edgeinfer cannot keep as they are yet ({said}). To requantise "
             f"all weights and report the error: edgeinfer run {path} --weights q4 (or int8, f16), or convert.")
 
 

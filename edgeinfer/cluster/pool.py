@@ -66,8 +66,8 @@ class Pool:
             finally:
                 place.n -= 1
                 await self._losses.notify()
-        raise EdgeInferError(f"{TRIES} workers ended while they had line {row.number} of the input; take that line "
-                             "out, or lower --max-sequences or --budget if they had too little memory.")
+        raise EdgeInferError(f"{TRIES} workers ended while they had line {row.number} of the input; remove that "
+                             "line, or lower --max-sequences or --budget if they had too little memory.")
 
     async def close(self) -> None:
         """End tasks that wait for workers."""
@@ -84,8 +84,8 @@ class Pool:
                 if free:
                     break
                 if not any(one.there or one.reopening for one in self._places):
-                    raise EdgeInferError("No worker is left; the same command continues with the answers that there "
-                                         "are.")
+                    raise EdgeInferError("No worker is left; the same command continues from the existing "
+                                         "answers.")
                 await self._losses.changed.wait()
             place = max(free, key=lambda one: (in_common(one.last, key), -one.n, -one.n_given))
             place.last = key

@@ -82,8 +82,8 @@ class RemoteEngine:
         """
         self.check_open()
         if len(self._tasks) >= self._most:
-            raise QueueFullError(f"{self.n_waiting} requests wait for this model, the most that may (max_queue); ask "
-                                 "again later.")
+            raise QueueFullError(f"{self.n_waiting} requests are waiting for this model, the maximum (max_queue); "
+                                 "retry later.")
         request.task.arrive()
         if not request.claim():
             return

@@ -115,8 +115,8 @@ class Engine:
         """
         self.check_open()
         if self.n_waiting >= self._most_waiting:
-            raise QueueFullError(f"{self.n_waiting} requests wait for this model, the most that may (max_queue); ask "
-                                 "again later.")
+            raise QueueFullError(f"{self.n_waiting} requests are waiting for this model, the maximum (max_queue); "
+                                 "retry later.")
         request.task.arrive()
         with self._starting:
             self._inbox.append(request)

@@ -63,9 +63,9 @@ class Scoring(Task[list[Score]]):
             raise RequestError(f"Continuation {number} is empty; give text or token ids.")
         if len(listed) > room:
             ctx = self._runner.config.ctx
-            raise RequestError(f"Continuation {number} has more than {room} tokens, for which the context of {ctx} "
-                               f"has room after the prompt of {len(self.prompt_ids)}; shorten one of them, or open"
-                               " the model with a larger context (--ctx).")
+            raise RequestError(f"Continuation {number} has more than the {room} tokens that the context of {ctx} "
+                               f"leaves after the prompt of {len(self.prompt_ids)}; shorten one of them, or open "
+                               "the model with a larger context (--ctx).")
         try:
             return checked_prompt(listed, self._runner)
         except RequestError as why:

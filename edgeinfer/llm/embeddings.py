@@ -116,8 +116,8 @@ class Embeddings(Requests):
     def _answer_id(self, word: str) -> int:
         ids = self.tokenizer.encode(word, add_bos=False)
         if len(ids) != 1:
-            raise RequestError(f"The tokenizer writes {word!r} with {len(ids)} tokens, and rerank compares single "
-                               "ones; take a model that was trained to rerank.")
+            raise RequestError(f"The tokenizer encodes {word!r} as {len(ids)} tokens, and rerank compares single "
+                               "ones; use a model that was trained to rerank.")
         return ids[0]
 
     def _judging(self, query: str, document: str, instruction: str) -> Items[int]:

@@ -228,8 +228,8 @@ def _check_stream(options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for a request that has no text, or more than one, before its end."""
     asked = generation_config({name: options.get(name) for name in ("config", "n", "beams")})
     if asked.beams != 1:
-        raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is known at "
-                           "the end; use complete.")
+        raise RequestError(f"A stream returns text as it is generated, and the best of {asked.beams} beams is known "
+                           "only at the end; use complete.")
     if asked.n != 1:
         raise RequestError(f"A stream returns one sample, and n is {asked.n}; use complete.")
 

@@ -92,7 +92,7 @@ def calibration_text(source: Path, path: Path, tokens: int = TOKENS[GPTQ]) -> Ca
 def checked_stream(tokenizer: Tokenizer, text: str, name: str, tokens: int) -> Stream:
     """Return the tokens of a text that are run; raises `RequestError` for one that says too little."""
     if "\0" in text:
-        raise RequestError(f"The text {name} is not a text: it has bytes that are 0.")
+        raise RequestError(f"{name} is not a text: it has null bytes.")
     stream = token_stream(tokenizer, text, name=name)
     if len(stream.ids) < MIN_TOKENS:
         raise RequestError(f"The text {name} has {len(stream.ids)} tokens, too few to calibrate with; give "

@@ -126,7 +126,7 @@ def evaluate(
 
 def _check(session: Runner, reference: Runner | None, window: int, prompt: int) -> None:
     if prompt >= window:
-        raise RequestError(f"A prompt of {prompt} tokens leaves none of a window of {window} to decode; lower it.")
+        raise RequestError(f"A prompt of {prompt} tokens leaves nothing of a window of {window} to decode; lower it.")
     for model in (session, reference):
         if model is not None and window > int(model.config.ctx or 0):
             ctx = model.config.ctx

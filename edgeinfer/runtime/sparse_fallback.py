@@ -207,8 +207,8 @@ def _local() -> DeviceProfile | None:
     try:
         return devices.local_profile()
     except EdgeInferError as error:
-        say(f"this machine's profile cannot be used ({str(error).rstrip('.')}); default curves say which layers leave "
-            "out neurons.")
+        say(f"this machine's profile cannot be used ({str(error).rstrip('.')}); default curves decide which layers "
+            "skip neurons.")
         return None
 
 

@@ -136,8 +136,8 @@ class Batches:
         due = sum(one.output_file_id is None for one in self.store.all("batch_", Batch, owner)
                   if one.status not in OVER)
         if len(self.store.all("file-", Kept, owner)) + len(OUTPUTS) * due + new > MAX_FILES:
-            raise ApiError(400, f"This key has {MAX_FILES} files, with {len(OUTPUTS)} of each batch that waits, the "
-                                "most that are kept; delete some.", code="too_many_files")
+            raise ApiError(400, f"This key has {MAX_FILES} files, including {len(OUTPUTS)} for each unfinished batch, "
+                                "and that is the maximum; delete some.", code="too_many_files")
 
     def make_room(self, owner: str) -> None:
         """Make room for one more batch of a key: its oldest ones that are over are forgotten; raises `ApiError`."""
@@ -151,7 +151,7 @@ class Batches:
         """Raise `ApiError` for a file of a batch that is not over."""
         for one in (self._running, *self._waiting.values()):
             if one is not None and file in (one.input_file_id, one.output_file_id, one.error_file_id):
-                raise ApiError(409, f"The file {file} is used by {one.id}; cancel that first.", code="in_use")
+                raise ApiError(409, f"The file {file} is used by {one.id}; cancel the batch first.", code="in_use")
 
     async def close(self) -> None:
         """Leave all batches as they are; another server continues them."""

@@ -48,8 +48,8 @@ async def complete(call: Call) -> Reply | Events:
     options, most = _options(body, call), call.server.config.max_samples
     prompts, n = prompts_of(body.prompt, "prompt", most), options.get("n", 1)
     if len(prompts) * n > most:
-        raise ApiError(400, f"{len(prompts)} prompts with {n} samples each are asked for; at most {most} texts are "
-                            "given (--max-samples).", param="prompt")
+        raise ApiError(400, f"{len(prompts)} prompts with {n} samples each are requested; at most {most} texts are "
+                            "allowed (--max-samples).", param="prompt")
     async with AsyncExitStack() as held:
         served = await held.enter_async_context(call.server.models.using(body.model))
         call.note["model"] = served.name

@@ -212,7 +212,7 @@ class Endpoint:
             return
         counts, most = self.server.requests, self.server.config.max_requests
         if counts[call.salt] >= most:
-            raise busy(f"{most} requests of this key run or wait, the most that may (--max-requests).")
+            raise busy(f"{most} requests of this key are running or waiting, the maximum (--max-requests).")
         counts[call.salt] += 1
         try:
             yield

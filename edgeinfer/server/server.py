@@ -87,7 +87,7 @@ class Server:
     config : ServerConfig
     models : Models
     log : called with a line for each request
-    planner : returns the page of plans for a query of the address, its content policy and status
+    planner : returns the plan page for a query of the address, its content policy and status
 
     Attributes
     ----------

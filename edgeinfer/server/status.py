@@ -85,10 +85,10 @@ async def page(call: Call) -> Reply:
 
 
 async def plan(call: Call) -> Reply:
-    """Return the page of plans: the memory that a model needs on a device, and its speed there."""
+    """Return the plan page: the memory that a model needs on a device, and its speed there."""
     planner = call.server.planner
     if planner is None:
-        raise ApiError(404, "This server has no page of plans.", NOT_FOUND, code="not_found")
+        raise ApiError(404, "This server has no plan page.", NOT_FOUND, code="not_found")
     async with call.server.planning:  # a page takes a processor for a fraction of a second
         data, policy, status = await in_thread(lambda: planner(call.query))
     return Reply(data, status, "text/html; charset=utf-8", {

@@ -65,8 +65,8 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     from ..memory_planner import Region
 
     if graph.config.kv_layers:
-        raise UnsupportedModelError("Layers of this model read the K and V of others, of which a pruned token has "
-                                    "more than they; its prompts cannot be pruned, so leave --lazy out.")
+        raise UnsupportedModelError("Layers of this model share the K and V of earlier ones, which run more tokens "
+                                    "of a pruned prompt; its prompts cannot be pruned, so leave --lazy out.")
     if graph.config.recurrent:
         raise UnsupportedModelError("Recurrent layers process every token, so prompts of this model cannot be pruned; "
                                     "leave --lazy out.")

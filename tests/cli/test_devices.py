@@ -102,7 +102,7 @@ def test_storage_without_direct_io_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_disturbed_calibration_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {**LOCAL, "figures": {"processor_share": 0.5}}
     monkeypatch.setattr(bench, "probe_machine", lambda *call: parse_profile("local", table, "here"), raising=False)
-    assert "Other programs took part of the processor while models ran" in edgeinfer("devices", "--probe").err
+    assert "Other programs used the processor while models ran" in edgeinfer("devices", "--probe").err
 
 
 def test_the_table_in_the_manual_is_up_to_date() -> None:

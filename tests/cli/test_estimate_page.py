@@ -1,4 +1,4 @@
-"""`edgeinfer estimate --html` and the page of plans: one file, plots, texts that cannot become markup."""
+"""`edgeinfer estimate --html` and the plan page: one file, plots, texts that cannot become markup."""
 
 from __future__ import annotations
 

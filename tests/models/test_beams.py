@@ -312,7 +312,7 @@ def test_what_contradicts_a_search_is_refused(options: dict[str, Any], message: 
 
 
 def test_streams_have_no_beams(llm: LLM) -> None:
-    message = r"^A stream gives text as it grows, and which of 4 beams is the best is known at the end; use complete\.$"
+    message = r"^A stream returns text as it is generated, and the best of 4 beams is known only at the end; use "
     with pytest.raises(RequestError, match=message):
         llm.stream(PROMPT, beams=4)
     assert llm.generate(PROMPT, beams=4, temperature=0, max_tokens=4)

@@ -204,7 +204,7 @@ def test_weights_that_stay_as_they_are_are_not_calibrated(source: Path) -> None:
 @pytest.mark.parametrize("text, said", [
     ("", r"has 0 tokens, too few to calibrate with; give 2048 at least"),
     ("A single line.\n", r"has \d+ tokens, too few"),
-    ("no text\0" * 3000, "is not a text: it has bytes that are 0"),
+    ("no text\0" * 3000, "is not a text: it has null bytes"),
     ("the " * 3000, r"repeats \d tokens, and says nothing of others; give a text of 32 different"),
 ])
 def test_texts_that_say_too_little_are_refused(source: Path, text: str, said: str) -> None:

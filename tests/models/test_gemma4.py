@@ -118,7 +118,7 @@ def test_rows_of_values_are_chosen_of_other_layers_too(model: Path) -> None:
 
 def test_prompts_are_not_pruned(model: Path, tmp_path: Path) -> None:
     lazy = Schedule.parse("keep=0.7,0.5")
-    with pytest.raises(UnsupportedModelError, match=r"read the K and V of others, .*leave --lazy out"), \
+    with pytest.raises(UnsupportedModelError, match=r"share the K and V of earlier ones, .*leave --lazy out"), \
             session(model, lazy=lazy):
         pass
     alone = tmp_path / "rows"

@@ -226,7 +226,7 @@ def test_cancelled_failed_and_closed_passes(tmp_path: Path, monkeypatch: pytest.
 
         with monkeypatch.context() as patch:
             patch.setattr(opened.sessions.model, "run_with_iobinding", lost)
-            with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the"):
+            with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, which"):
                 opened.prefill(sequence, tokens(20, 5))
         assert free - free_blocks(opened) == 3
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32

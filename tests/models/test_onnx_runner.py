@@ -235,8 +235,8 @@ def test_a_failure_of_onnxruntime_is_one_sentence(tmp_path: Path) -> None:
             raise RuntimeError("CUDA failure 700: an illegal memory access\nwas encountered")
 
         opened.sessions.model.run_with_iobinding = lost
-        with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the request ends "
-                                                 r"here: CUDA failure 700: an illegal memory access was encountered"):
+        with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, which ends the "
+                                                 r"request: CUDA failure 700: an illegal memory access was enc"):
             opened.prefill(sequence, ids)
         del opened.sessions.model.run_with_iobinding
         assert not sequence.tokens and opened.kv.pool.n_free == 1
@@ -255,8 +255,8 @@ def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path
 
             with monkeypatch.context() as patch:
                 patch.setattr(Step, part, lost)
-                with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the "
-                                                         r"request ends here: CUDA failure 700 If that continues"):
+                with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, which "
+                                                         r"ends the request: CUDA failure 700 If that persists"):
                     opened.decode([sequence], [1])
             assert sequence.tokens == ids
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32

@@ -183,7 +183,7 @@ def test_decoding_is_measured_as_a_run_decodes() -> None:
     everything = evaluate(opened, stream, window=20, prompt=0)
     assert everything.tokens == 50
     assert everything.nll_per_token == pytest.approx(evaluate(opened, stream, window=20).nll_per_token, rel=1e-9)
-    with pytest.raises(RequestError, match="A prompt of 20 tokens leaves none of a window of 20 to decode"):
+    with pytest.raises(RequestError, match="A prompt of 20 tokens leaves nothing of a window of 20 to decode"):
         evaluate(opened, stream, window=20, prompt=20)
     with pytest.raises(RequestError, match="The text is too short"):
         evaluate(opened, stream, window=64, prompt=60)

@@ -362,7 +362,7 @@ def test_what_cannot_be_screened_is_refused(measured: Path, tmp_path: Path) -> N
     assert "rank is 1000; it must be from 1 to hidden_size" in edgeinfer(
         "sparsify", "demo", tmp_path / "m", "--head", "--rank", 1000, "--text", text).sentence
     assert not (tmp_path / "m").exists()
-    assert "has nothing to screen it with" in edgeinfer("run", "demo", "Once", "--head", "screened").sentence
+    assert "but the model has no screen" in edgeinfer("run", "demo", "Once", "--head", "screened").sentence
     said = edgeinfer("run", "demo", "Once", "--head", "fast").sentence
     assert "head is 'fast'; choose one of exact, screened" in said
     with Bundle.open(write_model(tmp_path, weights="f32")) as bundle, \

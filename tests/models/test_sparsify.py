@@ -174,7 +174,7 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
     demo = edgeinfer("sparsify", "demo", bundles / "none", "--text", tmp_path / "short.txt")
     assert demo.code == 1 and "too few to learn from" in demo.err
     again = edgeinfer("sparsify", bundles / "tile16", bundles / "tile16", *text, "--overwrite")
-    assert again.code == 2 and "is the source itself; take another name" in again.err
+    assert again.code == 2 and "is the source itself; choose another name" in again.err
     (bundles / "file").write_bytes(b"")
     assert edgeinfer("sparsify", bundles / "tile16", bundles / "file", *text).code == 1
 
@@ -187,7 +187,7 @@ def test_dense_models_and_other_types_are_refused(bundles: Path, tmp_path: Path,
     assert sentence.endswith("It runs as it is, dense.")
     write_random_bundle(MODEL, tmp_path / "f32", "f32")
     made = edgeinfer("sparsify", tmp_path / "f32", tmp_path / "none", "--text", bundles / "text.txt")
-    assert made.code == 1 and "are f32, and neurons are stored apart in q4, int8, q2 (q2 in groups" in made.err
+    assert made.code == 1 and "are f32, and the layout by neuron exists only in q4, int8, q2 (q2 in groups" in made.err
 
 
 def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

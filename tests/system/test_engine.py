@@ -88,7 +88,7 @@ def test_what_the_engine_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         requests[0].start()
         assert until(lambda: engine.n_running == 1)
         requests[1].start()
-        with pytest.raises(QueueFullError, match=r"^1 requests wait for this model, the most that may \(max"):
+        with pytest.raises(QueueFullError, match=r"^1 requests are waiting for this model, the maximum \(max"):
             requests[2].start()
         engine.close()
         assert requests[0].finish().finish_reason == "cancelled"

@@ -223,5 +223,5 @@ def test_a_full_queue_refuses_and_serves_on(llm: LLM, monkeypatch: pytest.Monkey
         for thread in threads:
             thread.join()
     assert texts == {want} and refused
-    sentence = r"\d+ requests wait for this model, the most that may \(max_queue\); ask again later\."
+    sentence = r"\d+ requests are waiting for this model, the maximum \(max_queue\); retry later\."
     assert all(re.fullmatch(sentence, one) for one in refused)

@@ -172,7 +172,7 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:
         assert not any("Q4_0.gguf" in request or "mmproj" in request for request in hub.requests)
         done = ran("run", "hf:owner/tiny-GGUF", "x", "--json", "-n", "1")  # no type: the best one that fits, said
         said = " ".join(done.stderr.split())
-        assert "has 3 types; taken is Q8_0 (" in said and "the best that fits in " in said, said
+        assert "has 3 types; using Q8_0 (" in said and "the best that fits in " in said, said
         assert "The others are F16, Q4_0: hf:owner/tiny-GGUF:TYPE." in said
         assert not any("Q4_0.gguf" in request or "F16.gguf" in request for request in hub.requests)
         done = ran("run", "hf:owner/tiny-GGUF", "x", "--json", "-n", "1", "--budget", "1MB")

@@ -171,7 +171,7 @@ def test_continuations_are_tokenised_as_text_that_goes_on(llm: LLM) -> None:
 @pytest.mark.parametrize(("continuations", "message"), [
     ([], "There is no continuation to score; give at least one"), ([" a", ""], "The prompt is empty|Continuation 1 is"),
     ([[]], "Continuation 0 is empty; give text or token ids"), ([[99999]], "Continuation 0: Token id 99999"),
-    ([[5] * 300], r"Continuation 0 has more than \d+ tokens, for which the context of 256 has room after"),
+    ([[5] * 300], r"Continuation 0 has more than the \d+ tokens that the context of 256 leaves after"),
     (" good", "continuations is ' good'; it must be a list of texts or of lists of token ids"),
     (3, "continuations is 3; it must be a list of texts"), ([3], "The prompt is a int; it must be text or token ids"),
 ])

@@ -193,7 +193,7 @@ def test_a_cancelled_embedding_says_so(llm: LLM) -> None:
 
 
 def test_a_ranking_wants_single_tokens_for_yes_and_no(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="The tokenizer writes 'yes' with 2 tokens, and rerank compares single ones"):
+    with pytest.raises(RequestError, match="The tokenizer encodes 'yes' as 2 tokens, and rerank compares single ones"):
         llm.rerank("Who is old?", ["The king is old."])
 
 

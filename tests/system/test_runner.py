@@ -159,7 +159,7 @@ def test_a_request_that_is_refused_has_ended(closed: bool) -> None:
     request = Request(engine, Generation(runner, None, [7, 1], config))
     if closed:
         engine.close()
-    with pytest.raises(ClosedError if closed else QueueFullError, match=r"open it again|the most that may"):
+    with pytest.raises(ClosedError if closed else QueueFullError, match=r"open it again|the maximum"):
         request.next_piece()
     assert request.ended and request.next_piece() is None and request.finish().finish_reason == "cancelled"
     request.close()

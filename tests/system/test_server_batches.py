@@ -314,7 +314,7 @@ def test_files_that_batches_write_count_and_old_batches_are_forgotten(running: R
     second = api.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
     for call in (lambda: api.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h"),
                  lambda: api.files.create(file=("a", b"x"), purpose="batch")):
-        with pytest.raises(openai.BadRequestError, match="has 5 files, with 2 of each batch that waits"):
+        with pytest.raises(openai.BadRequestError, match="has 5 files, including 2 for each unfinished batch"):
             call()
     assert created(other, line(1)).status == "validating"
     held.set()

@@ -1,4 +1,4 @@
-"""`/plan` of the server: the page of plans, its guards and its policy."""
+"""`/plan` of the server: the plan page, its guards and its policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.serving import serving
 
 def test_the_page_needs_no_key_and_keeps_the_guards() -> None:
     with serving({"demo": "demo"}, api_keys=("a-long-enough-key",)) as running:
-        assert running.ask("/plan").status == 404 and "no page of plans" in running.ask("/plan").error
+        assert running.ask("/plan").status == 404 and "no plan page" in running.ask("/plan").error
         running.server.planner = plan_page
         found = running.ask("/plan?model=llama-3.2-1b&machine=rpi5&ctx=1024")
         assert found.status == 200 and found.headers["content-type"] == "text/html; charset=utf-8"

@@ -108,7 +108,7 @@ class Provider(NamedTuple):
         if self.partial:
             say(shared_out(session, self))
             if self.untried:
-                say(f"Nobody has tried device {self.device} with edgeinfer yet: compare its results first, with "
+                say(f"Device {self.device} has not been tested with edgeinfer yet: compare its results first, with "
                     f"benchmarks/gpu_check.py --stage smoke --device {self.device}.")
         else:
             check_placement(session, self)

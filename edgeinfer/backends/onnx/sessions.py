@@ -88,8 +88,8 @@ class Sessions:
             self.check_open()
             if cancel is not None and cancel.asked:
                 raise CancelledError("The run was cancelled.") from None
-            raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: "
-                                 f"{one_line(error)} If that continues, open the model again.") from None
+            raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, which ends the request: "
+                                 f"{one_line(error)} If that persists, open the model again.") from None
 
     def _run(self, session: Any, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
         self._caller.run(session, binding, lambda: self._closed or (cancel is not None and cancel.asked), graph)

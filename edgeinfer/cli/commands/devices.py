@@ -158,10 +158,10 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
             "asked to forget the file, and may look faster than it is.")
     if NO_CONSTANTS in profile.sources:
         say(f"No constants of this machine were saved, {profile.sources[NO_CONSTANTS]}, with their wide band. Probe "
-            "again on a quiet machine.")
+            "again while the machine is idle.")
     elif profile.figures.get("processor_share", 1.0) < CALM_SHARE:
-        say("Other programs took part of the processor while models ran: the constants are worse than on a quiet "
-            "machine; probe again then.")
+        say("Other programs used the processor while models ran, so the constants are less accurate; probe again "
+            "while the machine is idle.")
     return profile, path
 
 

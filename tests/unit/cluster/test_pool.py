@@ -112,7 +112,7 @@ def test_the_run_ends_where_nobody_is_left_or_a_row_ends_workers() -> None:
         await pool.post(row(7), b"x")
 
     for reopens, sentence in ((False, "No worker is left; the same command continues"),
-                              (True, "5 workers ended while they had line 7 of the input; take that line out")):
+                              (True, "5 workers ended while they had line 7 of the input; remove that line")):
         worker = Fake("a", reopens)
         worker.lost = lambda body: True
         with pytest.raises(EdgeInferError, match=sentence):
