@@ -142,7 +142,7 @@ class Choices(NamedTuple):
 
 
 def choices(reference: Path, known: Statistics, text: str) -> Choices:
-    """Round each matrix of a layer to all types, and measure what its error does to predictions."""
+    """Round each matrix of a layer to all types, and measure the effect of its error on predictions."""
     session = open_plain(reference, WINDOW, chunk=256, kv="f32", outputs=256)
     effects = measure_effects(session, Tokenizer.open(reference).encode(text[: 8 * PIECE]))
     session.close()

@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
 
 
 def by_ggml(folder: Path, given: argparse.Namespace) -> Path:
-    """Make llama.cpp's mixture and import what it decodes to."""
+    """Make a file of llama.cpp's mixed types and import its decoded weights."""
     def run(tool: str, *arguments: object) -> None:
         subprocess.run([given.ggml / tool, *map(str, arguments)], check=True, capture_output=True)
 

@@ -79,7 +79,7 @@ OTHERS = ("gather_columns", "gather_outputs", "neuron_mask_scores", "neuron_mask
 
 
 def prepare(work: Path, cores: list[str]) -> None:
-    """Compile for some cores, write the models and what this machine says."""
+    """Compile for some cores, write the models and this machine's results."""
     expected = {}
     some = {"worker", "submit", "wait", "spin", *MATMUL_KERNELS, *(f"linear_{kind}" for kind in FOREIGN)}
     names = {*some, *OTHERS}

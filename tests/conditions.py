@@ -174,7 +174,7 @@ def clean(done: Outcome) -> Iterator[str]:
 
 
 def stream_cases(folder: Path, quick: bool) -> Iterator[tuple[str, str]]:
-    """Every command with every state of its streams; yields what was run, and what was wrong with it."""
+    """Run every command with every state of its streams; yield the command and its faults."""
     for name, line in commands(folder).items():
         if quick and name.startswith(("bench", "warmup", "run checkpoint", "estimate plot")):
             continue
@@ -205,7 +205,7 @@ def disk_cases(folder: Path, quick: bool) -> Iterator[tuple[str, str]]:
 
 
 def prepared(folder: Path) -> None:
-    """Take away what the last case made."""
+    """Remove the files of the last case."""
     for name in ("prompt.cache", "plot.svg"):
         (folder / name).unlink(missing_ok=True)
 
@@ -264,7 +264,7 @@ def signalled(line: list[str], number: int, after_s: float, before: Callable[[],
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the family and print what is wrong; the exit code is 1 if anything is."""
+    """Run the family and print its faults; the exit code is 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the share that the suite runs")
     parser.add_argument("--signals", type=int, default=300, metavar="N", help="processes to be ended by a signal")

@@ -139,7 +139,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pread], None]:
 
 
 MAX_WORKERS, WORKER_BYTES = 4, 3 << 29
-"""Processes that run tests at most, and what each may hold."""
+"""Most processes that run tests, and the memory of each."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -189,7 +189,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 TRIES, PAUSE_S = 4, 3.0
-"""Chances of a test that is marked `timing`, and what lies between them; it has twice as many on a busy machine."""
+"""Chances of a test that is marked `timing`, and the pause between them; it has twice as many on a busy machine."""
 BUSY_SHARE = 0.1
 """Share of the processor time of all cores from which on other programs disturb such a test."""
 

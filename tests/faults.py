@@ -43,7 +43,7 @@ DELETE = ("delete", "remove ")
 
 
 class Workspace:
-    """A directory with a checkpoint, what its conversion gives, and a cache that has the kernels and nothing else."""
+    """A directory with a checkpoint, its bundle, and a cache that has only the kernels."""
 
     def __init__(self, directory: Path, **shape: Any):
         self.directory, self.cache = directory, directory / "cache"
@@ -66,7 +66,7 @@ class Workspace:
 
 
 def strays(directory: Path, *known: str) -> list[str]:
-    """Files that nobody asked for; locks may stay, for they hold nothing."""
+    """Return unexpected files; locks may stay, because they are empty."""
     return sorted(path.name for path in directory.iterdir() if path.name not in known and ".lock" not in path.name)
 
 
@@ -89,7 +89,7 @@ def killed(start: Callable[[], subprocess.Popen[str]], rng: random.Random, most_
 
 
 def killed_conversions(directory: Path, count: int, seed: int) -> str:
-    """Kill conversions over an older bundle: what is there is the older or the newer, whole."""
+    """Kill conversions over an older bundle: the older or the newer remains, whole."""
     workspace, rng = Workspace(directory, hidden_size=256, intermediate_size=1024), random.Random(seed)
     target = directory / "out" / "b"
     target.parent.mkdir()
@@ -144,7 +144,7 @@ with LLM("demo", ctx=256, threads=1) as llm:
 
 
 def killed_saves(directory: Path, count: int, seed: int) -> str:
-    """Kill a process that saves prompt caches all the time; what lies there loads, whole."""
+    """Kill a process that saves prompt caches all the time; the remaining file loads, whole."""
     rng, target, loaded = random.Random(seed), directory / "saved" / "cache", 0
     target.parent.mkdir()
     with LLM("demo", ctx=256, threads=1) as llm:
@@ -190,7 +190,7 @@ class FullDisk:
 
 @contextmanager
 def full_disk(after: int) -> Iterator[FullDisk]:
-    """Let Python's writes to files fail; what goes through descriptors alone, too."""
+    """Let Python's writes to files fail, those through bare descriptors too."""
     disk, opened, written = FullDisk(after), io.open, os.write
 
     class Raw(io.FileIO):
@@ -349,7 +349,7 @@ KINDS = {"conversions": killed_conversions, "first-runs": killed_first_runs, "sa
 
 
 def main() -> int:
-    """Run the kinds that are asked for and say what was done."""
+    """Run the requested kinds and report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of: " + ", ".join(KINDS))
     parser.add_argument("--count", type=int, default=100)

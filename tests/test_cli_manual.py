@@ -1,4 +1,4 @@
-"""docs/reference/cli.md is what the program says about itself."""
+"""docs/reference/cli.md agrees with the program's help."""
 
 from __future__ import annotations
 

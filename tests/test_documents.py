@@ -111,7 +111,7 @@ LINES = {line: page for page in reversed(PAGES) for line in shell_lines(page)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the commands name: a bundle, a checkpoint, texts; and `edgeinfer` on the path."""
+    """A folder with the files that commands name (a bundle, a checkpoint, texts), and `edgeinfer` on the path."""
     home = tmp_path_factory.mktemp("reader")
     for name in ("my-bundle", "my-f32-bundle"):
         (home / name).symlink_to(demo_path())
@@ -144,7 +144,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(sys.platform == "win32", reason="no sh")
 @pytest.mark.parametrize("page", [page for page in RUN if not all(map(reason, shell_lines(page)))], ids=label)
 def test_the_commands_of_a_page_run(page: Path, folder: Path, tmp_path: Path) -> None:
-    """In their order, in a folder of their own: a command may use what one before it has made."""
+    """In their order, in a folder of their own: a command may use the files of an earlier one."""
     shutil.copytree(folder, tmp_path / "reader", symlinks=True)
     for line in shell_lines(page):
         if not reason(line):

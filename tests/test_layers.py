@@ -57,7 +57,7 @@ def imported(path: Path, module: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Give what stands in a tree except for expressions, which are most of it and import nothing."""
+    """Yield the statements of a tree without its expressions, which are most of it and import nothing."""
     waiting = [tree]
     while waiting:
         yield (node := waiting.pop())
@@ -65,7 +65,7 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports_of(tree: ast.AST, module: list[str]) -> Iterator[tuple[int, str]]:
-    """As `imported`, of what stands in a tree."""
+    """Line and full name of each import in a tree, as `imported`."""
     package = module[:-1]
     for node in statements(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""README's tier: what `python -m pytest` runs, what it leaves to `--all`, and the kernels that it compiles beforehand.
+"""The default tier: tests that `python -m pytest` runs or leaves to `--all`, and kernels that it compiles beforehand.
 
 A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, spread over those that are
 not marked `slow` themselves; one that measures times is marked `timing`, one that needs the extra of that name
@@ -25,7 +25,7 @@ from tests import kernel_selection
 from tests.helpers import machine_speed
 
 LEFT_OUT = {"slow": "slow tests", "timing": "tests of times", "reference": "tests of the extra 'reference'"}
-"""Marks of the tests that README's command leaves out, and what its last lines call them."""
+"""Marks of the tests that the default tier leaves out, and their names in its last lines."""
 OUTSIDE = "outside of README's tier"
 SLOW_SECONDS = 2.0
 """A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
@@ -61,7 +61,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> Counter[str]:
 
 
 def _representatives(items: list[pytest.Item]) -> set[str]:
-    """Ids of what README's tier keeps of tests marked `slow(keep=N)`: N of each test's cases, evenly spread."""
+    """Ids of the cases that the default tier keeps of tests marked `slow(keep=N)`: N of each test, evenly spread."""
     cases: dict[str, list[str]] = {}
     wanted: dict[str, int] = {}
     for item in items:
@@ -118,7 +118,7 @@ class OnProgress:
         self._reporter = config.pluginmanager.get_plugin("terminalreporter")
 
     def tell(self, done: int, total: int, name: str) -> None:
-        """Take what `find_objects` reports; a total of 0 means that another process compiles."""
+        """Show the progress of `find_objects`; a total of 0 means that another process compiles."""
         now, on_terminal = time.monotonic(), self._reporter and self._reporter.isatty
         ended = total and done == total
         if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and not ended):
@@ -167,7 +167,7 @@ class Wanted:
         self.by_file.setdefault(self.file, set()).update(names)
 
     def merge(self, given: dict[str, list[str]]) -> None:
-        """Add what another process has noted."""
+        """Add the notes of another process."""
         for file, names in given.items():
             self.by_file.setdefault(file, set()).update(names)
 
@@ -195,7 +195,7 @@ class Tier:
             self._wanted.watch()
 
     def pytest_sessionstart(self) -> None:
-        """Compile what the selected tests want, on all cores, before workers start and outside of every timeout."""
+        """Compile the kernels of the selected tests on all cores, before workers start and outside of every timeout."""
         emulated = "EDGEINFER_TEST_EMULATED" in os.environ  # where nothing can be compiled
         of_another = self._worker is not None or emulated
         if of_another or self._config.option.collectonly or self._config.getoption("record_kernels"):
@@ -228,7 +228,7 @@ class Tier:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what README's command does not run."""
+        """Leave out tests that are not in the default tier."""
         self._left = leave_out(config, items)
 
     @pytest.hookimpl(tryfirst=True)
@@ -243,20 +243,20 @@ class Tier:
             self._outside.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Hand what a worker knows to the process that reports."""
+        """Hand a worker's notes to the process that reports."""
         if self._worker is not None:
             self._worker["left out"] = dict(self._left)
             self._worker["wanted"] = self._wanted.plain()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a worker knows; all have selected the same tests."""
+        """Take a worker's notes; all have selected the same tests."""
         known = getattr(node, "workeroutput", {})
         self._left = Counter(known.get("left out", self._left))
         self._wanted.merge(known.get("wanted", {}))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say what was left out, and which tests lack a mark or a line in the record."""
+        """Report the tests left out, and those that lack a mark or a line in the record."""
         if path := self._config.getoption("record_kernels"):
             Path(path).write_text(json.dumps(self._wanted.plain()), encoding="utf-8")
         for line in [*self._on_folders(), *self._on_marks(), *self._on_kernels()]:

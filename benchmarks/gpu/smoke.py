@@ -25,7 +25,7 @@ RAGGED = (5, 17, 9)
 """Tokens of sequences that decode together."""
 CTX = 512
 HOLD_SECONDS = 60.0
-"""Time after which a pass that nobody ends runs all the same."""
+"""Time after which a pass runs on unless it was cancelled."""
 CLOSED_BYTES = 256 << 20
 """Memory of the GPU that may be missing after models were closed, beside the remains of the first one: onnxruntime
 keeps that of the largest KV cache for the next model."""

@@ -1,4 +1,4 @@
-"""Beam search on the command line: what is printed, what the plan says, what contradicts it."""
+"""Beam search on the command line: output, plans, and contradicting options."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_share_of_all_commands_under_all_conditions() -> None:
 
 
 def shell(redirections: str, *arguments: str) -> tuple[int, str, str]:
-    """Run the program in a shell; gives its exit code and what it wrote."""
+    """Run the program in a shell; return its exit code and its output."""
     words = " ".join(f"'{word}'" for word in (*PYTHON, *arguments))
     done = subprocess.run(["sh", "-c", f"{words} {redirections}"], capture_output=True, text=True, env=environment(),
                           stdin=subprocess.DEVNULL)

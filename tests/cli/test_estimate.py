@@ -100,7 +100,7 @@ def test_break_even_of_a_probed_machine(probed) -> None:
 
 
 def test_of_a_moe_the_ceiling_counts_active_experts() -> None:
-    """3.3 G of 30.5 G parameters at 4 bits, and what is said is what was computed."""
+    """3.3 G of 30.5 G parameters at 4 bits, and the words agree with the figures."""
     arguments = ("estimate", "qwen3-30b-a3b", "--machine", "rpi5", "--ctx", 16)
     out = edgeinfer(*arguments, "--json").json
     assert 10.5e9 / out["ceiling_tok_per_s"] == pytest.approx(3.35e9 / 2, rel=0.03)

@@ -1,4 +1,4 @@
-"""`edgeinfer estimate --draft` and `--speculate lookup`: what speculative decoding gives before anything is loaded."""
+"""`edgeinfer estimate --draft` and `--speculate lookup`: the predicted gain of speculative decoding."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_what_is_shortened_and_what_is_not() -> None:
 @pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("name", sorted(set(builtin_shapes()) - set(KNOWN_NAMES)))
 def test_a_known_shape_is_not_answered_with_another_model(name: str) -> None:
-    """`run` needs weights: what works without them is said, and what to give."""
+    """`run` needs weights: the message names commands that do without, and a remedy."""
     sentence, shape = edgeinfer("run", name.upper(), "Once").sentence, builtin_shapes()[name]
     without = "" if shape.family else " without weights,"
     assert sentence.startswith(f"'{name.upper()}' is a built-in shape{without} for 'edgeinfer plan ")

@@ -44,7 +44,7 @@ def stored(shape: str, kind: str) -> ModelDescription:
 
 
 def agree(shape: str, kind: str, card: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare what is said of a card with what a run on it decides."""
+    """Compare a plan for a card with the decision of a run on it."""
     model, profile = stored(shape, kind), profiles()[card]
     ctx = min(4096, model.config.max_position_embeddings)
     config = RuntimeConfig(ctx, threads=1, draft_tokens=DEFAULT_DRAFT_TOKENS)

@@ -104,7 +104,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmLck"
 
 
 def test_llama_2_7b_worked_example() -> None:
-    """3.37 GB of pure weights, 2 GiB of int8 KV at 8K and 8 GiB at 32K, and what scales add to both."""
+    """3.37 GB of pure weights, 2 GiB of int8 KV at 8K and 8 GiB at 32K, and the scales of both."""
     for ctx, gib in ((8192, 2), (32768, 8)):
         report = planned("llama-2-7b", "--ctx", ctx, "--budget", "64GiB")
         assert report["pure_weight_bytes"] == pytest.approx(3.37e9, rel=0.001)
@@ -175,7 +175,7 @@ def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> No
 
 
 def test_no_alternative_is_longer_than_the_model(tmp_path: Path) -> None:
-    """`run` would refuse it; and what changes more is offered only where it gives more."""
+    """`run` would refuse it; an alternative that changes more is offered only if it allows more."""
     report = planned("llama-2-7b", "--ctx", 100_000, "--kv", "f32", "--budget", "32GiB", code=3)
     options = [one["options"] for one in report["alternatives"]]
     assert options == [{"ctx": 4096}, {"kv": "int8"}, {"weights": "q4", "group_size": 64, "kv": "int8"}]
@@ -283,7 +283,7 @@ def test_streaming_is_an_alternative_that_run_takes_by_itself() -> None:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("model", "budget"), [("qwen3-30b-a3b", "8GiB"), ("llama-2-7b", "3GiB")])
 def test_a_context_fits_where_weights_are_read_from_storage(model: str, budget: str) -> None:
-    """Layers, or experts of an MoE model: what is said of the context is what the alternative below has."""
+    """Layers, or experts of an MoE model: the context line agrees with the alternative below."""
     report = planned(model, "--budget", budget, "--ctx", 512)
     assert report["max_ctx"] == 0 and 512 <= report["max_ctx_from_storage"] <= report["model_ctx"]
     shown = " ".join(edgeinfer("plan", model, "--budget", budget, "--ctx", 512).out.split())

@@ -1,4 +1,4 @@
-"""`edgeinfer plan --serve` and `--kv-memory`: the pool, the sequences that fit, refusals, and what `run` takes."""
+"""`edgeinfer plan --serve` and `--kv-memory`: the pool, the sequences that fit, refusals, and the memory of `run`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_a_plan_for_serving_refuses(given: tuple[object, ...], said: str, n
 
 
 def test_a_draft_model_on_a_device_has_its_part(no_variables: None) -> None:
-    """A server on a GPU that has a draft model takes what all its contexts need, not all that there is."""
+    """A server on a GPU that has a draft model takes the memory of all its contexts, not all that is free."""
     report = planned("plan", "llama-2-7b", "--serve", "--machine", "h100", "--draft", "tinyllama-1.1b", "-c", 1024)
     assert report["fits"] and report["serving"]["kv_tokens"] == 16 * 1024 + 16 * 256
     assert report["device_bytes"] < report["device_budget_bytes"] // 2

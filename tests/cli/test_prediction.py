@@ -1,4 +1,4 @@
-"""Predicted beside measured after `run` and `bench`, and what the local profile makes of it."""
+"""Predicted beside measured after `run` and `bench`, and learning by the local profile."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_disturbed_tests_and_requests_teach_nothing(probed) -> None:
 
 
 def test_runs_that_approximate_teach_nothing(probed) -> None:
-    """After a pruned prompt decoding passes over what a layer lacks, too; how much of V is chosen is assumed."""
+    """After a pruned prompt decoding skips rows that a layer lacks, too; how much of V is chosen is assumed."""
     chosen = replace(TRAFFIC, value_bytes=5e3, topn=TopNCost(0.01, 0, 1))
     measured = Measurement((row("tg", 128, 512, 30.0), row("pp", 512, 0, 150.0)), (30.0,), (600.0,))
     for predictor in (Predictor(probed, TRAFFIC, PRUNED), Predictor(probed, chosen)):

@@ -1,4 +1,4 @@
-"""`plan`, `estimate` and `recommend` from Python: what the commands report, as frozen objects."""
+"""`plan`, `estimate` and `recommend` from Python: the commands' reports as frozen objects."""
 
 from __future__ import annotations
 

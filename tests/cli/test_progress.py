@@ -1,4 +1,4 @@
-"""Progress: when a bar or a line is shown, and what it says. The clock is the test's."""
+"""Progress: when a bar or a line is shown, and its text. The clock is the test's."""
 
 from __future__ import annotations
 

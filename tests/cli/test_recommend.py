@@ -1,4 +1,4 @@
-"""`edgeinfer recommend`: what it recommends fits and is fast enough, its table of sizes is that of the plans."""
+"""`edgeinfer recommend`: its models fit and are fast enough, and its table of sizes agrees with the plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands: what they print where, exit codes, JSON objects, and one sentence for each wrong use."""
+"""The commands: their streams, exit codes, JSON objects, and one sentence for each wrong use."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FIELDS = ("effective_gbs", "bandwidth_gbs")
 NOTES = [(name, field, float(figure)) for name, profile in profiles().items() for field in FIELDS
          for found in re.finditer(r"([\d.]+)(?: to ([\d.]+))? GB/s", profile.sources.get(field, ""))
          for figure in found.groups() if figure and "were measured with" not in profile.sources[field]]
-"""Figures of the notes: what other programs sample, the ends of a range, the memory of other versions."""
+"""Figures of the notes: speeds of other programs, the ends of a range, the memory of other versions."""
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ TEMPLATE = SLOWLY + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% 
 
 
 def compiled(model: Path | str) -> None:
-    """Compile what a model needs: the limits here are those of a program that finds its kernels."""
+    """Compile a model's kernels first: the limits here are those of a program that finds them."""
     assert edgeinfer("run", model, "x", "-n", 1).code == 0
 
 

@@ -1,5 +1,4 @@
-"""Values that the command line reads by itself: what comes out is what typer's own validators would have made of it,
-and what they refuse is refused."""
+"""Values that the command line reads by itself: the results and refusals are those of typer's own validators."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def first() -> dict[tuple[object, ...], str]:
 
 
 def key(p: Any, command: Any) -> tuple[object, ...]:
-    """Tell options apart by what reading a text depends on: name, variable, type, and what else looks at it."""
+    """Tell options apart by the inputs of their parsing: name, variable, type, and callbacks."""
     return p.opts[-1], p.envvar, repr(get_type_hints(command.callback).get(p.name)), getattr(p.callback, "__name__", "")
 
 

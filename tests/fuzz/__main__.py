@@ -1,4 +1,4 @@
-"""The supervisor: starts workers, watches their time and memory, replaces those that hang or die, counts what came."""
+"""The supervisor: starts workers, watches their time and memory, replaces those that hang or die, counts outcomes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Lane:
         self.listener.start()
 
     def listen(self, lines: Any) -> None:
-        """Take in what the worker says."""
+        """Record a worker's report."""
         for line in lines:
             self.report(json.loads(line))
 

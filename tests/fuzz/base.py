@@ -16,7 +16,7 @@ N_TOKENS = 3
 
 
 class WrongTokensError(Exception):
-    """A case was accepted, and what came out is not what the model says."""
+    """A case was accepted, and its result differs from the model's."""
 
 
 class Target:

@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def check_command(line: list[str], stdin: bytes) -> bool:
-    """Run a command; whether it succeeded. What ends in any other way than those that are documented is a finding."""
+    """Run a command; whether it succeeded. Any undocumented end is a finding."""
     outcome = edgeinfer(*line, stdin=stdin)
     told = outcome.err + outcome.out
     if outcome.code not in (0, 1, 2, 3) or "Traceback" in told or "which is a bug" in told:
@@ -54,7 +54,7 @@ def check_command(line: list[str], stdin: bytes) -> bool:
 
 
 class CommandLine(Target):
-    """A command with options and values that people and scripts type, and some that nobody does."""
+    """Make a command with plausible options and values, and some implausible ones."""
 
     weight = 0.7
 

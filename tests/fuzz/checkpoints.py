@@ -1,4 +1,4 @@
-"""Targets: what conversion reads of a checkpoint, and GGUF headers."""
+"""Targets: the files of a checkpoint that conversion reads, and GGUF headers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ShardIndex(Target):
 
 
 class Conversion(Target):
-    """A whole conversion of a damaged checkpoint; what it accepts, opens and runs. Nothing half-written stays."""
+    """Convert a damaged checkpoint; accepted ones open and run, and nothing half-written stays."""
 
     weight = 0.3
 

@@ -1,4 +1,4 @@
-"""Target: exports to ONNX: those that are verified, those that a runner opens, and what `export` is asked for."""
+"""Target: exports to ONNX: their verification, their opening by a runner, and the options of `export`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Export(Target):
                 runner.close()
 
     def altered(self, rng: random.Random, work: Path) -> bool:
-        """Verify what was damaged and not sealed again: whole it must not be."""
+        """Verify a damaged export without a new checksum: it must be refused."""
         path = work / rng.choice(("m.onnx", "folder"))
         inside = [file for file in (path.iterdir() if path.is_dir() else work.glob("m.*"))
                   if file.suffix in (".onnx", ".data") or file.name == "tokenizer.json"]

@@ -1,4 +1,4 @@
-"""Targets: what a GGUF file holds after its header's shape: vocabularies, and whole files that become bundles."""
+"""Targets: vocabularies of GGUF files with valid headers, and whole files that become bundles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = (
 
 
 class Vocabulary(Target):
-    """Metadata of tokenizers of all kinds; what is accepted opens, and takes and gives any text."""
+    """Damage metadata of tokenizers of all kinds; accepted ones open, encode and decode any text."""
 
     weight = 3.0
 
@@ -83,7 +83,7 @@ class Vocabulary(Target):
 
 
 class GgufFiles(Target):
-    """Whole files with damage anywhere: what is accepted becomes a bundle that opens and runs; else nothing is left."""
+    """Damage whole files anywhere: accepted ones become bundles that open and run; otherwise nothing is left."""
 
     weight = 0.5
 

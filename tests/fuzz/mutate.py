@@ -1,4 +1,4 @@
-"""Damage to JSON trees, bytes and texts: some of it random, some of it what such files are attacked with."""
+"""Damage to JSON trees, bytes and texts: random, or typical of attacks on such files."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .base import Target, tokens_of
 
 
 class Packed(Target):
-    """The packing in config.json, the header and the data of the parts; what is accepted is read, or runs."""
+    """The packing in config.json, the header and the data of the parts; accepted ones are read, or run."""
 
     weight = 3.0
 

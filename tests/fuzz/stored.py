@@ -65,7 +65,7 @@ class BundleHeader(_OfBundle):
 
 
 class StoredBytes(_OfBundle):
-    """Damage that nobody signed: what opens all the same must give the tokens that it gave before."""
+    """Damage without a new checksum: bundles that open all the same must give the same tokens."""
 
     weight = 1.5
 
@@ -151,7 +151,7 @@ class PromptCache(_OfBundle):
         return self._next(sequence)
 
     def read(self) -> int:
-        """Read the file; returns what follows."""
+        """Read the file; return the tokens that follow."""
         return self._next(self.session.load(self.file))
 
     def _next(self, sequence: Sequence) -> int:

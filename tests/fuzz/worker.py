@@ -56,7 +56,7 @@ def reset_peak() -> None:
 
 
 class Worker:
-    """Runs cases and tells what came of them."""
+    """Runs cases and reports their outcomes."""
 
     def __init__(self, seed: int, directory: Path, names: list[str], reports: TextIO):
         self.seed, self.reports = seed, reports
@@ -98,7 +98,7 @@ class Worker:
         self.say({"finding": outcome, "target": name, "number": number, "what": what})
 
     def report(self) -> None:
-        """Tell the supervisor what was counted since the last report."""
+        """Send the supervisor the counts since the last report."""
         self.say({"counts": [[*key, count] for key, count in self.counts.items()]})
         self.counts.clear()
 

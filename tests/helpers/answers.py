@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The common part of what `plan` says and `run` decides."""
+    """The common part of the answers of `plan` and `run`."""
 
     code: int
     sentence: str
@@ -150,7 +150,7 @@ def size(path: Path) -> int:
 
 
 def within(case: Case, whole: Answer, chance: random.Random, spread: int) -> Case:
-    """Return a case with less memory or little more than all of it takes, as a budget or as what the machine has."""
+    """Return a case with less memory or little more than all of it takes, as a budget or as the machine's memory."""
     least = whole.total + chance.randint(-max(spread, 100_000) // 2, max(spread, 100_000) // 4)
     if whole.on_device:
         case = case._replace(card=case.card and whole.on_device + chance.randint(-spread, spread // 2))
@@ -180,7 +180,7 @@ def machine(case: Case) -> Iterator[None]:
 
 
 def planned(case: Case) -> Answer:
-    """Return what `edgeinfer plan` says."""
+    """Return the answer of `edgeinfer plan`."""
     with machine(case):
         done = edgeinfer("plan", case.model, *case.flags, "--json")
     said = done.json
@@ -191,7 +191,7 @@ def planned(case: Case) -> Answer:
 
 
 def run(case: Case, whole: bool = False) -> Answer:
-    """Return what `edgeinfer run` decides; it ends when the model is planned, or when the `whole` of it is open."""
+    """Return the decision of `edgeinfer run`; it ends when the model is planned, or when the `whole` of it is open."""
     found: list[Answer] = []
 
     def opened(runner: Any, *_: object, **__: object) -> None:

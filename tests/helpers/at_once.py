@@ -1,4 +1,4 @@
-"""Requests of all kinds, what each gets alone, and what all get that run together."""
+"""Requests of all kinds, with their results alone and together."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def task_of(runner: Runner, asked: Asked, speculation: Speculation | None = None
 
 
 def outcome(found: Any) -> Any:
-    """Return what may not differ: tokens, log-probabilities and ends."""
+    """Return the invariant part of a result: tokens, log-probabilities and finish reasons."""
     if isinstance(found, list):
         return [(score.token_ids, score.logprobs, score.greedy) for score in found]
     return [(choice.token_ids, choice.finish_reason, choice.score,
@@ -121,13 +121,13 @@ class _Kept:
 
 
 def each_alone(runner: Runner, requests: list[Asked], grammars: GrammarCompiler | None = None) -> list[Any]:
-    """Return what each request gets that runs while no other does."""
+    """Return the results of requests that run one after the other."""
     return [outcome(run_alone(task_of(runner, one, grammars=grammars), runner)) for one in requests]
 
 
 def together(engine: Engine, requests: list[Asked], reuse: bool, speculate: bool, seed: int = 0,
              grammars: GrammarCompiler | None = None) -> list[Any]:
-    """Return what requests get that arrive in any order, while others run."""
+    """Return the results of requests that arrive in any order, while others run."""
     order, times = list(range(len(requests))), Times()
     random.Random(seed).shuffle(order)
     made: dict[int, Request[Any]] = {}

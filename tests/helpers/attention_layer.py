@@ -101,7 +101,7 @@ class Layer:
         return start + (h * self.blocks + block) * size
 
     def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
-        """Finite K and V in every slot: what earlier owners left, and the past of the sequences."""
+        """Finite K and V in every slot: remains of earlier owners, and the past of the sequences."""
         n, padded, kind = self.blocks * self.kv_heads, abi.padded_head_dim(self.head_dim), KV_TYPES[self.kv]
         shape, most = (2, n, 16, padded), kind.highest
         k, v = rng.integers(-most, most + 1, shape) if kind.scaled else rng.standard_normal(shape)

@@ -49,7 +49,7 @@ def write_bundle(destination: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def tensor_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
-    """The stored bytes of one tensor: a read-only view of the mapping, or what its pieces have."""
+    """The stored bytes of one tensor: a read-only view of the mapping, or a copy of its pieces."""
     pieces = list(bundle.stored(name))
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -111,7 +111,7 @@ class Chat:
         self.page.get_by_role("button", name="Save").click()
 
     def answers(self, text: str, reasoning: str = "") -> None:
-        """Let this text be what models answer from now on."""
+        """Set the answer of models from now on."""
         deltas = [{"reasoning_content": reasoning}] * bool(reasoning)
         deltas += [{"content": text[i:i + 9]} for i in range(0, len(text), 9)]
         events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": one}]} for one in deltas]

@@ -141,7 +141,7 @@ class Crowd:
         raise AssertionError("the pass was not cancelled")
 
     def disturb(self, request: Request) -> None:
-        """Cache, fork or cut a sequence; what was cut goes on with any text that begins like it."""
+        """Cache, fork or cut a sequence; a cut one continues with any text that begins like it."""
         sequence, n = request.sequence, len(request.sequence)
         request.patience -= 1
         match self.rng.integers(4):

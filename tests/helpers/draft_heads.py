@@ -104,7 +104,7 @@ def _ffn(t: Tensors, h: np.ndarray, module: str) -> np.ndarray:
 
 
 def _experts(e: ExpertsConfig, t: Tensors, h: np.ndarray, module: str) -> np.ndarray:
-    """The chosen experts of each row, and what all rows go through."""
+    """The chosen experts of each row, and the shared expert."""
     logits = h @ t[module + "gate.weight"].T
     scores = 1 / (1 + np.exp(-logits)) if e.scores == "sigmoid" else np.exp(logits - logits.max(-1, keepdims=True))
     if e.scores == "softmax":

@@ -1,4 +1,4 @@
-"""Texts as drafters see them, and what their models would have written."""
+"""Texts as drafters see them, and the texts that their models would have written."""
 
 from __future__ import annotations
 

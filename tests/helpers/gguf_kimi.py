@@ -57,7 +57,7 @@ def tensors_of(case: GoldenCase, c: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _parts(name: str, x: np.ndarray, c: ModelConfig) -> dict[str, np.ndarray]:
-    """Return what a tensor of a layer becomes."""
+    """Return the GGUF tensors of a layer's tensor."""
     assert c.latent
     if name == "self_attn.conv1d.weight":
         return {f"ssm_conv1d_{part}.weight": rows.reshape(1, len(rows), 1, -1)

@@ -1,4 +1,4 @@
-"""Tiny models with transformers' logits: what a runtime is compared with where torch is absent.
+"""Tiny models with transformers' logits: the reference of a runtime where torch is absent.
 
 A case is one file of tests/golden, written by tests/make_golden.py: config, names and shapes of the tensors, token ids
 and logits. The weights are not in it: they follow from the case's name, byte for byte, by `weights`.

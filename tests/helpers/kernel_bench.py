@@ -26,7 +26,7 @@ ISAS = kernel_selection.levels()
 FIRST_BYTES, SLACK_BYTES = 1 << 12, 256
 """Of a region that nothing was put into: every run copies and compares all of it."""
 LEVELS = (-127, -90, -57, -31, -12, 8, 41, 127, 3, 20, -5, 64, 99, -110, 0, -127)
-"""Of every instruction: what kernels take as the table of a tensor's own."""
+"""Levels in every instruction, the table of a tensor's own."""
 
 
 def isas(name: str) -> list[str]:
@@ -148,8 +148,7 @@ class Bench:
         self, isa: str, name: str, operands: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
         keep: bool = False, reference: Callable[[InstructionView], list[Expected]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run a kernel, compare with its reference, see that nothing else changed; gives what the reference's arrays
-        hold.
+        """Run a kernel, compare with its reference, check that nothing else changed, and return the reference's arrays.
 
         Arrays of one name (blocks of tokens) come as one, block after block. Memory is put back afterwards unless
         `keep`. `reference` stands in for the kernel's own.

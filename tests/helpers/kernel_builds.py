@@ -1,4 +1,4 @@
-"""Few kernels that represent a set, and what stands for the processes that compile them."""
+"""Few kernels that represent a set, and a substitute for the processes that compile them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose neurons are partly read when a token wants them: what the tests of that share."""
+"""Models whose neurons are partly read on demand: code that their tests share."""
 
 from __future__ import annotations
 

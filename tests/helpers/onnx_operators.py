@@ -1,4 +1,4 @@
-"""onnxruntime's operators in plain NumPy, for ONNX's reference evaluator: what their documentation says, slowly."""
+"""onnxruntime's operators in plain NumPy, for ONNX's reference evaluator: as documented, slowly."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ReferenceSession:
                 write(np.ascontiguousarray(found[name]))
 
     def _check(self, given: dict[str, np.ndarray]) -> None:
-        """Check what kernels rely on: types, ranks, bounds, and pages that exist."""
+        """Check the preconditions of kernels: types, ranks, bounds, and pages that exist."""
         for name, values in given.items():
             declared = self._inputs[name]
             assert values.dtype == onnx.helper.tensor_dtype_to_np_dtype(declared.elem_type), name

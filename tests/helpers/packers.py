@@ -171,7 +171,7 @@ FP4 = np.concatenate([one := np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
 
 
 def e4m3_scales(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of positive floats of 8 bits, and what they stand for: (8 + fraction) x 2^(exponent - 10)."""
+    """Bytes of positive floats of 8 bits, and their values: (8 + fraction) x 2^(exponent - 10)."""
     exponent, fraction = rng.integers(1, 5, shape), rng.integers(0, 8, shape)
     return (exponent << 3 | fraction).astype("u1"), (8 + fraction) * 2.0 ** (exponent - 10)
 
@@ -282,7 +282,7 @@ FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] =
     "autoround awq": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False, "sym": True,
                                 "version": "gemm", "modules_to_not_convert": ["lm_head"], **AUTOROUND}),
 }
-"""By name: the packer, what it is told, and the config; those of compressed-tensors are made below."""
+"""Cases by name: the packer, its arguments, and the config; those of compressed-tensors are made below."""
 
 
 def compressed_config(form: str) -> dict[str, Any]:

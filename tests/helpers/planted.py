@@ -20,13 +20,13 @@ def rewrite(graph: Graph, mode: str) -> Graph:
 
 
 def regions(graph: Graph, request: Request, settings: dict[str, Any]) -> Iterator[Region]:
-    """Yield what the other half would have taken."""
+    """Yield the region of the other half."""
     if settings["mode"] == "half":
         yield Region("shade", REGION_BYTES, "what a planted technique takes")
 
 
 def report(run: Reported) -> dict[str, Any]:
-    """Return what it did."""
+    """Return its field of the report."""
     return {"shade": run.settings and {"mode": run.settings["mode"], "in": run.command}}
 
 

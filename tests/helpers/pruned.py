@@ -1,4 +1,4 @@
-"""A small model whose prompts are pruned, and what the tests of it ask of a session."""
+"""A small model whose prompts are pruned, and queries of a session that its tests share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answer(opened: Session, sequence: Sequence, n: int = 4) -> bytes:
 
 
 def run(path: Path, ids: list[int], **options: object) -> tuple[bytes, bytes, bytes]:
-    """Logits after a prompt in two parts, its KV, and logits of what is decoded then."""
+    """Logits after a prompt in two parts, its KV, and logits of the tokens decoded after it."""
     with session(path, ctx=640, max_sequences=2, **options) as opened:
         sequence = opened.new_sequence()
         opened.prefill(sequence, ids[:21])

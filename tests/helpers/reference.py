@@ -84,7 +84,7 @@ class _State:
         return values.reshape(source.shape)
 
     def _tensor(self, source: Any) -> np.ndarray:
-        """By the architecture's name, or what the checkpoint calls it where that differs."""
+        """Readers by the architecture's name, or the checkpoint's where that differs."""
         name = source.name
         routers = (name.replace(".mlp.gate.", other) for other in (
             ".block_sparse_moe.router.", ".mlp.router.", ".router.proj.", ".feed_forward.gate.", ".mixer.gate."))

@@ -1,4 +1,4 @@
-"""Attention of the oracle (reference.py): heads, latent attention, what is stored for later tokens."""
+"""Attention of the oracle (reference.py): heads, latent attention, K and V stored for later tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .reference_parts import gated_values
 
 
 def route(state: Any, op: Any, logits: np.ndarray) -> np.ndarray:
-    """Experts of each token, ascending, and what their outputs are multiplied by."""
+    """Experts of each token, ascending, and the weights of their outputs."""
     e = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores = e / e.sum(axis=1, keepdims=True) if op.scores == "softmax" else 1 / (1 + np.exp(-logits))
     values = scores + state.whole(op.bias) if op.bias else scores

@@ -98,7 +98,7 @@ class Sender:
 
 
 def opener(replicas: list[Within], said: list[str], helping: int = 0) -> Callable[[str, int | None], Any]:
-    """Return what opens a model on these replicas."""
+    """Return a function that opens a model on these replicas."""
     def close() -> None:
         for one in replicas:
             one.llm.close()

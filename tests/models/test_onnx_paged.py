@@ -102,7 +102,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 def test_norms_of_heads_are_fused_unless_heads_are_padded(
     head_dim: int, qk_norm: str, norms: int, tmp_path: Path
 ) -> None:
-    """Padding changes what a norm is over."""
+    """Padding changes the length that a norm counts."""
     checkpoint = make_checkpoint(tmp_path / "c", "qwen3", head_dim=head_dim)
     bundle, pages = exported(checkpoint, tmp_path, qk_norm)
     kinds = [node.op_type for node in onnx.load(str(tmp_path / "m.onnx")).graph.node]

@@ -262,7 +262,7 @@ def test_room_of_windows_is_that_of_several_passes(models: Path) -> None:
 @pytest.mark.parametrize("what", ["enter", "share", "hit", "evict", "recount", "drop"])
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["tiny", "windows"])
 def test_an_interruption_never_frees_what_is_named(models: Path, what: str, model: Any) -> None:
-    """Ctrl-C at every line: what follows has the right bits, and in the end no block is missing."""
+    """Ctrl-C at every line: later requests have the right bits, and in the end no block is missing."""
     ids, line, reached = tokens(100, seed=9), 0, True
     with session(write_model(models, model), ctx=CTX, prefill_chunk=32, max_sequences=2) as opened:
         expected, pool = run(opened, ids, 0), opened.kv.pool

@@ -33,7 +33,7 @@ def expected(path: Path, kv: str) -> list[np.ndarray]:
 
 
 def crowd(path: Path, requests: int, seed: int = 0, **options: Any) -> dict[str, int]:
-    """Run a crowd of requests with some KV type or model; returns what happened."""
+    """Run a crowd of requests with some KV type or model; return its events."""
     with session(path, **{**POOL, **options}) as opened:
         assert opened.n_blocks == BLOCKS
         one = Crowd(opened, TEXTS, expected(path, opened.config.kv), seed)

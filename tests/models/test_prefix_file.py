@@ -125,7 +125,7 @@ def test_an_empty_cache_can_be_saved(opened: Session, tmp_path: Path) -> None:
 
 
 def rewrite_body(path: Path, change: Callable[[bytearray], object]) -> None:
-    """Change what follows the header of a file, with the checksum."""
+    """Change the data after the header of a file, with the checksum."""
     data = path.read_bytes()
     end = 16 + struct.unpack("<Q", data[8:16])[0]
     header, body = json.loads(data[16:end]), bytearray(data[end:])

@@ -1,4 +1,4 @@
-"""Prompt caches of pruned prompts: what is there goes on, what is missing or does not fit is refused."""
+"""Prompt caches of pruned prompts: stored rows continue, missing or unfit ones are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(opened: Session, path: Path, n: int = 150) -> bytes:
-    """Save a prompt; gives what is decoded after it."""
+    """Save a prompt; return the tokens decoded after it."""
     sequence = opened.new_sequence()
     opened.prefill(sequence, tokens(n))
     opened.save(sequence, path)

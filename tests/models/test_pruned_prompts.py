@@ -62,7 +62,7 @@ def test_architectures_and_layouts_go_through_in_stages(config: ModelConfig, lay
 
 def test_instructions_agree_with_their_references_behind_a_pruned_prompt(model: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """In prompts and decoding: what the program says of pruned rows is what the flags say."""
+    """In prompts and decoding: the program's pruned rows agree with the flags."""
     expected = None
     for check in ("0", "1"):
         monkeypatch.setenv("EDGEINFER_CHECK", check)
@@ -76,7 +76,7 @@ def test_instructions_agree_with_their_references_behind_a_pruned_prompt(model: 
 
 
 def test_a_token_goes_through_each_layer_once_at_most(model: Path) -> None:
-    """So a pruned prompt computes what is said to be computed, and never more than the plain one."""
+    """A pruned prompt computes the reported share, and never more than the plain one."""
     with session(model, ctx=256, prefill_chunk=32, lazy=HALF) as opened:
         sequence, forward = opened.new_sequence(), opened.forward_range
         done = np.zeros((len(opened.program.instructions), 130), int)

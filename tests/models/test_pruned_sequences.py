@@ -1,4 +1,4 @@
-"""Sequences with pruned rows: what was left behind shows nowhere, and forks, truncation and turns know of it."""
+"""Sequences with pruned rows: stale rows show nowhere, and forks, truncation and turns account for them."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_recipes_know_what_approximates() -> None:
 
 
 class Watched(Session):
-    """Notes what is run."""
+    """Records the runs."""
 
     def forward(self, segments, cancel=None):  # type: ignore[no-untyped-def]
         """As a session."""

@@ -1,4 +1,4 @@
-"""EDGEINFER_CHECK=1: every instruction beside its NumPy reference, in every storage; what deviates is named."""
+"""EDGEINFER_CHECK=1: every instruction beside its NumPy reference, in every storage; deviations are named."""
 
 from __future__ import annotations
 

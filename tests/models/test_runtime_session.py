@@ -1,4 +1,4 @@
-"""Sessions: what they refuse, how they fill in what was left open; long contexts, large vocabularies by an oracle."""
+"""Sessions: refusals, and defaults of open settings; long contexts, large vocabularies by an oracle."""
 
 from __future__ import annotations
 

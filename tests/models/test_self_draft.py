@@ -1,4 +1,4 @@
-"""A model that drafts for itself: with its first layers, or with masks; what it checks afterwards is untouched."""
+"""A model that drafts for itself: with its first layers, or with masks; verification is untouched."""
 
 from __future__ import annotations
 

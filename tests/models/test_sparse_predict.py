@@ -1,4 +1,4 @@
-"""Predictors in a run: each decoded token computes what its own mask names, whoever runs beside it."""
+"""Predictors in a run: each decoded token computes the neurons of its own mask, whichever others run beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a bundle to a sparse one: what is written, what is refused, and the quality on a real ReLU model."""
+"""From a bundle to a sparse one: the files written, refusals, and the quality on a real ReLU model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft tokens never change a text: whoever drafts, however well, whatever is sampled."""
+"""Draft tokens never change a text: for any drafter, acceptance and sampling."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def measure(bundle: Bundle, kld: float = 0.001, n_tokens: int = 100, text: str = "") -> None:
-    """Let the cache say what the predictor costs."""
+    """Let the cache hold a measured divergence of the predictor."""
     remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, n_tokens, "decode",
                                  f"{text:0>64}", measured_identity(bundle), "generic", text=text))
 

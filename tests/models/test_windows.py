@@ -209,7 +209,7 @@ def interrupted(line: int, run: Callable[[], object]) -> bool:
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("what", ["pass", "fork", "cut", "release"])
 def test_an_interruption_never_frees_what_a_table_names(path: Path, what: str) -> None:
-    """At every line: what follows has the right bits, and in the end no block is missing."""
+    """Ctrl-C at every line: later requests have the right bits, and in the end no block is missing."""
     ids, line, reached = tokens(270, seed=9), 0, True
     with session(path, ctx=CTX, prefill_chunk=CHUNK, max_sequences=2) as opened:
         expected, recent = None, opened.kv.recent

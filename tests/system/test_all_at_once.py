@@ -77,7 +77,7 @@ def path_of(folder: Path, name: str) -> Path:
 
 
 def alone(folder: Path, name: str, requests: list[Asked], ctx: int) -> list[Any]:
-    """Return what each request gets from a model of its own size, one after the other."""
+    """Return the result of each request from a model of its own size, one after the other."""
     key = folder, name, len(requests)
     if key not in _outcomes:
         options = {"ctx": ctx, "max_sequences": 2, "outputs": 8, **MODELS[name].options}

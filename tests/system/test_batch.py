@@ -1,4 +1,4 @@
-"""`edgeinfer batch`: the texts of the server's handlers, runs that are killed and continued, and what is refused."""
+"""`edgeinfer batch`: the texts of the server's handlers, runs that are killed and continued, and refusals."""
 
 from __future__ import annotations
 

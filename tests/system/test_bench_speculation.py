@@ -1,4 +1,4 @@
-"""`bench --speculate`: texts are replayed as they are, the arithmetic of draft tokens, and what is refused."""
+"""`bench --speculate`: texts are replayed as they are, the arithmetic of draft tokens, and refusals."""
 
 from __future__ import annotations
 

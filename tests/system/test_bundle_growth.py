@@ -1,4 +1,4 @@
-"""Formats that grow: older bundles open, younger fields have defaults, and what is not known is refused with advice."""
+"""Formats that grow: older bundles open, younger fields have defaults, and unknown fields are refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictor and statistics of a bundle: what is written is read, and nothing of another model or another shape."""
+"""Predictor and statistics of a bundle: they are read as written, and those of another model or shape are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of the hub, against a server on this machine: what is downloaded, the cache, and each way to fail."""
+"""Models of the hub, against a server on this machine: downloads, the cache, and each failure."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_offline_and_not_in_the_cache(hub: Hub, tmp_path: Path) -> None:
 
 @contextmanager
 def silent_server(how: str) -> Iterator[tuple[str, list[socket.socket]]]:
-    """An address where nobody answers, and the connections that it got."""
+    """An address without answers, and the connections that it got."""
     connections: list[socket.socket] = []
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())

@@ -46,7 +46,7 @@ def trace(opened: Session, prompt: list[int], seed: int) -> tuple[list[int], byt
 
 
 def compare(path: Path, kv: str, runs: tuple[tuple[int, int], ...] = RUNS) -> None:
-    """All runs give what the first one does."""
+    """All runs give the result of the first one."""
     with session(path, kv=kv, prefill_chunk=512) as opened:
         expected = trace(opened, PROMPT, seed=5)
     assert len(set(expected[0])) >= 4  # no loop that would hide a difference

@@ -1,4 +1,4 @@
-"""Requests on onnxruntime's CPU provider: everything above the runner works, and what does not is refused."""
+"""Requests on onnxruntime's CPU provider: everything above the runner works or is refused."""
 
 from __future__ import annotations
 

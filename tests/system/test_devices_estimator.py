@@ -1,4 +1,4 @@
-"""The estimator: worked examples, every term by itself, bands, and what it refuses."""
+"""The estimator: worked examples, every term by itself, bands, and refusals."""
 
 from __future__ import annotations
 

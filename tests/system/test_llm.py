@@ -1,4 +1,4 @@
-"""The Python API on the embedded model: text, streams, statistics, samples, prompt caches, and what is refused."""
+"""The Python API on the embedded model: text, streams, statistics, samples, prompt caches, and refusals."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_threads_get_what_they_would_get_alone(max_sequences: int) -> None:
 
 
 def test_streams_of_one_thread_are_open_together(shared: LLM) -> None:
-    """A stream that nobody reads keeps neither another thread nor its own from the model, and goes on by itself."""
+    """A stream that is not read keeps neither another thread nor its own from the model, and goes on by itself."""
     prompts = [[7, 8, 9], [4, 5]]
     alone = [shared.generate(prompt, max_tokens=40, **GREEDY) for prompt in prompts]
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""`edgeinfer serve` as a process: start, signals, draining, and what cannot be served."""
+"""`edgeinfer serve` as a process: start, signals, draining, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-up: what importing loads, and how long the first answer of the command line takes."""
+"""Start-up: modules that are imported, and the time of the command line's first answer."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _(op: ScaleRows, at: Lowering) -> list[Instruction]:
 
 @pytest.fixture(autouse=True)
 def technique(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Registers what a package of its own would register when it is imported."""
+    """Registers its parts as a separate package would on import."""
     monkeypatch.setattr("edgeinfer.graph.passes.PASSES", dict(PASSES))
     monkeypatch.setattr(catalogue, "_EXTENSIONS", {})
     extend("tests.scale_rows.kernels", {"scale_rows": "tests.scale_rows.reference:scale_rows"})
@@ -129,7 +129,7 @@ def test_eval_measures_it(tmp_path: Path) -> None:
 def test_without_a_lowering_or_with_an_instruction_too_wide_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Unlowered(RowOp):
-        """Has a kernel and a reference, and nobody says how it becomes an instruction."""
+        """Has a kernel and a reference, but no lowering to an instruction."""
 
         x: Tensor
 

@@ -19,7 +19,7 @@ from tests import tiers
 
 @pytest.fixture(autouse=True)
 def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Refuse what belongs into another folder of tests."""
+    """Refuse processes and kernels, whose tests belong in another folder."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         pytest.fail("a unit test starts no process and wants no kernel: move it out of tests/unit", pytrace=False)

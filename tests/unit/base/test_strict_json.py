@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: what is none, and what is deeper than anything that is meant."""
+"""Untrusted JSON: invalid texts, and nesting beyond the limit."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ APP = typer.Typer()
 @APP.command(cls=with_headings(typer.core.TyperCommand))
 def command(source: str = "", run: Annotated[str | None, typer.Option("--run", metavar="[FILE]")] = None,
             flag: Annotated[bool, typer.Option("--flag")] = False) -> None:
-    """Print what was given."""
+    """Print the given values."""
     print(repr(run), flag)
 
 

@@ -1,4 +1,4 @@
-"""The manifest for Kubernetes: what the operator and edgeinfer want of it, without either."""
+"""The manifest for Kubernetes: the requirements of the operator and of edgeinfer, checked without either."""
 
 from __future__ import annotations
 

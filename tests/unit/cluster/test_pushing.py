@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Node:
-    """Runs what it is asked in this process, and may change it before."""
+    """Runs calls in this process, and may change them before."""
 
     def __init__(self, change: Callable[[Any, list[Any]], None] = lambda function, arguments: None):
         self.change, self.asked = change, list[str]()

@@ -1,4 +1,4 @@
-"""The constants of the classes against published speeds: bounds, bands, and that the file holds what the fit gives."""
+"""The constants of the classes against published speeds: bounds, bands, and the file agrees with the fit."""
 
 from __future__ import annotations
 

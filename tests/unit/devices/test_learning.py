@@ -1,4 +1,4 @@
-"""The local profile learns from runs: what is kept, what is left out, and that nothing can make a run fail."""
+"""The local profile learns from runs: runs that are kept or left out, and nothing makes a run fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def probed(tmp_path, monkeypatch) -> DeviceProfile:
 
 
 def decode(weights: float = 2e9, kv: float = 0.0, f_w: float = 0.8, layers: int = 32, factor: float = 1.0) -> DecodeRun:
-    """A token that took what such constants say."""
+    """A token whose time follows from such constants."""
     seconds = 1e-3 * layers / 32 + weights / (f_w * 40e9) + kv / (0.6 * 40e9)
     return DecodeRun(layers, weights, kv, seconds * factor, 40.0)
 

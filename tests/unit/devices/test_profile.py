@@ -1,4 +1,4 @@
-"""Device profiles: those that come along, files of users, the local one; and what is refused."""
+"""Device profiles: those that come along, files of users, the local one; and refusals."""
 
 from __future__ import annotations
 

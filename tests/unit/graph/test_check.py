@@ -1,4 +1,4 @@
-"""The checker of graphs, and operations that do not say everything: what does not fit is refused by name."""
+"""The checker of graphs, and incomplete operations: misfits are refused by name."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Double(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class Untold(Op):
-    """Says nothing of what it costs."""
+    """Does not state its costs."""
 
     x: Tensor
 

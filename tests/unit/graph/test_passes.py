@@ -1,4 +1,4 @@
-"""Passes over graphs: what every run uses, recipes, and passes that do not fit are refused by name."""
+"""Passes over graphs: the default passes, recipes, and refusals of unfit passes by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Built-in shapes: the parameter counts that were published, what can run, and configs that are refused."""
+"""Built-in shapes: published parameter counts, shapes that run, and configs that are refused."""
 
 from __future__ import annotations
 

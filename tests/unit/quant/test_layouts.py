@@ -151,7 +151,7 @@ KV = {**KV_TYPES, "int4": KvType(4, scale_bytes=2)}
 
 
 def kv_byte(kind: KvType, token: int, element: int, padded: int, values: bool) -> int:
-    """The byte of a block of 16 tokens in which an element begins, counted out: what rope_store's kernels do."""
+    """The byte of a block of 16 tokens in which an element begins, by counting, as rope_store's kernels place it."""
     at = element * kind.bits // 8
     if not kind.scaled:
         size = kind.bits // 8

@@ -1,4 +1,4 @@
-"""The prefix cache by itself: keys, holders, the order of eviction, and what a recount finds again."""
+"""The prefix cache by itself: keys, holders, the order of eviction, and a recount."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they render, what messages are accepted."""
+"""Chat templates: their files, their rendering, and the messages that they accept."""
 
 from __future__ import annotations
 

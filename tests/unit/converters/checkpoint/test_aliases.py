@@ -1,4 +1,4 @@
-"""Tensors that are stored once for several names: ties, and what a safetensors header calls another name of what."""
+"""Tensors that are stored once for several names: ties, and aliases in safetensors headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance matrices of llama.cpp, in both forms, and what is none."""
+"""Importance matrices of llama.cpp, in both forms, and files that are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup are what follows the latest occurrence of the last tokens."""
+"""Drafts by prompt lookup are the tokens after the latest occurrence of the last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of forced calls: what they take, and that what they take is read as a call that satisfies the schema."""
+"""Grammars of forced calls: accepted texts are parsed as calls that satisfy the schema."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_whatever_is_generated_is_a_call_that_satisfies_the_schema(vocabulary: V
 
 
 def generated(vocabulary: Vocabulary, constraint: Constraint, rng: random.Random, end: str) -> str | None:
-    """Return a random text of a form, or None if it becomes too long; what ends values is preferred."""
+    """Return a random text of a form, or None if it becomes too long; ends of values are preferred."""
     spelled = b""
     for _ in range(400):
         if vocabulary.may_end(constraint):

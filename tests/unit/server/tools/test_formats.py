@@ -1,4 +1,4 @@
-"""The choice of a format by what a chat template contains."""
+"""The choice of a format by the content of a chat template."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TOOLS = [tool_of("get_weather", WEATHER), tool_of("now", {})]
 
 
 def example(form: Form) -> tuple[str, Said]:
-    """An answer with everything that the format has, and what it says."""
+    """An answer with everything that the format has, and its parts."""
     opening, closing = form.thought
     reasoning = "I should <look>.\n\nYes." if opening else ""
     content = "Let me see: 3 < 4." if form.content else ""
