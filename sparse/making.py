@@ -271,7 +271,7 @@ def _kind(kind: str | None, networks: list[Ffn]) -> str:
     activation = networks[0].activation
     zeros = activation in RELUS
     if not zeros and kind in ("sign", "lowrank"):
-        raise UsageError(f"A {kind} predictor predicts which gates are above 0, but {activation} is not 0 below; use "
+        raise UsageError(f"A {kind} predictor finds which gates are above 0, but {activation} is not 0 below; use "
                          "--predictor threshold.")
     return kind or ("lowrank" if zeros else "threshold")
 

@@ -162,7 +162,7 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
     (tmp_path / "short.txt").write_text("a few words", encoding="utf-8")
     assert "tokens, too few to learn from; give 2048 at least" in refused(bundles, "--text", tmp_path / "short.txt")
     assert "is sparse already; give the checkpoint" in refused(bundles, *text, source="sparse")
-    assert "silu is not 0 below; take --predictor threshold" in refused(
+    assert "silu is not 0 below; use --predictor threshold" in refused(
         bundles, *text, "--predictor", "sign", source="silu")
     assert "--predictor is 'oracle'; choose one of sign" in refused(bundles, *text, "--predictor", "oracle")
     assert "--max-kld is 0; it must be above 0" in refused(bundles, *text, "--max-kld", 0)
