@@ -11,7 +11,7 @@ from ..config import CUDA
 from ..errors import EdgeInferError
 from .connection import first_sentence
 from .handing import Piece
-from .job import Facts, Failed, Identity, Item, Job, Prefilled, Refused, WorkerLost
+from .job import Facts, Failed, Identity, Item, Job, NotBegun, Prefilled, Refused, WorkerLost
 from .worker import Engine
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
 """Time that a lost worker has to come back, and between two looks at it."""
 START_SECONDS = 30.0
 """Time in which Ray has to find memory for a worker: that of a server which has just ended is soon free."""
+AGAIN = "its process has started again"
 CONCURRENT = 4096
 """Calls that an actor takes at once: the engine has the queue."""
 
@@ -44,14 +45,14 @@ class ActorWorker:
     facts: Facts
     _identity: Identity
 
-    def __init__(self, ray: Any, name: str, node: Node, asked: tuple[str, str, dict[str, Any]]):
+    def __init__(self, ray: Any, name: str, node: Node, asked: tuple[str, str, dict[str, Any]], nbytes: int):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.name, self._ray, self._node, self.asked = name, ray, node, asked
+        self.name, self._ray, self._node, self.asked, self.nbytes = name, ray, node, asked, nbytes
         self._lost = ray.exceptions.RayActorError
         self._failed = ray.exceptions.RayError
         self._actor = ray.remote(Engine).options(
-            num_cpus=0, num_gpus=int(asked[2].get("device") == CUDA), memory=asked[2]["budget"], max_restarts=-1,
+            num_cpus=0, num_gpus=int(asked[2].get("device") == CUDA), memory=nbytes, max_restarts=-1,
             max_concurrency=CONCURRENT,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
 
@@ -59,15 +60,14 @@ class ActorWorker:
         """End its process."""
         self._ray.kill(self._actor)
 
-    async def started(self, alike: int) -> None:
-        """Return once Ray has reserved its memory, of which `alike` workers of its node have as much each."""
+    async def started(self, alike: int, together: int) -> None:
+        """Return once Ray has reserved its memory; `alike` workers of its node have so many bytes `together`."""
         try:
             await asyncio.wait_for(self._actor.__ray_ready__.remote(), START_SECONDS)
         except asyncio.TimeoutError:
-            asks = format_size(alike * int(self.asked[2]["budget"]))
             raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "
-                                 f"to the processes there, of which {asks} for all {alike} are not free; lower "
-                                 "--budget, or end the program that has it.") from None
+                                 f"to the processes there, of which {format_size(together)} for all {alike} are "
+                                 "not free; lower --budget, or end the program that has it.") from None
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
 
@@ -78,9 +78,7 @@ class ActorWorker:
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot open the model: {first_sentence(error)}.") from None
         if isinstance(found, Refused):
-            refused = EdgeInferError(f"The {self.name} cannot open the model: {found.sentence}")
-            refused.code, refused.exit_code = found.code, found.exit_code
-            raise refused
+            raise refusal(self.name, found)
         self._identity = Identity(*found)
         return self._identity
 
@@ -93,7 +91,7 @@ class ActorWorker:
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
         if found is None:
-            raise WorkerLost("its process has started again")
+            raise NotBegun(AGAIN)
         return found
 
     async def learn_facts(self) -> None:
@@ -108,12 +106,13 @@ class ActorWorker:
 
         Each item is a call: a generator of Ray costs less for an item and more for a request, most of which are short.
         """
-        item = None
+        item, begins = None, True
         try:
-            while item is None or isinstance(item, list):
-                item = await (self._actor.begin.remote(job) if item is None else self._actor.more.remote(job.key))
+            while begins or isinstance(item, list):
+                item = await (self._actor.begin.remote(job) if begins else self._actor.more.remote(job.key))
                 if item is None:
-                    raise WorkerLost("its process has started again")
+                    raise NotBegun(AGAIN) if begins else WorkerLost(AGAIN)
+                begins = False
                 yield item
         except self._lost as error:
             raise WorkerLost(first_sentence(error)) from None
@@ -127,7 +126,7 @@ class ActorWorker:
         except self._failed as error:
             raise WorkerLost(first_sentence(error)) from None
         if begun is None:
-            raise WorkerLost("its process has started again")
+            raise WorkerLost(AGAIN)
         return Sender(self._actor, job.key) if begun else None
 
     async def prefilled(self, key: int) -> Prefilled | None:
@@ -149,6 +148,14 @@ class ActorWorker:
         """End a job."""
         await self._actor.cancel.remote(key)
 
+    async def ended(self) -> WorkerLost:
+        """Return once its process has ended."""
+        try:
+            await self._actor.watch.remote()
+        except self._failed as error:
+            return WorkerLost(first_sentence(error))
+        return WorkerLost(AGAIN)
+
     async def reopen(self) -> None:
         """Open the model in the process that Ray starts in the place of the lost one."""
         until, why = time.monotonic() + REOPEN_SECONDS, "it did not start again"
@@ -167,6 +174,13 @@ class ActorWorker:
                 break
             await asyncio.sleep(RETRY_SECONDS)
         raise WorkerLost(why)
+
+
+def refusal(name: str, found: Refused) -> EdgeInferError:
+    """Return the error of a worker that cannot open the model."""
+    refused = EdgeInferError(f"The {name} cannot open the model: {found.sentence}")
+    refused.code, refused.exit_code = found.code, found.exit_code
+    return refused
 
 
 class Sender(NamedTuple):

@@ -23,6 +23,10 @@ class WorkerLost(Exception):
     """A worker has ended, or cannot be reached; the text says why."""
 
 
+class NotBegun(WorkerLost):
+    """A worker has ended that had not begun with the work, which is not the cause."""
+
+
 class Identity(NamedTuple):
     """Parts on which the bits of an answer depend."""
 
@@ -75,6 +79,8 @@ class Prefilled(NamedTuple):
 
     cached_tokens: int
     """Number of these tokens that were in its prefix cache."""
+    speeds: Speeds | None = None
+    """Of that replica by then."""
 
 
 class Job(NamedTuple):
@@ -123,6 +129,8 @@ class Done(NamedTuple):
     received_bytes: int = 0
     """KV blocks that came from another replica; 0 if they were computed here."""
     received_seconds: float = 0.0
+    speeds: Speeds | None = None
+    """Of the replica by then: the mean of its latest forward passes, whatever shared them."""
 
 
 class Failed(NamedTuple):
@@ -154,6 +162,9 @@ class Replica(Protocol):
 
     async def cancel(self, key: int) -> None:
         """End a job, and drop the prompt that it computed for another replica."""
+
+    async def ended(self) -> WorkerLost:
+        """Return once it is lost."""
 
     async def reopen(self) -> None:
         """Return once it answers again after it was lost; raises `WorkerLost` if it does not."""

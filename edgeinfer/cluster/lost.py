@@ -33,6 +33,21 @@ class Place(Protocol):
         """Record its loss, with its rows or requests."""
 
 
+class Endable(Reopened, Protocol):
+    """A process that tells of its end."""
+
+    async def ended(self) -> WorkerLost:
+        """Return once it is lost."""
+
+
+class Watched(Place, Protocol):
+    """Such a process and its state."""
+
+    @property
+    def process(self) -> Endable:
+        """The process."""
+
+
 class Losses:
     """Opens processes again.
 
@@ -55,6 +70,14 @@ class Losses:
             place.lose()
             self._say(f"{place.process.name} is lost ({why}); others continue its requests.")
             place.reopening = asyncio.ensure_future(self._reopen(place))
+
+    async def watch(self, place: Watched) -> None:
+        """Note each loss of a process, whether it has requests or none, until it does not come back."""
+        while place.there or place.reopening is not None:
+            if place.there:
+                self.lose(place, await place.process.ended())
+            async with self.changed:
+                await self.changed.wait_for(lambda: place.there or place.reopening is None)
 
     async def _reopen(self, place: Place) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -15,12 +16,13 @@ from edgeinfer.memory_planner import process_budget, serving_share
 from ..config import CUDA
 from ..errors import EdgeInferError
 from ..techniques import WITHOUT_DRAFTS
-from .actor import ActorWorker, Node
+from .actor import ActorWorker, Node, refusal
 from .connection import first_sentence, initialised
-from .job import Identity
+from .job import Identity, Refused
 from .pushing import pushed, seen
 from .split import NodeSplit
 from .stages import Stored
+from .worker import planned
 
 T = TypeVar("T")
 PREFILL_SEQUENCES = 2
@@ -121,13 +123,24 @@ class Ray:
         nodes = list(dict.fromkeys(places))
         rooms = dict(zip(nodes, await asyncio.gather(*(self.ask(one, process_budget) for one in nodes)), strict=True))
         sent = {node: await self._source_on(node, source, asked[0][1]) for node in nodes}
-        workers = []
-        for i, (node, options) in enumerate(asked):
-            share = _share({**options, **sent[node][1]}, node, places.count(node), rooms[node])
-            workers.append(ActorWorker(self._ray, f"{kind} {i + 1} on {node.name}", node,
-                                       (name, sent[node][0], share)))
+        alike = {(node, id(options)): _share({**options, **sent[node][1]}, node, places.count(node), rooms[node])
+                 for node, options in asked}
+        found = dict(zip(alike, await asyncio.gather(*(self.ask(node, planned, sent[node][0], share)
+                                                       for (node, _), share in alike.items())), strict=True))
+        names = [f"{kind} {i + 1} on {node.name}" for i, node in enumerate(places)]
+        workers, together = list[ActorWorker](), Counter[Node]()
+        plans = list[int]()
+        for worker, (node, options) in zip(names, asked, strict=True):
+            if isinstance(plan := found[node, id(options)], Refused):
+                raise refusal(worker, plan)
+            together[node] += plan
+            plans.append(plan)
+        for worker, plan, (node, options) in zip(names, plans, asked, strict=True):
+            asks = (name, sent[node][0], alike[node, id(options)])
+            workers.append(ActorWorker(self._ray, worker, node, asks, plan))
         try:
-            await asyncio.gather(*(one.started(places.count(node)) for one, node in zip(workers, places, strict=True)))
+            await asyncio.gather(*(one.started(places.count(node), together[node])
+                                   for one, node in zip(workers, places, strict=True)))
             return workers, await asyncio.gather(*(one.opened() for one in workers))
         except BaseException:
             self.end(workers)

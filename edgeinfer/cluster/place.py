@@ -1,16 +1,14 @@
-"""A replica in the front end's records: its load, its history, and speeds learned from that."""
+"""A replica in the front end's records: its load, and what it received."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..config import CPU
 from .job import Done, Prefilled, Replica
 from .router import Load
 
-MEASURABLE = 32
-"""Computed tokens of a prompt from which on its time says something of the speed."""
 UNUSED = 10.0
 """Factor by which a prompt that came to nothing slows the way by which it was to come."""
 
@@ -38,25 +36,12 @@ class Place(Load):
         if computed is None:
             return done
         if not done.received_bytes:
-            self.learn(link=UNUSED * self.speeds.link)
+            self.learn_link(UNUSED * self.speeds.link)
             return done
         self.received_bytes += done.received_bytes
         self.expected_bytes += self.facts.plan.sequence_bytes(prompt - 1)
-        self.learn(link=done.received_seconds / done.received_bytes)
+        self.learn_link(done.received_seconds / done.received_bytes)
         return done._replace(cached_tokens=computed.cached_tokens)
-
-    def learn_prompt(self, seconds: float, tokens: int) -> None:
-        """Record the time of a prompt that it had to compute alone."""
-        if tokens >= MEASURABLE:
-            self.learn(prompt=seconds / tokens)
-
-    def learn_from(self, task: Any) -> None:
-        """Record the time of a request that had it for itself."""
-        done = task.result() if hasattr(task, "samples") else None
-        if done is None or done.ttft_ms is None:
-            return
-        self.learn_prompt(done.ttft_ms / 1000, done.prompt_tokens - done.cached_tokens)
-        self.learn(decode=done.tpot_ms / 1000 if done.tpot_ms and len(done.choices) == 1 else None)
 
     def cancel(self, key: int) -> None:
         """End a job there, and wait for nothing."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import EdgeInferError
-from .job import WorkerLost
+from .job import NotBegun, WorkerLost
 from .lost import Losses, Reopened
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ class Pool:
 
     async def post(self, row: Row, body: bytes) -> Answered:
         """Return the answer to a row; raises `EdgeInferError` if no worker is left, or each is lost with this row."""
-        for _ in range(TRIES):
+        tries = 0
+        while tries < TRIES:
             place = await self._taken(row.key)
             try:
                 return await place.process.post(row.url, body)
             except WorkerLost as error:
                 self._losses.lose(place, error)
+                tries += not isinstance(error, NotBegun)
             finally:
                 place.n -= 1
                 await self._losses.notify()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..config import CPU
 from ..errors import ClosedError, EdgeInferError, QueueFullError
-from .job import Done, Facts, Failed, Item, Job, Prefilled, Replica, WorkerLost
+from .job import Done, Facts, Failed, Item, Job, NotBegun, Prefilled, Replica, WorkerLost
 from .lost import Losses
 from .place import Place, Taken
 from .router import Need, apart, blocks_of, choose
@@ -51,6 +50,7 @@ class RemoteEngine:
         self._most = max_queue + sum(int(one.facts.config.max_sequences) for one in replicas)
         self._losses, self._keys, self._tasks = Losses(say), count(), set[asyncio.Task[None]]()
         self._prefills = set[asyncio.Task[Prefilled | None]]()
+        self._watches: list[asyncio.Task[None]] = []
 
     @property
     def n_running(self) -> int:
@@ -87,6 +87,7 @@ class RemoteEngine:
         request.task.arrive()
         if not request.claim():
             return
+        self._watches = self._watches or [asyncio.ensure_future(self._losses.watch(one)) for one in self.places]
         need = self._need(request)
         taken = self._taken(need, None, _may_go_apart(request), _may_go_to_device(request))
         task = asyncio.get_running_loop().create_task(self._work(request, need, taken))
@@ -108,9 +109,9 @@ class RemoteEngine:
         """End all requests, and wait for no replica; from any thread."""
         self.closed = True
         self.cancel()
-        for one in self.places:
-            if one.reopening is not None:
-                _cancel(one.reopening)
+        for task in (*self._watches, *(one.reopening for one in self.places)):
+            if task is not None:
+                _cancel(task)
 
     def _need(self, request: Request[Any]) -> Need:
         task = request.task
@@ -160,10 +161,10 @@ class RemoteEngine:
             now = taken or await self._awaited(need, arithmetic, request)
             before = task.new_tokens
             try:
-                return await self._run_on(now, request, unmoved=taken is not None)
+                return await self._run_on(now, request)
             except WorkerLost as why:
                 self._losses.lose(now.place, why)
-                taken, tries = None, 0 if task.new_tokens > before else tries + 1
+                taken, tries = None, 0 if task.new_tokens > before else tries + (not isinstance(why, NotBegun))
         raise EdgeInferError(f"{TRIES} replicas ended while they had this request; if they had too little memory, "
                              "lower --max-sequences or --budget.")
 
@@ -184,12 +185,11 @@ class RemoteEngine:
             task.end()
         request.conclude(error)
 
-    async def _run_on(self, taken: Taken, request: Request[Any], unmoved: bool) -> None:
-        """Let a replica run the rest of a request; one that was moved or waited says nothing of its speed."""
+    async def _run_on(self, taken: Taken, request: Request[Any]) -> None:
+        """Let a replica run the rest of a request."""
         place, key, helper = taken
         task: Any = request.task
-        keeps = request.reuse and not taken.unlike
-        alone, ended, computing = unmoved and len(place.work) == 1, False, None
+        keeps, ended, computing = request.reuse and not taken.unlike, False, None
         try:
             job: Job = task.job(key, request.salt)
             if helper is not None:
@@ -205,8 +205,6 @@ class RemoteEngine:
                 self._take(place, key, request, item, keeps)
             if not ended:
                 raise WorkerLost("it ended in the middle of a request")
-            if alone and helper is None and len(place.work) == 1:
-                place.learn_from(task)
         except WorkerLost:
             ended = True  # there is nothing to be cancelled
             raise
@@ -228,15 +226,15 @@ class RemoteEngine:
 
     async def _prefilled(self, helper: Place, job: Job) -> Prefilled | None:
         """Wait for the prompt of a job that a replica computes; None if it could not."""
-        alone, began, found = len(helper.work) == 1, time.perf_counter(), None
+        found = None
         try:
             found = job.handed and await helper.process.prefilled(job.key)
         except WorkerLost as why:
             self._losses.lose(helper, why)
         finally:
             helper.end(job.key)
-        if found and alone:
-            helper.learn_prompt(time.perf_counter() - began, len(job.ids) - 1 - found.cached_tokens)
+        if found:
+            helper.learn(found.speeds)
         return found
 
     def _take(self, place: Place, key: int, request: Request[Any], item: Item, keeps: bool) -> None:
@@ -251,6 +249,7 @@ class RemoteEngine:
             assert isinstance(item, Done)
             task.take_parts(item.parts)
             task.take_end(item)
+            place.learn(item.speeds)
             self.kv_usage = item.kv_usage
             self.preemptions += item.preemptions
             if keeps and hasattr(task, "samples"):

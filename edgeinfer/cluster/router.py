@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 from edgeinfer.kernels import abi
 
+from ..engine import SHARED_STEP
 from .job import Facts, Speeds
 
 EXPECTED_TOKENS = 128
 """Tokens of an answer that are counted on where more are allowed: texts mostly end by themselves."""
-SHARED_STEP = 0.5
-"""Part of a token's time by which each further sequence lengthens a forward pass."""
 CALL_SECONDS = 0.01
 """Time that is counted for the calls by which a prompt goes from one replica to another."""
 NEW_WEIGHT = 0.1
-"""Weight of a request in the mean speeds of its replica."""
+"""Weight of a prompt in the mean speed of the way on which it came."""
 
 
 class Need(NamedTuple):
@@ -110,11 +109,15 @@ class Load:
         while len(self._blocks) > self._most:
             self._blocks.popitem(last=False)
 
-    def learn(self, prompt: float | None = None, decode: float | None = None, link: float | None = None) -> None:
-        """Record the seconds per token of a request that ran alone, and per byte of a transferred prompt."""
-        old = self.speeds
-        self.speeds = Speeds(*(before if new is None else before + NEW_WEIGHT * (new - before)
-                               for before, new in zip(old, (prompt, decode, link), strict=True)))
+    def learn(self, speeds: Speeds | None) -> None:
+        """Record the speeds that it has measured itself, but for its link."""
+        if speeds is not None:
+            self.speeds = speeds._replace(link=self.speeds.link)
+
+    def learn_link(self, seconds: float) -> None:
+        """Record the seconds per byte of a transferred prompt."""
+        link = self.speeds.link
+        self.speeds = self.speeds._replace(link=link + NEW_WEIGHT * (seconds - link))
 
     def lose(self) -> None:
         """Note that it is gone with its prefix cache; each of its requests notices by itself."""

@@ -50,7 +50,9 @@ def _measured(llm: LLM) -> Speeds:
     runs = [llm.complete([1] * n, max_tokens=min(PROBE_TOKENS, ctx - n), temperature=0, ignore_eos=True)
             for _ in range(PROBES)]
     prompt = min(one.ttft_ms or 0 for one in runs) / 1000
-    return Speeds(prompt / n, min(one.tpot_ms / 1000 if one.tpot_ms else prompt for one in runs))
+    found = Speeds(prompt / n, min(one.tpot_ms / 1000 if one.tpot_ms else prompt for one in runs))
+    llm.pass_times.set(found.prompt, found.decode)
+    return found
 
 
 class Serving:
@@ -135,7 +137,7 @@ class Serving:
                 await arrivals.wait()
             cancelled = request.finish().choices[0].finish_reason == "cancelled"
             leaving.end(failed=cancelled)
-            return None if cancelled else Prefilled(request.task.cached_tokens)
+            return None if cancelled else Prefilled(request.task.cached_tokens, self._speeds())
         except (EdgeInferError, OSError):  # there is no room for it: the other one computes it
             leaving.end(failed=True)
             return None
@@ -176,7 +178,11 @@ class Serving:
         value = request.finish()  # raises the error that it ended with
         yield Done(None if reader else value, request.task.cached_tokens, request.task.preemptions,
                    self._llm.state().kv_usage, value.speculation if reader else None,
-                   tuple(reader.read()) if reader else ())
+                   tuple(reader.read()) if reader else (), speeds=self._speeds())
+
+    def _speeds(self) -> Speeds:
+        pass_times = self._llm.pass_times
+        return Speeds(pass_times.prompt, pass_times.decode)
 
 
 def _written(request: Request[Any], part: memoryview | None) -> asyncio.Event:

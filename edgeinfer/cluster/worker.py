@@ -21,6 +21,18 @@ PROBES, PROBE_BYTES = 3, 4 << 20
 """Transfers that measure the way from one replica to another."""
 
 
+def planned(source: str, options: dict[str, Any]) -> int | Refused:
+    """Return the memory that a model needs here beside its endpoints, and open nothing; or why it cannot be opened."""
+    from ..llm import plan_model
+    from ..server import SERVER_BYTES
+
+    try:
+        left = max(1, options["budget"] - SERVER_BYTES)
+        return plan_model(model=source, **{**options, "budget": left}).total_bytes + SERVER_BYTES
+    except EdgeInferError as error:
+        return Refused(str(error), error.code, error.exit_code)
+
+
 class Engine:
     """Answers requests in a process that Ray has started; its methods are called from elsewhere."""
 
@@ -104,6 +116,10 @@ class Engine:
             await sender.probe(PROBE_BYTES)
             seconds.append(time.perf_counter() - began)
         return min(seconds) / PROBE_BYTES
+
+    async def watch(self) -> None:
+        """Return at the end of this process, which Ray reports to the caller as an error."""
+        await asyncio.Event().wait()
 
     async def cancel(self, key: int) -> None:
         """End a job, if it runs."""

@@ -18,6 +18,7 @@ from .token_budget import MAX_ITL
 
 if TYPE_CHECKING:
     from ..runner import Runner
+    from .pass_times import PassTimes
     from .remote_prompts import Part
     from .request import Request
 
@@ -102,6 +103,11 @@ class Engine:
     def passes(self) -> int:
         """Forward passes so far."""
         return self._steps.passes
+
+    @property
+    def pass_times(self) -> PassTimes:
+        """Time of a token so far."""
+        return self._steps.pass_times
 
     def submit(self, request: Request[Any]) -> None:
         """Let a request wait and run.

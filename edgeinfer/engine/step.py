@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CancelledError
 from ..runner import DECODE
 from .generation import Generation
+from .pass_times import PassTimes
 from .request import Request
 from .scheduler import Scheduler, Work, result_of
 from .task import Ran, Result, Task
@@ -62,7 +63,7 @@ class Steps:
 
     def __init__(self, scheduler: Scheduler, closed: Callable[[], bool] = lambda: False):
         self.scheduler, self._runner, self._closed = scheduler, scheduler.runner, closed
-        self.passes = 0
+        self.passes, self.pass_times = 0, PassTimes()
 
     def run(self) -> None:
         """Admit requests, run one forward pass, and end the requests that are done."""
@@ -94,6 +95,7 @@ class Steps:
             self._note_time(passed.works, time.perf_counter() - began)
         for work, ran in zip(passed.works, passed.results, strict=True):
             self._take(work.request, ran)
+        self.pass_times.took(passed.works, passed.results, time.perf_counter() - began)
         if passed.learn is not None:
             passed.learn()
 

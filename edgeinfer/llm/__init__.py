@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from .api import LLM
     from .asynchronous import AsyncLLM
     from .embeddings import Embeddings
+    from .open import plan_model
     from .requests import ReplicaState, State
 
-__all__ = ["LLM", "AsyncLLM", "Embeddings", "ReplicaState", "State"]
+__all__ = ["LLM", "AsyncLLM", "Embeddings", "ReplicaState", "State", "plan_model"]
 __getattr__ = lazily(__name__, {"api": "LLM", "asynchronous": "AsyncLLM", "embeddings": "Embeddings",
-                              "requests": "ReplicaState State"})
+                              "open": "plan_model", "requests": "ReplicaState State"})

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.progress import OnProgress
 from ..base.validation import shown
 from ..config import Recipe
-from ..errors import RequestError, UsageError
-from ..models import Storage, resolve
-from ..registry import drafting, plain
+from ..errors import RequestError
 from .embeddings import Embeddings
-from .settings import runtime_config, with_beams, with_techniques
+from .settings import OTHERS, asked_of
 from .texts import Texts
 
 if TYPE_CHECKING:
@@ -187,35 +184,21 @@ class LLM(Texts, Embeddings):
         progress: OnProgress | None = None,
         **techniques: Unpack[TechniqueOptions],
     ):
-        config = runtime_config(
-            budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
-            own_tokens=own_tokens, kv_tokens=kv_tokens, mlock=mlock, mmap=mmap, kv_layout=kv_layout,
-            **plain({"recipe": recipe, "kv_memory": kv_memory, "state_memory": state_memory,
-                     "fill_budget": fill_budget}))
-        files = plain({"prefix_file": prefix_file})
-        if split is not None and files["prefix_file"]:
-            raise UsageError("A model that is split between processes keeps no prefix file; leave it out.")
-        asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress,
-                       "max_queue": max_queue, "split": split})
-        config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
-        shares = max_sequences is beams is own_tokens is kv_tokens is kv_memory is fill_budget is None
-        self._drafting = drafting(techniques)
-        config = replace(config, draft_tokens=self._drafting.rows)
+        asked = asked_of({name: value for name, value in locals().items() if name not in OTHERS} | techniques)
         from .open import open_model, provider
 
-        executor = provider(asked["device"])
-        self.name = asked["model"]
-        self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
+        executor = provider(asked.others["device"])
+        self.name, self._drafting = asked.others["model"], asked.drafting
+        self.path = asked.resolved()
         from ..engine import MAX_QUEUE, Engine, Times
 
-        opened = open_model(self.path, config, asked["device"], executor, kv and config.kv, asked["max_kld"],
-                            self._drafting, shares, progress, asked["split"])
+        opened = open_model(self.path, asked, executor)
         self._bundle, self._tokenizer, self.chat_template = opened.bundle, opened.tokenizer, opened.chat_template
         self.runner, self.draft = opened.runner, opened.draft
         self.choice, self.approximated = opened.choice, opened.approximated
         self._kept: list[Any] = []  # of the draft, for a request that continues with the last one's text
-        self._engine = Engine(self.runner, max_queue=asked["max_queue"] or MAX_QUEUE)
-        self._prefix_file, self._closed = files["prefix_file"], False
+        self._engine = Engine(self.runner, max_queue=asked.others["max_queue"] or MAX_QUEUE)
+        self._prefix_file, self._closed = asked.others["prefix_file"], False
         self._times = Times()
         self._preparing: set[Cancellation] = set()
         self._eos_ids = frozenset(self.runner.model.eos_token_ids)

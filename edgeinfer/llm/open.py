@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import backends, pipeline, registry
 from ..config import CPU, Recipe, RuntimeConfig
 from ..errors import UsageError
+from .settings import asked_of
 
 OpenStages = Callable[["Bundle", RuntimeConfig, "OnProgress | None"], "Runner"]
 """Opens the stages of a bundle and returns their runner."""
@@ -19,17 +20,17 @@ SHARING = 4
 """Sequences that run together where nothing else is requested."""
 
 if TYPE_CHECKING:
-    from edgeinfer.memory_planner import DraftMemory
+    from edgeinfer.memory_planner import DraftMemory, MemoryPlan
 
     from ..backends import Provider
     from ..base.progress import OnProgress
     from ..bundle import Bundle
     from ..engine.speculation.load import Draft
     from ..graph import Graph, ModelConfig
-    from ..registry import Drafting
     from ..runner import Runner
     from ..runtime import DraftHeadPlan, SelfDraftPlan, Session
     from ..text import ChatTemplate, Tokenizer
+    from .settings import Asked
     from .strategy import Choice
 
 
@@ -45,45 +46,54 @@ class Opened(NamedTuple):
     approximated: bool
 
 
-def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: Provider | None, kv: str | None,
-               max_kld: float | None, drafting: Drafting, shares: bool, progress: OnProgress | None,
-               split: str | OpenStages | None = None) -> Opened:
+class _Ready(NamedTuple):
+    """A bundle that is open, and how it is to be run."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer | None
+    provider: Provider | None
+    config: RuntimeConfig
+    companion: Any
+    """The drafter to open beside it, or None."""
+
+
+def _ready(path: Path, asked: Asked, provider: Provider | None, opened: ExitStack) -> _Ready:
+    """Open a bundle and its tokenizer, and settle the executor and the drafter."""
+    from ..bundle import Bundle
+    from ..text import Tokenizer
+
+    bundle = Bundle.open(path)
+    opened.callback(bundle.close)
+    provider, config = settled(asked.others["device"], provider, bundle, asked.config, asked.kv)
+    if config.techniques:
+        config = replace(config, techniques=registry.settled(config.techniques, bundle.config.num_hidden_layers))
+    if asked.shares and not provider:
+        config = sharing(config, bundle.config)
+    tokenizer = Tokenizer.of_model(path, bundle.files, bundle.config)
+    if provider:
+        asked.drafting.check_device(provider.device)
+    companion = asked.drafting.companion(bundle, tokenizer, config, asked.others["progress"], opened)
+    return _Ready(bundle, tokenizer, provider, config, companion)
+
+
+def open_model(path: Path, asked: Asked, provider: Provider | None) -> Opened:
     """Open a bundle, its tokenizer and template, its executor and its drafter.
 
     Parameters
     ----------
     path : Path
-    config : RuntimeConfig
-    device, kv : str, optional
-        As they were requested; `kv` is None if the device may choose the type of the KV cache.
+    asked : Asked
     provider : Provider, optional
         Provider that may run models on the device; None: our own kernels.
-    max_kld, progress
-        As for `LLM`.
-    drafting : Drafting
-    shares : bool
-        Whether a few sequences share the memory of one context, because nothing else was requested.
-    split : str or callable, optional
-        Split of the layers over several processes, or the function that opens them.
     """
-    from ..bundle import Bundle
-    from ..text import ChatTemplate, Tokenizer
+    from ..text import ChatTemplate
 
+    progress, split = asked.others["progress"], asked.others["split"]
     with ExitStack() as opened:  # whatever fails below, nothing stays open
-        bundle = Bundle.open(path)
-        opened.callback(bundle.close)
-        provider, config = settled(device, provider, bundle, config, kv)
-        if config.techniques:
-            config = replace(config, techniques=registry.settled(config.techniques, bundle.config.num_hidden_layers))
-        if shares and not provider:
-            config = sharing(config, bundle.config)
-        tokenizer = Tokenizer.of_model(path, bundle.files, bundle.config)
+        bundle, tokenizer, provider, config, companion = _ready(path, asked, provider, opened)
         template = ChatTemplate.open(path)
-        if provider:
-            drafting.check_device(provider.device)
-        companion = drafting.companion(bundle, tokenizer, config, progress, opened)
         if split is not None:
-            runner = in_stages(bundle, config, split, device, companion, progress)
+            runner = in_stages(bundle, config, split, asked.others["device"], companion, progress)
             opened.pop_all()
             return Opened(bundle, tokenizer, template, runner, None, None, False)
         if provider:
@@ -91,12 +101,30 @@ def open_model(path: Path, config: RuntimeConfig, device: str | None, provider: 
             opened.pop_all()
             return Opened(bundle, tokenizer, template, runner, draft, None, False)
         draft_memory = companion.draft_memory if companion else None
-        chosen = choice(bundle, config, max_kld, draft_memory)
+        chosen = choice(bundle, config, asked.others["max_kld"], draft_memory)
         own = session(bundle, chosen.strategy.config if chosen else config, progress, draft_memory)
         opened.callback(own.close)
         draft = companion.open(own) if companion else None
         opened.pop_all()
         return Opened(bundle, tokenizer, template, own, draft, chosen, own.config.recipe != config.recipe)
+
+
+def plan_model(**options: Any) -> MemoryPlan:
+    """Return the plan that `LLM` would have with these arguments, and load nothing; raises as `LLM`."""
+    asked = asked_of(options)
+    executor = provider(asked.others["device"])
+    with ExitStack() as opened:
+        bundle, _, executor, config, companion = _ready(asked.resolved(), asked, executor, opened)
+        if executor:
+            from ..backends import device_planner, fit_device
+
+            return fit_device(*device_planner(as_stored(bundle), config, executor, config.kv))
+        from ..runtime import plan_run
+
+        draft_memory = companion.draft_memory if companion else None
+        chosen = choice(bundle, config, asked.others["max_kld"], draft_memory)
+        return plan_run(bundle, chosen.strategy.config if chosen else config, registry.placer(bundle.config, bundle),
+                        draft_memory).plan
 
 
 def provider(device: str | None) -> Provider | None:

@@ -16,7 +16,7 @@ from .prompts import Prompts, template_options
 
 if TYPE_CHECKING:
     from ..base.text_form import TextForm
-    from ..engine import Completion, Request, Score, Task, Times
+    from ..engine import Completion, PassTimes, Request, Score, Task, Times
     from ..registry import Drafting
     from ..runner import Runner
     from ..runtime import Session
@@ -112,6 +112,11 @@ class Requests(Prompts):
         n_blocks = runner.n_blocks
         usage = 1 - runner.available_blocks / n_blocks if n_blocks else 0.0
         return State(engine.n_running, engine.n_waiting, usage, engine.preemptions, runner.plan.total_bytes)
+
+    @property
+    def pass_times(self) -> PassTimes:
+        """Time of a token in the latest forward passes."""
+        return self._engine.pass_times
 
     def replicas(self) -> list[ReplicaState]:
         """Return the processes that run the model elsewhere."""

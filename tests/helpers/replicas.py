@@ -10,7 +10,7 @@ from typing import Any
 from edgeinfer import LLM
 from edgeinfer.cluster import RemoteModel
 from edgeinfer.cluster.handing import Handing, Piece
-from edgeinfer.cluster.job import Done, Identity, Item, Job, Part, Prefilled, WorkerLost
+from edgeinfer.cluster.job import Done, Identity, Item, Job, Part, Prefilled, Speeds, WorkerLost
 from edgeinfer.cluster.serving import Serving, facts_of
 
 OPTIONS: dict[str, Any] = dict(ctx=512, threads=1, max_sequences=8, max_queue=256)
@@ -31,11 +31,12 @@ class Within:
     def __init__(self, source: str, name: str, arithmetic: str = "", reopens: bool = True, **options: Any):
         self.llm, self.name, self.reopens = LLM(source, **OPTIONS | options), name, reopens
         self._serving, self.facts = Serving(self.llm), facts_of(self.llm)
+        self._measured = self.facts.speeds
         if arithmetic:
             self.facts = self.facts._replace(identity=Identity("1", "b", arithmetic), isa=arithmetic)
         self.lost_after: Callable[[Job, int], bool] | None = None
         self.jobs, self.prompts = list[Job](), list[Job]()
-        self.back = threading.Event()
+        self.back, self.idle_end = threading.Event(), threading.Event()
         self.back.set()
 
     async def run(self, job: Job) -> AsyncIterator[Item]:
@@ -47,7 +48,7 @@ class Within:
                     if self.lost_after and self.lost_after(job, sent):
                         raise WorkerLost("killed")
                     sent += sum(len(part.ids) for part in item) if isinstance(item, list) else 0
-                    yield item
+                    yield item._replace(speeds=self._told(item.speeds)) if isinstance(item, Done) else item
         finally:
             self._serving.cancel(job.key)
 
@@ -58,10 +59,21 @@ class Within:
         return Sender(self._serving.handing, job.key) if self._serving.prefill(job) else None
 
     async def prefilled(self, key: int) -> Prefilled | None:
-        return await self._serving.prefilled(key)
+        found = await self._serving.prefilled(key)
+        return found and found._replace(speeds=self._told(found.speeds))
+
+    def _told(self, speeds: Speeds | None) -> Speeds | None:
+        """Return what it tells of its speeds: nothing if a test has made up others."""
+        return speeds if self.facts.speeds == self._measured else None
 
     async def cancel(self, key: int) -> None:
         self._serving.cancel(key)
+
+    async def ended(self) -> WorkerLost:
+        while not self.idle_end.is_set():
+            await asyncio.sleep(0.01)
+        self.idle_end.clear()
+        return WorkerLost("killed")
 
     async def reopen(self) -> None:
         while not self.back.is_set():

@@ -27,7 +27,7 @@ from edgeinfer.cluster.job import Identity
 from edgeinfer.cluster.on_ray import _refuse_unlike
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import demo_path
-from edgeinfer.server import Answered, Row, Rows, answer_all
+from edgeinfer.server import SERVER_BYTES, Answered, Row, Rows, answer_all
 from tests.helpers.command_line import edgeinfer, process
 from tests.helpers.serving import until
 from tests.system.test_cluster_serve import is_engine
@@ -117,13 +117,22 @@ def test_workers_of_one_node_share_its_memory(ray: Ray) -> None:
         for one in workers:
             await one.learn_facts()
         ray.end(workers)
-        return [one.facts.plan.total_bytes for one in workers]
+        found = [one.facts.plan.total_bytes for one in workers]
+        assert [one.nbytes - SERVER_BYTES for one in workers] == found  # planned before it is opened
+        return found
 
     for budget in (400 << 20, None):
         found = asyncio.run(plans(budget))
         assert sum(found) <= (budget or psutil.virtual_memory().available * 1.2)
     with pytest.raises(EdgeInferError, match=r"worker \d on 127.0.0.1 cannot open the model: .*needs .*the budget"):
         asyncio.run(plans(20 << 20))
+
+
+def test_a_worker_reserves_its_plan_and_not_its_budget(ray: Ray) -> None:
+    """Each has a budget of all the memory that Ray gives, and both are there."""
+    workers = asyncio.run(ray.open(2, "demo", "demo", {**OPTIONS, "budget": 2 * ray.nodes[0].memory}))
+    ray.end(workers)
+    assert 0 < workers[0].nbytes == workers[1].nbytes < 400 << 20
 
 
 def test_more_than_ray_gives_is_refused(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from edgeinfer.cluster import PREFILL_SEQUENCES, Ray, RemoteModel, connected
+from edgeinfer.cluster.router import Load
 from edgeinfer.errors import EdgeInferError
 from tests.helpers.command_line import PYTHON, ROOT, edgeinfer, environment
 from tests.helpers.serving import chat_model, serving, until
@@ -103,6 +104,13 @@ def test_the_texts_of_one_process_on_replicas(ray: Ray, model: str, right: list[
     assert sum("is lost (" in one for one in said) >= 1 and until(lambda: not engines())
 
 
+@pytest.fixture
+def made_up_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no replica tell of its speeds, which the test makes up."""
+    monkeypatch.setattr(Load, "learn", lambda *_: None)
+
+
+@pytest.mark.usefixtures("made_up_speeds")
 def test_prompts_that_are_computed_apart_change_no_text(ray: Ray, model: str, right: list[Any]) -> None:
     found = asyncio.run(ray.replicas(3, "chat", model, OPTIONS, prefill=1))
     assert all(1e-12 < one.facts.speeds.link < 1e-6 for one in found[1:])
@@ -120,6 +128,7 @@ def test_prompts_that_are_computed_apart_change_no_text(ray: Ray, model: str, ri
         killing(lambda: all_of(running) == right, 2)
 
 
+@pytest.mark.usefixtures("made_up_speeds")
 def test_prompts_of_a_device(ray: Ray, model: str) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
     with pytest.raises(EdgeInferError, match="--prefill 1 with --prefill-device cuda needs as many GPUs, and Ray kn"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 pytest.importorskip("starlette")
 from edgeinfer import LLM
 from edgeinfer.cluster.handing import Piece
-from edgeinfer.cluster.job import TEXT, Failed, Job, Prefilled, Speeds, WorkerLost
+from edgeinfer.cluster.job import TEXT, Failed, Item, Job, NotBegun, Prefilled, Speeds, WorkerLost
+from edgeinfer.cluster.remote_engine import TRIES
 from edgeinfer.cluster.router import Load
 from edgeinfer.cluster.serving import Serving
 from tests.helpers.replicas import Sender, Within, opener
@@ -227,19 +229,59 @@ def test_without_any_replica_requests_end_with_an_error(model: str) -> None:
         assert said[-1] == "a does not come back (no such node)."
 
 
-def test_a_request_that_moved_says_nothing_of_speeds_and_of_no_more_than_its_prompt(model: str, three: list[Within]
-                                                                                    ) -> None:
+def test_a_request_that_moved_has_no_more_than_its_prompt_cached(model: str, three: list[Within]) -> None:
     first, second = three[:2]
     body = {"prompt": "A fox saw a crow " * 12, "seed": 1, "max_tokens": 120, "ignore_eos": True}
     first.facts = first.facts._replace(speeds=Speeds(1e-7, 1e-7))
     second.llm.generate(**body, reuse=True)  # it has the prompt and the answer
     first.lost_after = second.lost_after = lambda job, tokens: job.key == 0 and tokens > 60
-    opened = opener([first, second], [])
-    with serving({"chat": model}, opened) as running:
-        speeds = [one["tok_per_s"] for one in running.ask("/status").json["models"][0]["replicas"]]
+    with serving({"chat": model}, opener([first, second], [])) as running:
         usage = running.ask(COMPLETIONS, body).json["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
-        assert speeds == [one["tok_per_s"] for one in running.ask("/status").json["models"][0]["replicas"]]
+
+
+def test_speeds_are_those_of_the_passes_of_each_replica(model: str, three: list[Within]) -> None:
+    """Requests in company, so that none of them says anything of the speed by its own time."""
+    for one in three:
+        one._told = lambda speeds: speeds  # type: ignore[method-assign]
+        one.facts = one.facts._replace(speeds=Speeds(1.0, 1.0))
+    body = {"prompt": [f"{i} foxes saw a crow and a hare by the river" for i in range(16)], "max_tokens": 30}
+    with serving({"chat": model}, opener(three, [])) as running:
+        assert running.ask(COMPLETIONS, {**body, "temperature": 0, "ignore_eos": True}).status == 200
+        places = running.server.models.first.model.engine.places
+        for place, one in zip(places, three, strict=True):
+            assert one.jobs and place.speeds[:2] == (one.llm.pass_times.prompt, one.llm.pass_times.decode)
+            assert 0 < place.speeds.decode < 0.5 and 0 < place.speeds.prompt < 0.5
+
+
+def test_a_replica_that_is_lost_without_requests_is_opened_again(model: str, three: list[Within]) -> None:
+    said = list[str]()
+    with serving({"chat": model}, opener(three, said)) as running:
+        assert running.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 2}).status == 200
+        for _ in range(2):
+            three[2].idle_end.set()
+            assert until(lambda: said[-1:] == ["replica 2 is back."]), said
+            assert said[0] == "replica 2 is lost (killed); others continue its requests."
+            said.clear()
+
+
+def test_replicas_that_had_not_begun_with_a_request_are_not_lost_with_it(model: str) -> None:
+    one, times = Within(model, "a"), [3 * TRIES]
+    real = one.run
+
+    async def run(job: Job) -> AsyncIterator[Item]:
+        if times[0]:
+            times[0] -= 1
+            raise NotBegun("its process has started again")
+        async for item in real(job):
+            yield item
+
+    one.run = run  # type: ignore[method-assign]
+    with serving({"chat": model}, opener([one], [])) as running:
+        assert running.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 2}).status == 200 and not times[0]
+        one.lost_after = lambda job, tokens: True
+        found = running.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 2})
+        assert found.status == 500 and f"{TRIES} replicas ended while they had this request" in found.error
 
 
 def slow_prompts(replicas: list[Within], helping: int = 1) -> None:
@@ -318,7 +360,7 @@ def test_windows_and_recurrent_state_go_over(config: Any, chunks: tuple[int, int
             one, other, job = Serving(first), Serving(second), Job(1, TEXT, ids, options)
             assert one.prefill(job)
             found = [item async for item in other.run(job._replace(handed=Sender(one.handing, 1)))]
-            assert await one.prefilled(1) == Prefilled(0)
+            assert await one.prefilled(1) == Prefilled(0, Speeds(first.pass_times.prompt, first.pass_times.decode))
             one.cancel(1)
             assert not len(one.handing) and not one._computing
             return found

@@ -77,8 +77,10 @@ def test_fast_replicas_get_more() -> None:
 def test_speeds_follow_what_was_measured() -> None:
     one = load("a")
     for _ in range(50):
-        one.learn(0.002, None)
-    assert one.speeds.prompt == pytest.approx(0.002, rel=0.01) and one.speeds.decode == 0.01
+        one.learn_link(1e-8)
+    one.learn(Speeds(0.002, 0.03))
+    one.learn(None)
+    assert one.speeds == Speeds(0.002, 0.03, pytest.approx(1e-8, rel=0.01))
 
 
 def test_beginnings_that_the_cache_has_dropped_are_forgotten() -> None:
