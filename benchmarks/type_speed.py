@@ -1,10 +1,11 @@
 """Decoding and prompts with matrices of several types, in pairs with the first one, interleaved in one process.
 
     python benchmarks/type_speed.py --types q4,q2:128 --shape llama-2-7b --layers 4 --bundles FOLDER
+    python benchmarks/type_speed.py --types q4,q4+0.5%,q4+2% --shape tinyllama-1.1b --layers 22 --bundles FOLDER
 
-A type may have a group size. Models are random; a bundle that lies in the folder already is taken as it is. --layers
-takes so many of the shape's layers, and of its words the same share, so that the head weighs as much as in the whole
-model.
+A type may have a group size, and a share of the columns of each matrix that are stored apart as outliers. Models are
+random; a bundle that lies in the folder already is taken as it is. --layers takes so many of the shape's layers, and of
+its words the same share, so that the head weighs as much as in the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from edgeinfer.bench.traffic import bytes_per_token
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import SHAPES, write_random_bundle
+from edgeinfer.graph import TypeOf, Weight, requested_types
 from edgeinfer.memory_planner import default_threads
+from edgeinfer.quant import WeightType
 from edgeinfer.runner import Segment
 from edgeinfer.runtime import Session
 
@@ -35,13 +38,26 @@ DEPTH = 32
 
 def bundle_of(folder: Path, shape: str, layers: int, kind: str) -> Path:
     """Return the path of a bundle of a type, which is written if it is not there."""
-    config, (weights, _, group) = SHAPES[shape], kind.partition(":")
-    path = folder / f"{shape}-{layers}-{kind.replace(':', 'g')}"
+    stored, _, outliers = kind.partition("+")
+    config, (weights, _, group) = SHAPES[shape], stored.partition(":")
+    path = folder / f"{shape}-{layers}-{kind.replace(':', 'g').rstrip('%')}"
     if not path.exists():
         words = config.vocab_size * layers // config.num_hidden_layers
         config = replace(config, num_hidden_layers=layers, vocab_size=words)
-        write_random_bundle(config, path, weights, int(group or 32))
+        types = with_outliers(requested_types(weights, int(group or 32)), float(outliers.rstrip("%") or 0) / 100)
+        write_random_bundle(config, path, weights, int(group or 32), types=types)
     return path
+
+
+def with_outliers(type_of: TypeOf, share: float) -> TypeOf:
+    """Return the types of weights with this share of the columns of each matrix apart, as `convert --outliers` does."""
+    def typed(weight: Weight) -> WeightType:
+        if weight.kind == "outliers":
+            return WeightType("f16")
+        stored = type_of(weight)
+        return replace(stored, outliers=round(share * weight.shape[-1])) if weight.kind == "matrix" else stored
+
+    return typed
 
 
 def seconds(session: Session, prompt: int, tokens: int) -> tuple[float, float]:

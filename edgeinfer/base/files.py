@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,38 @@ def replacement(path: str | Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def working_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """A directory that is removed with its contents when the block ends.
+
+    Those of killed processes in `parent` are removed first, if their names have this prefix and the file system has
+    locks: as with `replacement`, a directory belongs to somebody as long as its lock is held.
+
+    Raises
+    ------
+    OSError
+        It cannot be made.
+    """
+    from tempfile import TemporaryDirectory
+
+    if sys.platform == "win32":
+        with TemporaryDirectory(prefix=prefix, dir=parent) as name:
+            yield Path(name)
+        return
+    for path in parent.glob(f"{prefix}*"):
+        with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(path)
+    while True:
+        with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as name:
+            handle = os.open(name, os.O_RDONLY)
+            try:
+                if _ours(handle):
+                    yield Path(name)
+                    return
+            finally:
+                os.close(handle)
+
+
 def sync_directory(path: str | Path) -> None:
     """Make a rename durable; systems that cannot open directories (Windows) do this on their own."""
     if not hasattr(os, "O_DIRECTORY"):
@@ -123,9 +156,15 @@ def _remove_remains(directory: Path, prefix: str) -> None:
             if sys.platform == "win32":
                 os.unlink(directory / name)
                 continue
-            handle = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _locked(directory / name, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 os.unlink(directory / name)
-            finally:
-                os.close(handle)
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)

@@ -18,7 +18,8 @@ from edgeinfer.bundle import open_arrays, pack_arrays
 from edgeinfer.quant import InputStatistics
 
 from ..base.atomic_write import Destination
-from ..errors import BundleError
+from ..base.files import replacement
+from ..errors import BundleError, DestinationError
 from .effects import Effect
 from .inputs import BLOCK, MatrixInput
 
@@ -102,9 +103,12 @@ class KeptStatistics:
 
     def keep_effects(self, effects: Mapping[str, Effect]) -> None:
         """Keep effects beside the statistics."""
-        unfinished = self.path / f"{EFFECTS_FILE}.{os.getpid()}"
-        unfinished.write_text(json.dumps(effects), encoding="utf-8")
-        os.replace(unfinished, self.path / EFFECTS_FILE)
+        try:
+            with replacement(self.path / EFFECTS_FILE) as file:
+                file.write(json.dumps(effects).encode())
+        except OSError as error:
+            raise DestinationError(f"{self.path} could not be written ({error.strerror or error}); free some space and "
+                                   "convert again: the statistics that it has are not taken anew.") from None
 
     def of(self, weight: str) -> Pieces | None:
         """Return the statistics of a weight's input, per expert or head, or None."""

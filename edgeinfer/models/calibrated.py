@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from edgeinfer import converters
 
 from ..base.cache_dir import cache_root, make_directories
 from ..base.dataclass import dataclass
+from ..base.files import working_directory
 from ..base.progress import OnProgress
 from ..bundle import is_bundle
 from ..errors import BundleError, DestinationError, RequestError, UsageError
@@ -39,6 +39,8 @@ TOKENS = {GPTQ: 16384, IMPORTANCE: 4096}
 covariance."""
 MIN_TOKENS = 2048
 """Below which a text says too little of any matrix."""
+SAMPLE = 4096
+"""Tokens of it on which types of a small model are measured."""
 WINDOW = 512
 READ_BYTES = 4 << 20
 """Bytes of a long text that are read."""
@@ -123,29 +125,30 @@ def _spread(ids: Sequence[int], tokens: int) -> list[int]:
 def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
     """Convert a checkpoint to a bundle of f16 in the cache, which is removed in the end."""
     directory = cache_root() / "calibration"
-    try:
-        make_directories(directory)
-        folder = TemporaryDirectory(prefix=".f16-", dir=directory)
-    except OSError as error:
-        raise DestinationError(f"The cache {directory} cannot be written ({error.strerror or error}); set "
-                               "EDGEINFER_CACHE to another directory.") from error
-    with folder as path:
-        converters.convert(source, Path(path, "f16"), weights="f16", progress=partial(progress, "convert"))
-        yield Path(path, "f16")
+    with ExitStack() as stack:
+        try:
+            make_directories(directory)
+            path = stack.enter_context(working_directory(directory, ".f16-")) / "f16"
+        except OSError as error:
+            raise DestinationError(f"The cache {directory} cannot be written ({error.strerror or error}); set "
+                                   "EDGEINFER_CACHE to another directory.") from error
+        converters.convert(source, path, weights="f16", progress=partial(progress, "convert"))
+        yield path
 
 
-def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False
-            ) -> Callable[[Checkpoint], Calibration]:
+def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False,
+            sample: int = 0) -> Callable[[Checkpoint], Calibration]:
     """Return the function by which `convert` gets the statistics of a text's run: cached ones, or new ones.
 
-    With `effects` it also has those of the errors of each matrix, by which bits are shared out.
+    With `effects` it also has those of the errors of each matrix, by which bits are shared out, and so many tokens to
+    measure types of a small model on (measured_bits.py).
     """
     def calibration(checkpoint: Checkpoint) -> converters.Calibration:
         whole = method == GPTQ
         kept = kept_statistics(source, stream, progress, effects, covariances=whole)
         found = converters.Calibration(method, stream.name, stream.sha256(), len(stream.ids),
                                        partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole)))
-        return replace(found, effects=kept.effects) if effects else found
+        return replace(found, effects=kept.effects, sample=stream.ids[:sample]) if effects else found
 
     return calibration
 

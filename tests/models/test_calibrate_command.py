@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from edgeinfer import converters
 from edgeinfer.converters import CALIBRATION_FILE
+from edgeinfer.models import measured_bits
 from edgeinfer.models.calibrated import IMPORTANCE, TOKENS
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
 from tests.helpers.command_line import edgeinfer
@@ -65,3 +68,23 @@ def test_the_option_that_rounds_nothing_is_named(source: Path, more: tuple[str, 
     done = edgeinfer("convert", source, source.parent / "made", "--weights", "f16", "--imatrix",
                      DATA / "fables-draft-imatrix.gguf", *more)
     assert done.code == 2 and "--imatrix has nothing to round: all" in done.sentence, done.sentence
+
+
+def test_types_of_small_models_are_measured(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle with the types that were chosen; a hundred others are not converted here."""
+    measured: list[float] = []
+
+    def once(budget, reading, graph, chosen, divergence, progress):  # type: ignore[no-untyped-def]
+        measured.append(divergence(chosen))
+        return replace(chosen, cost=measured[0], gap=None)
+
+    monkeypatch.setattr(converters, "types_by_divergence", once)
+    asked = ("convert", source, source.parent / "made", "--bits", 5, "--calibrate", source.parent / "text.txt")
+    done = edgeinfer(*asked)
+    assert done.code == 0 and "bits per weight; calibrated" in done.out, done.out
+    record = json.loads((source.parent / "made" / CALIBRATION_FILE).read_text())
+    assert record["cost"] == measured[0] > 0 and record["gap"] is None
+    assert not [path for path in (source.parent / "cache" / "calibration").iterdir() if path.name.startswith(".f16")]
+    monkeypatch.setattr(measured_bits, "SMALL", 100)
+    done = edgeinfer(*asked, "--overwrite")
+    assert len(measured) == 1 and "above the least loss" in done.out

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.base import files
-from edgeinfer.base.files import PART, replacement
+from edgeinfer.base.files import PART, replacement, working_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="open files are named and removed otherwise there")
 
@@ -92,3 +92,14 @@ def test_what_is_no_plain_file_is_not_replaced(kind: str, tmp_path: Path) -> Non
     with pytest.raises(OSError, match="directory" if kind == "directory" else "it is a fifo"), replacement(path):
         pass
     assert names(tmp_path) == ["cache"]
+
+
+def test_directories_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    (tmp_path / ".f16-dead" / "m").mkdir(parents=True)
+    (tmp_path / "kept").mkdir()
+    with working_directory(tmp_path, ".f16-") as one:
+        (one / "file").touch()
+        with working_directory(tmp_path, ".f16-") as other:
+            assert {path.name for path in tmp_path.iterdir()} == {"kept", one.name, other.name}
+        assert (one / "file").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from edgeinfer.calibration.effects import Effect
 from edgeinfer.calibration.kept import EFFECTS_FILE, INDEX_FILE, VERSION, KeptStatistics
+from edgeinfer.errors import DestinationError
 
 
 def test_effects_are_kept_and_measured_again_where_they_cannot_be_read(tmp_path: Path) -> None:
@@ -19,3 +24,14 @@ def test_effects_are_kept_and_measured_again_where_they_cannot_be_read(tmp_path:
     for damaged in ("{", "[]", '{"head": 3}', '{"head": ["much"]}'):
         (tmp_path / EFFECTS_FILE).write_text(damaged)
         assert kept.effects is None
+
+
+def test_a_full_disk_leaves_the_statistics_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"version": VERSION, "files": {}}))
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DestinationError, match=r"could not be written \(No space left on device\); free some space"):
+        KeptStatistics(tmp_path).keep_effects({"head": Effect(1.5)})
+    assert [path.name for path in tmp_path.iterdir()] == [INDEX_FILE]
