@@ -30,7 +30,7 @@ from pathlib import Path
 
 from edgeinfer.cli.app import COMMANDS
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.command_line import ROOT, environment, listening
+from tests.helpers.command_line import ROOT, environment, listening, without_stages
 
 FULL, CLOSED, LEFT, KEPT, NULL = "full", "closed", "left", "kept", "null"
 """Kinds of a standard stream: /dev/full, closed, a pipe without a reader, a pipe that is read, /dev/null."""
@@ -233,7 +233,7 @@ def signal_cases(n: int, seed: int, longest_s: float = 0.8) -> Iterator[tuple[st
         line, number, after = chance.choice(lines), chance.choice(SIGNALS), chance.uniform(0, longest_s)
         done = signalled(line, number, after)
         found = list(clean(done))
-        if done.code == 0 and done.err.startswith("edgeinfer: "):
+        if done.code == 0 and without_stages(done.err).startswith("edgeinfer: "):
             found.append("the signal was lost")
         if done.code not in (0, 1, 128 + number):
             found.append(f"exit code {done.code}: {done.err}")
@@ -242,17 +242,18 @@ def signal_cases(n: int, seed: int, longest_s: float = 0.8) -> Iterator[tuple[st
         yield f"{' '.join(line)}, {number.name} after {after:.3f} s", "; ".join(found)
 
 
-def signalled(line: list[str], number: int, after_s: float, before: Callable[[], None] | None = None) -> Outcome:
-    """Send a signal to a process so many seconds after it began to listen."""
+def signalled(line: list[str], number: int, after_s: float, before: Callable[[], None] | None = None,
+              waiting: str = "") -> Outcome:
+    """Send a signal to a process so many seconds after it began to listen; code that runs first may let it wait."""
     reader, writer = os.pipe()
 
     def prepare() -> None:
         os.dup2(writer, 9)
         (before or listening)()
 
-    with subprocess.Popen([sys.executable, "-c", STARTED, *line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT, preexec_fn=prepare,
-                          pass_fds=(9,)) as child:
+    with subprocess.Popen([sys.executable, "-c", waiting + STARTED, *line], stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
+                          preexec_fn=prepare, pass_fds=(9,)) as child:
         os.close(writer)
         os.read(reader, 1)
         os.close(reader)

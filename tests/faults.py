@@ -152,16 +152,16 @@ def killed_saves(directory: Path, count: int, seed: int) -> str:
             child = subprocess.Popen([sys.executable, "-c", SAVER, str(target)], env=environment(), cwd=ROOT, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             assert child.stdout and child.stdout.readline() == "ready\n"
+            while not target.exists() and child.poll() is None:  # the first one has to come so far
+                time.sleep(0.001)
             time.sleep(rng.random() * 0.2)
             child.kill()
             child.communicate()
-            if target.exists():
-                llm.session.release(llm.session.load(target))
-                loaded += 1
+            llm.session.release(llm.session.load(target))
+            loaded += 1
         prompt = [1, *range(200, 250)]  # none that was saved: it is written, and who writes tidies up
         with llm.stream(prompt, max_tokens=1, prompt_cache=target) as stream:
             list(stream)
-    assert loaded > count / 2, loaded
     assert not (left := strays(target.parent, "cache")), left
     return f"{count} processes killed while they saved prompt caches: {loaded} times a file was there, each loaded"
 

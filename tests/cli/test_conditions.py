@@ -51,18 +51,53 @@ def test_unwanted_messages_do_not_become_part_of_the_answer() -> None:
     assert (code, out) == (0, process(*RUN, "--no-stats").out)
 
 
+IMPORTING = """
+import os, signal, sys
+from edgeinfer.cli import main, program
+
+class Finder:
+    left = int(sys.argv.pop(1))
+
+    def find_spec(self, *_):
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+def watch_and_count(watch=program.watch_signals):
+    watch()
+    sys.meta_path.insert(0, Finder())
+
+program.watch_signals = watch_and_count
+main()
+"""
+"""The program, which interrupts itself after so many imports."""
+WAITING = """
+import time
+from edgeinfer.runtime.session import Session
+
+def waits(self, *how, run=Session._run):
+    while not self.executor.ended(how[4]):
+        time.sleep(0.01)
+    return run(self, *how)
+
+Session._run = waits
+"""
+"""Forward passes that wait until they are cancelled: a signal does not come too late."""
+
+
 def test_ctrl_c_while_the_program_begins() -> None:
     """While it imports: 130 as long as no command has begun, and then 1 as later."""
     codes = set()
-    for after_s in (0.0, 0.02, 0.04):
-        done = signalled(["plan", "demo"], signal.SIGINT, after_s)
-        assert (done.out, done.err) == ("", "edgeinfer: Interrupted.\n")
-        codes.add(done.code)
+    for imports in (1, 20, 60, 180):
+        done = subprocess.run([sys.executable, "-c", IMPORTING, str(imports), "plan", "demo"], cwd=ROOT, text=True,
+                              env=environment(), capture_output=True, preexec_fn=listening)
+        assert (done.stdout, done.stderr) == ("", "edgeinfer: Interrupted.\n")
+        codes.add(done.returncode)
     assert 130 in codes and codes <= {1, 130}
 
 
 def test_sigterm_ends_a_run_with_a_sentence() -> None:
-    done = signalled(["run", "demo", "Once", "-n", "1000", "--logit-bias", "1=-inf", "-t", "1"], signal.SIGTERM, 0.15)
+    done = signalled(["run", "demo", "Once", "-n", "9", "-t", "1"], signal.SIGTERM, 0.15, waiting=WAITING)
     assert (done.code, done.err) == (143, "edgeinfer: Terminated.\n")
 
 

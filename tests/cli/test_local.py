@@ -56,7 +56,7 @@ def test_processes_that_run_are_listed() -> None:
         assert str(child.pid) in edgeinfer("ps").out
         child.stdin.write(b"Once")
         child.stdin.close()
-        assert child.wait(60) == 0
+        assert child.wait(600) == 0
     assert [(one["command"], one["model"]) for one in found] == [("run", "demo")] and found[0]["rss_bytes"] > 0
 
 

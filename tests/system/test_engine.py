@@ -18,6 +18,7 @@ from edgeinfer.engine import Engine, Generation, Request, run_alone
 from edgeinfer.errors import ClosedError, QueueFullError, RequestError
 from tests.helpers.at_once import asked_for, each_alone, engine_of, together
 from tests.helpers.sessions import TINY, running, tokens, write_model
+from tests.helpers.tasks import held
 
 CTX = 192
 
@@ -41,16 +42,24 @@ def test_on_devices_of_others(folder: Path, device: str) -> None:
         assert together(engine, requests, True, False) == want
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(folder: Path) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the long one is not starved by those that keep coming."""
+    ended, conclude = list[Request[Any]](), Request.conclude
+
+    def noted(request: Request[Any], *error: Any) -> None:
+        ended.append(request)
+        conclude(request, *error)
+
+    monkeypatch.setattr(Request, "conclude", noted)
     with running(write_model(folder, TINY), ctx=1024, max_sequences=3, prefill_chunk=16) as runner, \
             engine_of(runner) as engine:
-        long = Request(engine, Generation(runner, None, tokens(900), GenerationConfig(max_tokens=2, seed=1)))
-        long.start_whole()
-        short = Request(engine, Generation(runner, None, tokens(5), GenerationConfig(max_tokens=2, seed=1)))
-        short.finish()
-        assert not long.ended
-        assert len(long.finish().token_ids) == 2
+        long, short = (Request(engine, Generation(runner, None, tokens(n), GenerationConfig(max_tokens=2, seed=1)))
+                       for n in (900, 5))
+        with held(engine, after=1):
+            long.start_whole()
+            short.start_whole()
+        assert len(short.finish().token_ids) == len(long.finish().token_ids) == 2
+        assert ended == [short, long]
 
 
 def test_one_that_is_cancelled_ends_alone(folder: Path) -> None:

@@ -13,6 +13,7 @@ from edgeinfer import LLM, AsyncLLM
 from edgeinfer.errors import CancelledError, RequestError, UsageError
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.sessions import free_blocks
+from tests.helpers.tasks import held
 
 PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
@@ -119,12 +120,13 @@ def test_asyncio_gives_the_same_texts(llm: LLM) -> None:
 def test_a_cancelled_task_and_a_stream_that_is_left_end_their_requests() -> None:
     async def main() -> None:
         async with AsyncLLM("demo", ctx=512, threads=1, max_sequences=2) as model:
-            task = asyncio.create_task(model.generate("Once", max_tokens=400, ignore_eos=True))
-            stream = model.stream("The", max_tokens=400, ignore_eos=True)
-            async for _ in stream:
-                break
+            with held(model.llm, after=9):
+                task = asyncio.create_task(model.generate("Once", max_tokens=400, ignore_eos=True))
+                stream = model.stream("The", max_tokens=400, ignore_eos=True)
+                async for _ in stream:
+                    break
+                task.cancel()
             await stream.aclose()  # type: ignore[attr-defined]
-            task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert await model.generate("Once", max_tokens=2)
