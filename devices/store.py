@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.base.cache_dir import cache_root, make_directories
-from edgeinfer.base.files import replacement
+from edgeinfer.base.files import os_errors, replacement
 from edgeinfer.errors import DestinationError, UsageError
 
 from .known import by_own_name
@@ -95,14 +95,10 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
     table = profile_table(profile)
     parse_profile(profile.name, table, str(path))
     text = "# A device profile of edgeinfer.\n" + to_toml(table)
-    try:
+    with os_errors(DestinationError, f"The profile {path} cannot be written", ". EDGEINFER_CACHE moves the directory."):
         make_directories(path.parent)
         with replacement(path) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise DestinationError(
-            f"The profile {path} cannot be written: {error.strerror or error}. EDGEINFER_CACHE moves the directory."
-        ) from error
 
 
 def profile_table(profile: DeviceProfile) -> dict[str, Any]:

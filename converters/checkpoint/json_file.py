@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import CheckpointError
 
@@ -15,11 +15,8 @@ MAX_JSON_BYTES = 64 << 20
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
-    try:
-        with open_plain(path) as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+    with os_errors(CheckpointError, f"Cannot read {path}"), open_plain(path) as file:
+        text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for its purpose.")
     try:

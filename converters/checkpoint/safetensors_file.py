@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import CheckpointError
 
@@ -62,10 +62,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path, self._turn = path, threading.Lock()
-        try:
+        with os_errors(CheckpointError, f"Cannot read {path}"):
             self._file: BinaryIO = open_plain(path)
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
         try:
             self.tensors = self._read_header()
         except OSError as error:  # of a disk that fails
@@ -109,12 +107,9 @@ class SafetensorsFile:
 
     def _read_into(self, name: str, offset: int, raw: NDArray[Any]) -> None:
         """Fill an array from an offset of the file on."""
-        try:
-            with self._turn:
-                self._file.seek(offset)
-                count = self._file.readinto(raw.view(np.uint8).data)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
+        with os_errors(CheckpointError, f"Cannot read {self.path}"), self._turn:
+            self._file.seek(offset)
+            count = self._file.readinto(raw.view(np.uint8).data)  # type: ignore[attr-defined]
         if count != raw.nbytes:
             raise CheckpointError(f"{self.path} became shorter while it was read; the tensor {name} is incomplete.")
 

@@ -10,7 +10,7 @@ import errno
 import re
 from pathlib import Path
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import CheckpointError
 
 from .header import MAGIC, GgufHeader, HeaderReader, PassedOver, damaged
@@ -57,18 +57,15 @@ def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
     CheckpointError
         It cannot be read, is not a GGUF file of a version that can be read, is truncated or contradicts itself.
     """
-    try:
-        with open_plain(path) as file:
-            reader = HeaderReader(file, path, passed)
-            try:
-                return reader.header()
-            except CheckpointError:
-                if not reader.presumed:
-                    raise
-                file.seek(0)
-                return HeaderReader(file, path, PassedOver()).header()
-    except OSError as error:
-        raise CheckpointError(f"Cannot read the GGUF file {path}: {error.strerror or error}.") from None
+    with os_errors(CheckpointError, f"Cannot read the GGUF file {path}"), open_plain(path) as file:
+        reader = HeaderReader(file, path, passed)
+        try:
+            return reader.header()
+        except CheckpointError:
+            if not reader.presumed:
+                raise
+            file.seek(0)
+            return HeaderReader(file, path, PassedOver()).header()
 
 
 def read_headers(path: Path, passed: PassedOver | None = None) -> list[GgufHeader]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.base.dataclass import dataclass
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.graph import Columns, Graph, HeadOrder, Transposed, Weight, build_graph, requested_types
 from edgeinfer.quant import InputStatistics
@@ -63,11 +63,8 @@ def read_imatrix(path: Path) -> Imatrix:
     CheckpointError
         It cannot be read, is cut short, holds values that are not mean squares, or is no importance matrix.
     """
-    try:
-        with open_plain(path) as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"The importance matrix {path} cannot be read: {error.strerror or error}.") from None
+    with os_errors(CheckpointError, f"The importance matrix {path} cannot be read"), open_plain(path) as file:
+        data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{path} has more than {MAX_BYTES >> 30} GiB, which no importance matrix has.")
     entries, text = _of_gguf(path) if data[:4] == MAGIC else _of_bytes(data, path)

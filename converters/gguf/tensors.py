@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import CheckpointError
 
 from ..checkpoint.safetensors_file import SourceTensor
@@ -37,10 +37,8 @@ class GgufFile:
         self.tensors = {name: SourceTensor(tensor.kind.name, tensor.shape, header.data + tensor.offset, tensor.nbytes)
                         for name, tensor in header.tensors.items()}
         self.aliases: dict[str, str] = {}
-        try:
+        with os_errors(CheckpointError, f"Cannot read {self.path}"):
             self._file: BinaryIO = open_plain(self.path)  # of which several threads read
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
 
     def close(self) -> None:
         """Close the file."""
@@ -73,11 +71,8 @@ class GgufFile:
         return raw
 
     def _read_into(self, name: str, at: int, raw: NDArray[Any]) -> None:
-        try:
-            with self._turn:
-                self._file.seek(self.tensors[name].offset + at)
-                count = self._file.readinto(raw.data)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
+        with os_errors(CheckpointError, f"Cannot read {self.path}"), self._turn:
+            self._file.seek(self.tensors[name].offset + at)
+            count = self._file.readinto(raw.data)  # type: ignore[attr-defined]
         if count != raw.nbytes:
             raise CheckpointError(f"{self.path} became shorter while it was read; the tensor {name} is incomplete.")

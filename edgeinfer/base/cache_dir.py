@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import DestinationError
 from .dataclass import dataclass
+from .files import os_errors
 
 KINDS = ("bundles", "kernels", "checks", "quality", "onnx", "calibration")
 
@@ -84,10 +85,8 @@ def clear_cache(entries: Iterable[CacheEntry]) -> int:
     """
     freed = 0
     for entry in entries:
-        try:
+        with os_errors(DestinationError, f"{entry.path} cannot be deleted"):
             shutil.rmtree(entry.path)
-        except OSError as error:
-            raise DestinationError(f"{entry.path} cannot be deleted: {error.strerror or error}.") from error
         freed += entry.nbytes
     return freed
 

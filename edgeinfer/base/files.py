@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import EdgeInferError
+
 if sys.platform != "win32":  # where an open file cannot be removed
     import fcntl
 
@@ -20,6 +22,15 @@ PART = ".edgeinfer-part"
 """Suffix of files that are being written; no other program uses it."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+@contextmanager
+def os_errors(kind: type[EdgeInferError], said: str, end: str = ".") -> Iterator[None]:
+    """Raise an `OSError` within as an error of edgeinfer: `said`, a colon, the system's reason, and `end`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{said}: {error.strerror or error}{end}") from None
 
 
 def uncached(handle: int) -> bool:

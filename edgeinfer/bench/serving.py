@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..base.files import os_errors
 from ..base.progress import OnStageProgress
 from ..config import GenerationConfig
 from ..engine import Engine, Generation, Request
@@ -106,11 +107,8 @@ def read_lengths(path: Path) -> list[RequestLength]:
 
     Raises `UsageError` for a file that cannot be read or that has something else.
     """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_LENGTHS_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"Cannot read the lengths {path}: {error.strerror or error}.") from None
+    with os_errors(UsageError, f"Cannot read the lengths {path}"), open(path, "rb") as file:
+        data = file.read(MAX_LENGTHS_BYTES + 1)
     if len(data) > MAX_LENGTHS_BYTES:
         raise UsageError(f"The lengths {path} have more than {MAX_LENGTHS_BYTES} bytes; give fewer requests.")
     found = []

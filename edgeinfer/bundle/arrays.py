@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.base.units import MAX_BYTES, round_up
 from edgeinfer.errors import BundleError
@@ -77,17 +77,14 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
     BundleError
         It is no such file, from a newer version, or its table and its length do not fit together.
     """
-    try:
-        with open_plain(path) as file:
-            head = file.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > MAX_TABLE_BYTES or (8 + length) % LINE_BYTES:
-                raise BundleError(f"{path.name} is not a file of arrays.")
-            about, rows = _table(file.read(length), path.name)
-            nbytes = file.seek(0, 2) - 8 - length
-            data = np.memmap(file, np.uint8, "r", 8 + length, (nbytes,)) if nbytes > 0 else np.zeros(0, np.uint8)
-    except OSError as error:
-        raise BundleError(f"{path.name}: {error.strerror or error}.") from None
+    with os_errors(BundleError, f"{path.name}"), open_plain(path) as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > MAX_TABLE_BYTES or (8 + length) % LINE_BYTES:
+            raise BundleError(f"{path.name} is not a file of arrays.")
+        about, rows = _table(file.read(length), path.name)
+        nbytes = file.seek(0, 2) - 8 - length
+        data = np.memmap(file, np.uint8, "r", 8 + length, (nbytes,)) if nbytes > 0 else np.zeros(0, np.uint8)
     arrays: Arrays = {}
     end = 0
     for row in rows:
@@ -106,11 +103,8 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
 
 def offsets(path: Path, arrays: Arrays) -> dict[str, int]:
     """Return where each array of an opened file begins in it."""
-    try:
-        with open_plain(path) as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise BundleError(f"{path.name}: {error.strerror or error}.") from None
+    with os_errors(BundleError, f"{path.name}"), open_plain(path) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
     first = next(iter(arrays.values())).ctypes.data
     return {name: start + array.ctypes.data - first for name, array in arrays.items()}
 

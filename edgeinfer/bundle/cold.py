@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import BundleError
 from edgeinfer.quant import WeightType
 
@@ -99,10 +99,8 @@ class Cold:
 
     def verify(self) -> None:
         """Read all clusters and compare their checksums; raises `BundleError` that names the first damaged one."""
-        try:
+        with os_errors(BundleError, f"{self.path} cannot be read"):
             self._verify()
-        except OSError as error:
-            raise BundleError(f"{self.path} cannot be read: {error.strerror or error}.") from None
 
     def _verify(self) -> None:
         per_step = max(1, _STEP_BYTES // self.nbytes)

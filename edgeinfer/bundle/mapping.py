@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from edgeinfer.base import process
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import BundleError
 
 if TYPE_CHECKING:
@@ -115,10 +115,8 @@ def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
 
 def check_state(path: Path, handle: int, state: os.stat_result) -> None:
     """Raise `BundleError` if the open file was written to since it had this status, or is another one."""
-    try:
+    with os_errors(BundleError, f"{path} can no longer be read"):
         now = os.fstat(handle)
-    except OSError as error:
-        raise BundleError(f"{path} can no longer be read: {error.strerror or error}.") from None
     if _identity(now) != _identity(state):
         raise BundleError(f"{path} was changed while it was in use; convert or copy the model again, and leave its "
                           "files alone while it runs.")

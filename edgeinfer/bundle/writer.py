@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from edgeinfer import __version__
 from edgeinfer.base.atomic_write import Destination
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.graph import ModelConfig
@@ -219,12 +219,9 @@ class BundleWriter(Destination):
 
 def _chunks(path: Path) -> Iterator[bytes]:
     """Read a source file piece by piece; its errors are distinguished from those of the destination."""
-    try:
-        with open_plain(path) as file:
-            while chunk := file.read(COPY_BYTES):
-                yield chunk
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+    with os_errors(CheckpointError, f"Cannot read {path}"), open_plain(path) as file:
+        while chunk := file.read(COPY_BYTES):
+            yield chunk
 
 
 def _sync(file: BinaryIO) -> None:

@@ -119,7 +119,7 @@ def write(name: str, value: Any | None) -> Path:
     """
     import json
 
-    from ..base.files import replacement
+    from ..base.files import os_errors, replacement
 
     path = config_path()
     if path is None:
@@ -139,10 +139,8 @@ def write(name: str, value: Any | None) -> Path:
         same = False
     if not same:
         raise UsageError(f"{name} is written over several lines of {path}; change it with 'edgeinfer config edit'.")
-    try:
+    with os_errors(EdgeInferError, f"The configuration {path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacement(path) as file:
             file.write(data)
-    except OSError as error:
-        raise EdgeInferError(f"The configuration {path} cannot be written: {error.strerror or error}.") from None
     return path

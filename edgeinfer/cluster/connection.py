@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from ..base.files import os_errors
 from ..errors import EdgeInferError, UsageError
 
 LOCAL, LOOPBACK = "local", "127.0.0.1"
@@ -113,11 +114,9 @@ def split_address(address: str, name: str = "--ray", other: str = ", or local") 
 
 def check_head(address: str) -> None:
     """Raise an error unless the head of a cluster is at HOST:PORT and takes our token: Ray itself tries for minutes."""
-    try:
+    with os_errors(EdgeInferError, f"Cannot connect to Ray at {address}",
+                   "; start it there with 'edgeinfer cluster up'."):
         socket.create_connection(split_address(address), REACH_SECONDS).close()
-    except OSError as error:
-        raise EdgeInferError(f"Cannot connect to Ray at {address}: {error.strerror or error}; start it there with "
-                             "'edgeinfer cluster up'.") from None
     ray = imported()
     from ray._raylet import GcsClient
 

@@ -19,6 +19,7 @@ from edgeinfer.errors import ClosedError, EdgeInferError
 from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Rows
 
+from ..base.files import os_errors
 from . import wire
 from .calls import Part, StageInfo
 from .stage import Stage
@@ -54,14 +55,11 @@ class ProcessStage(Stage):
         self._layers, self._opener = (first, last), os.getpid()
         self._sent, self._closed, self._lock = 0, False, threading.Lock()
         self._answers: SimpleQueue[Answer | EdgeInferError | None] = SimpleQueue()
-        try:
+        with os_errors(EdgeInferError, f"The process for the layers {first}-{last} cannot be started"):
             worker, path_of_python = python_command("edgeinfer.pipeline.worker")
             self._process = subprocess.Popen(  # in a session of its own: Ctrl-C on a terminal is for this process
                 command or worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path_of_python})
-        except OSError as error:
-            raise EdgeInferError(f"The process for the layers {first}-{last} cannot be started: "
-                                 f"{error.strerror or error}.") from None
         self.where = f"process {self._process.pid}"
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]

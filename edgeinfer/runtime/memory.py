@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.errors import BundleError, EdgeInferError
 
 from ..base.progress import OnStageProgress
@@ -212,11 +212,8 @@ def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path,
 @contextmanager
 def _weights_file(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file that was compared with its checksum before; raises `BundleError` if it cannot be read now."""
-    try:
-        with open_plain(path) as file:
-            yield file
-    except OSError as error:
-        raise BundleError(f"{path} can no longer be read: {error.strerror or error}; check its disk.") from None
+    with os_errors(BundleError, f"{path} can no longer be read", "; check its disk."), open_plain(path) as file:
+        yield file
 
 
 def _populate(memory: NDArray[np.uint8], advice: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.files import open_plain
+from edgeinfer.base.files import open_plain, os_errors
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import ModelConfig, Weight, rope_tables
@@ -49,12 +49,9 @@ class Reader:
         return np.frombuffer(data, np.uint8)
 
     def _read(self, at: int, nbytes: int) -> bytes:
-        try:
+        with os_errors(BundleError, f"{self._bundle.weights_path} can no longer be read", "; check its disk."):
             self._file.seek(at)
             data = self._file.read(nbytes)
-        except OSError as error:
-            raise BundleError(f"{self._bundle.weights_path} can no longer be read: {error.strerror or error}; check "
-                              "its disk.") from None
         if len(data) < nbytes:
             raise BundleError(f"Cannot use the bundle {self._bundle.path}: weights.bin was cut while it was read.")
         return data

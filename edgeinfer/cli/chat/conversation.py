@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ...base.files import open_plain, replacement
+from ...base.files import open_plain, os_errors, replacement
 from ...base.process import peak_rss_bytes
 from ...base.strict_json import parse_json
 from ...base.validation import PATH, checked, similar
@@ -221,11 +221,8 @@ class Conversation:
             raise UsageError(f"{path} exists and is not a saved conversation; give another name.") from None
         kept = {field: self.options[field] for field in SETTINGS.values() if self.options.get(field) is not None}
         report = {"kind": KIND, "model": self.name, "system": self.system, "options": kept, "turns": self.turns}
-        try:
-            with replacement(path) as file:
-                file.write(json.dumps(report, indent=1).encode() + b"\n")
-        except OSError as error:
-            raise EdgeInferError(f"{path} cannot be written: {error.strerror or error}.") from None
+        with os_errors(EdgeInferError, f"{path} cannot be written"), replacement(path) as file:
+            file.write(json.dumps(report, indent=1).encode() + b"\n")
 
     def load(self, name: str) -> str:
         """Continue a conversation from a file, and return its model.

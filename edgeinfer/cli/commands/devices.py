@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...base.cache_dir import make_directories
+from ...base.files import os_errors
 from ...base.units import format_size
 from ...errors import DestinationError, UsageError
 from ..options import Json, Threads, source
@@ -182,13 +183,11 @@ def random_bundles(directory: Path, progress: ProgressLine) -> list[Path]:
 
 def check_writable(directory: Path) -> None:
     """Refuse a cache that cannot hold the profile, before a minute of measurements."""
-    try:
+    with os_errors(DestinationError, f"The profile cannot be saved in {directory}",
+                   ". EDGEINFER_CACHE moves the directory."):
         make_directories(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass
-    except OSError as error:
-        raise DestinationError(f"The profile cannot be saved in {directory}: {error.strerror or error}. "
-                               "EDGEINFER_CACHE moves the directory.") from error
 
 
 def remove_remains(directory: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...base.files import open_plain
+from ...base.files import open_plain, os_errors
 from ...base.process import peak_rss_bytes, process_age_ms
 from ...base.strict_json import parse_json
 from ...base.text_form import GRAMMAR, JSON_OBJECT, MAX_SOURCE_BYTES, TextForm, schema_form
@@ -119,11 +119,8 @@ def read_form(schema: str | None, grammar: str | None) -> TextForm | None:
         return TextForm(JSON_OBJECT)
     if (name := schema or grammar) is None:
         return None
-    try:
-        with open_plain(Path(name)) as file:
-            data = file.read(MAX_SOURCE_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"Cannot read {name}: {error.strerror or error}.") from None
+    with os_errors(UsageError, f"Cannot read {name}"), open_plain(Path(name)) as file:
+        data = file.read(MAX_SOURCE_BYTES + 1)
     if len(data) > MAX_SOURCE_BYTES:
         raise UsageError(f"{name} has more than {MAX_SOURCE_BYTES} bytes, too many for a schema or grammar.")
     try:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...base.files import replacement
+from ...base.files import os_errors, replacement
 from ...base.units import format_size
 from ...errors import DestinationError, UsageError
 from ...quality.known import loss_words
@@ -128,8 +128,5 @@ def check_page(path: str) -> None:
 def save_page(out: dict[str, Any], compared: dict[str, Any] | None, path: Path) -> None:
     """Write the report of an estimate, whole or not at all; raises `DestinationError` if it cannot be written."""
     data, _ = document(f"{out['model']} on {out['device_title']}", estimate_body(out, compared))
-    try:
-        with replacement(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise DestinationError(f"The page {path} cannot be written: {error.strerror or error}.") from error
+    with os_errors(DestinationError, f"The page {path} cannot be written"), replacement(path) as file:
+        file.write(data)

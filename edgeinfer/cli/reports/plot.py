@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...base.dataclass import dataclass
+from ...base.files import os_errors
 from ...errors import DestinationError, UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def save_plot(chart: Chart, path: Path) -> None:
     check_plot(path)
     from matplotlib import rc_context
 
-    try:
+    with os_errors(DestinationError, f"The picture {path} cannot be written"):
         target = Path(os.path.realpath(path))
         part = target.with_name(f".{target.stem[:32]}.{secrets.token_hex(8)}{path.suffix}")
         try:  # x: a new file, never one that exists
@@ -71,8 +72,6 @@ def save_plot(chart: Chart, path: Path) -> None:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:
-        raise DestinationError(f"The picture {path} cannot be written: {error.strerror or error}.") from error
 
 
 def draw(chart: Chart) -> Figure:

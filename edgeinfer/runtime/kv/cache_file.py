@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.base.files import replacement
+from edgeinfer.base.files import os_errors, replacement
 from edgeinfer.base.strict_json import parse_json
 from edgeinfer.errors import BundleError, ClosedError, DestinationError
 from edgeinfer.memory_planner import SLOT_UNIT
@@ -51,13 +51,10 @@ class CacheFile(NamedTuple):
         for plane, blocks in pieces():
             digest.update(plane[blocks].data)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
-        try:
-            with replacement(path) as file:
-                file.write(self.magic + struct.pack("<Q", len(text)) + text)
-                for plane, blocks in pieces():
-                    file.write(plane[blocks].data)
-        except OSError as error:
-            raise DestinationError(f"Cannot write the {self.name} {path}: {error.strerror or error}.") from None
+        with os_errors(DestinationError, f"Cannot write the {self.name} {path}"), replacement(path) as file:
+            file.write(self.magic + struct.pack("<Q", len(text)) + text)
+            for plane, blocks in pieces():
+                file.write(plane[blocks].data)
 
     def read_header(self, file: io.BufferedReader, path: Path) -> dict[str, Any]:
         """Read a header that is an object with a checksum; raises `BundleError` for anything else."""

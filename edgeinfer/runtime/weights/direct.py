@@ -11,7 +11,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.memory_planner import PAGE_BYTES
 
 from ...base.dataclass import dataclass
-from ...base.files import uncached
+from ...base.files import os_errors, uncached
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class File:
             It cannot be read, or is no longer the file whose `state` is given.
         """
         flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
-        try:
+        with os_errors(BundleError, f"{path} cannot be read"):
             if hasattr(os, "O_DIRECT"):
                 try:
                     return cls(path, _tried(os.open(path, flags | os.O_DIRECT)), True)._same(state)
@@ -41,8 +41,6 @@ class File:
                     pass
             handle = os.open(path, flags)
             return cls(path, handle, uncached(handle))._same(state)
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error.strerror or error}.") from None
 
     def _same(self, state: os.stat_result) -> File:
         try:
