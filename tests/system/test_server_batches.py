@@ -177,7 +177,7 @@ def test_files_that_are_wrong_or_empty_of_answers(running: Running) -> None:
     found = running.ask("/v1/files", b"--x\r\n" + b"content-disposition: form-data;" * 30_000 + b"\r\n\r\nab\r\n--x--",
                         **form)
     assert found.status == 400 and "more than 4096 bytes" in found.error
-    assert time.monotonic() - begin < 20  # minutes, if the time is quadratic
+    assert time.monotonic() - begin < 100  # minutes, if the time is quadratic
     for limit in ("%C2%B2", "9" * 5000, "0"):
         found = running.ask(f"/v1/files?limit={limit}", **key)
         assert found.status == 400 and "it is from 1 to 1000" in found.error

@@ -85,7 +85,7 @@ def test_the_texts_of_one_process(cluster: Any, ray: Ray, model: str) -> None:
         began = time.monotonic()
         path, body = TEXTS[0]
         while (found := running.ask(path, body)).status != 200:
-            assert "has ended" in found.error and time.monotonic() - began < 30
+            assert "has ended" in found.error and time.monotonic() - began < 120
         assert all_of(running) == right and until(running.free)
     assert until(lambda: not hosts())
 

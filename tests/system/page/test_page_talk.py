@@ -64,7 +64,7 @@ def test_stop_ends_an_answer_here_and_on_the_server(chat: Chat, how: str) -> Non
     chat.wait()
     text = chat.texts[-1]
     assert "stopped" in chat.page.locator(".assistant .tools span").text_content()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while running(chat):
         assert time.monotonic() < end, "the server still works on an answer that was stopped"
         time.sleep(0.05)
