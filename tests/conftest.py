@@ -77,6 +77,7 @@ def nothing_twice() -> Iterator[None]:
     tests/kernels/test_objects.py tests how kernels are linked, and no test cuts the power. A busy machine would add
     lines to what commands say.
     """
+    from edgeinfer.bundle import reader
     from edgeinfer.cli import progress
     from edgeinfer.runtime import session
     from tests.helpers.linked import linked
@@ -85,6 +86,7 @@ def nothing_twice() -> Iterator[None]:
         patch.setattr(session, "Kernels", linked)
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr(progress, "TOLD_SECONDS", 3600.0)
+        patch.setattr(reader, "TELL_SECONDS", 3600.0)
         yield
 
 

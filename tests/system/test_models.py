@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
     [
         ("dmeo", r"Unknown model 'dmeo'; did you mean 'demo'\?$"),
         ("tinylama", r"did you mean 'tinyllama'\?"),
-        ("zzzzzz", "Unknown model 'zzzzzz'. Give a GGUF file, .* such as demo or .*'edgeinfer models' lists what"),
+        ("zzzzzz", "Unknown model 'zzzzzz'. Give a GGUF file, .* such as demo or .*'edgeinfer models' lists those"),
         ("no/such/place", r"There is no file or directory 'no/such/place'\.$"),
         ("/no/such/place", "There is no file or directory '/no/such/place'\\."),
     ],
