@@ -81,7 +81,7 @@ class BitBudget:
         UsageError
             The smallest types take more, or the largest less.
         """
-        weights = [weight for weight in graph.weights if weight.kind in KINDS]
+        reading, weights = reading.uncounted(), [weight for weight in graph.weights if weight.kind in KINDS]
         possible = [possible_types(reading, weight) for weight in weights]
         self._check(graph, weights, possible)
         options = list[Sequence[Option]]()

@@ -168,8 +168,8 @@ def _joined(graph: Graph, drafts: Graph | None) -> Graph:
 
 def scaled(calibration: Calibration, reading: WeightReader, graph: Graph) -> Calibration:
     """Return a calibration whose inputs are divided by factors that weights then are read with, where that helps."""
-    scaling = find_scaling(graph, partial(is_free, reading.checkpoint, graph), calibration.of, reading.blocks) \
-        if calibration.scale else None
+    scaling = find_scaling(graph, partial(is_free, reading.checkpoint, graph), calibration.of,
+                           reading.uncounted().blocks) if calibration.scale else None
     if scaling is None:
         return calibration
     reading.scaling = scaling

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from .directory import Checkpoint
 BLOCK_WEIGHTS = 1 << 20
 """Weights handled at a time: 4 MB as float32, and about 10 MB with everything made of them."""
 Indices = NDArray[Any]
+Own = TypeVar("Own", bound="SourceReader")
 
 
 class SourceReader:
@@ -36,6 +38,12 @@ class SourceReader:
         self._left = {name: checkpoint.tensor(name).nbytes for name in names}
         self.total = sum(self._left.values())
         self._done = 0
+
+    def uncounted(self: Own) -> Own:
+        """Return a reader of the same weights whose reads are no progress: all of them are read once more."""
+        other = copy(self)
+        other._left, other._progress = dict(self._left), None
+        return other
 
     def rows(self, source: Source, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a source, of shape (rows, columns); a vector has one column."""
