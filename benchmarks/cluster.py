@@ -1,4 +1,4 @@
-"""Several processes on Ray: recovery, files of requests, and routing.
+"""Several processes on Ray: recovery, the cost of a request, files of requests, and routing.
 
     python benchmarks/cluster.py --model BUNDLE --parts recovery,killed --document docs/measurements/several-machines.md
 
@@ -28,12 +28,13 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cluster_routing import Row, routing
+from benchmarks.cluster_routing import Row, percentile, routing
 from benchmarks.harness import machine, publish, row, table
 from benchmarks.peers.http_server import HOST, HttpServer, ask_all, free_port, running, streamed_request
 
 COMMAND = [sys.executable, "-m", "edgeinfer"]
 KILLS, KILLED_TOKENS, ROWS, ROW_TOKENS = 10, 300, 10_000, 8
+SHORT_REQUESTS, STREAMS, STREAM_TOKENS = 400, 10, 400
 SPEED_ROWS, SPEED_PROMPT, SPEED_TOKENS, AT_ONCE, TURNS = 16, 32, 48, 8, 2
 MIN_GAP = 0.05
 
@@ -100,6 +101,31 @@ def _kill_busy(pool: list[psutil.Process], killed: list[float]) -> None:
     killed.append(time.perf_counter())
 
 
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def overhead(model: str) -> list[Row]:
+    """Compare requests for one token, and streams, to a replica on Ray with those to a server without Ray, in turns."""
+    options = ("-t", "1", "--ctx", "1024")
+    (command, port), (other, on_ray) = served(model, *options), served(model, "--replicas", "1", *options)
+    short, long = ({one: list[Any]() for one in (port, on_ray)} for _ in range(2))
+    with running(command, port), running(other, on_ray):
+        for i in range(SHORT_REQUESTS + STREAMS):
+            found, tokens = (short, 1) if i < SHORT_REQUESTS else (long, STREAM_TOKENS)
+            for one in (port, on_ray):
+                found[one] += ask_all(one, [streamed_request([i % 200 + 1] * 32, tokens)], 1)[0]
+    ms = {one: [1000 * each.end for each in short[one]] for one in short}
+    event = [statistics.median(1000 * each.end / len(each.arrivals) for each in long[one]) for one in (port, on_ray)]
+    token = [statistics.median(1000 * each.end / each.tokens for each in long[one]) for one in (port, on_ray)]
+    rows = []
+    for name, share, most in (("median", 0.5, 8), ("95th percentile", 0.95, 15)):
+        off, on = (percentile(ms[one], share) for one in (port, on_ray))
+        rows.append((f"request for one token on Ray: {name}", f"{on - off:.1f} ms more", f"at most {most} ms",
+                     f"{Path(model).name}, {SHORT_REQUESTS} in turns; {off:.1f} ms without Ray"))
+    return [*rows, (f"stream of {STREAM_TOKENS} tokens on Ray: each token", f"{token[1] - token[0]:.2f} ms more",
+                    "at most 0.3 ms", f"{STREAMS} in turns; an event takes {event[1]:.2f} ms, {event[0]:.2f} without")]
+
+
 # -- files of requests -----------------------------------------------------------------------------------------------
 
 
@@ -122,15 +148,15 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def killed(model: str) -> list[Row]:
+def killed(model: str, n: int = ROWS) -> list[Row]:
     """Kill the run of a large file four times, and start it again."""
     with TemporaryDirectory() as folder:
-        given, out = requests(Path(folder) / "in.jsonl", ROWS, 12, ROW_TOKENS), Path(folder) / "out.jsonl"
+        given, out = requests(Path(folder) / "in.jsonl", n, 12, ROW_TOKENS), Path(folder) / "out.jsonl"
         command, began = batch(given, out, "demo", "--ray", "local", "--workers", "2", "-t", "1", "--ctx", "256"), \
             time.perf_counter()
         for part in range(1, 5):
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            while lines(out) < part * ROWS // 5:
+            while lines(out) < part * n // 5:
                 assert process.poll() is None, "it ended too early"
                 time.sleep(0.05)
             process.send_signal(signal.SIGKILL)
@@ -138,8 +164,8 @@ def killed(model: str) -> list[Row]:
             print(f"killed: {lines(out)} rows", file=sys.stderr)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         ids = [json.loads(line)["custom_id"] for line in out.read_text().splitlines()]
-    once = sorted(ids) == sorted(f"r{i}" for i in range(ROWS))
-    return [(f"{ROWS:,} rows, the command killed four times and started again",
+    once = sorted(ids) == sorted(f"r{i}" for i in range(n))
+    return [(f"{n:,} rows, the command killed four times and started again",
              "each id once" if once else f"{len(ids):,} lines, {len(set(ids)):,} ids", "each id once",
              f"demo, two workers of one thread, {time.perf_counter() - began:.0f} s in all")]
 
@@ -190,7 +216,7 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-PARTS = {"recovery": recovery, "killed": killed, "speed": speed, "routing": routing}
+PARTS = {"recovery": recovery, "overhead": overhead, "killed": killed, "speed": speed, "routing": routing}
 
 
 def main() -> None:
@@ -198,10 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="bundle of recovery and speed")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rows", type=int, default=ROWS, help="of killed")
     parser.add_argument("--document", type=Path)
     options = parser.parse_args()
     for part in options.parts.split(","):
-        found = PARTS[part](options.model)
+        found = killed(options.model, options.rows) if part == "killed" else PARTS[part](options.model)
         where = fill(f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:", 120)
         command = f"`python benchmarks/cluster.py --model {Path(options.model).name} --parts {part}`"
         rows = table("what | measured | asked for | remark", (row(*one) for one in found))

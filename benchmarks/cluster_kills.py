@@ -2,9 +2,9 @@
 
     python benchmarks/cluster_kills.py --model MODEL --document docs/measurements/several-machines.md
 
-`replicas` and `apart` kill a replica every two seconds, where two answer: each request must have the text and
-log-probabilities of one process. `split` kills a stage of a divided model: a request has the same text or an error.
-`conversations` compares the cached tokens of three replicas with those of one.
+`one`, `two`, `three` and `prefill` kill nothing. `replicas` and `apart` kill a replica every two seconds, where two
+answer: each request must have the text and log-probabilities of one process. `split` kills a stage of a divided model:
+a request has the same text or an error. `conversations` compares the cached tokens of three replicas with those of one.
 """
 
 from __future__ import annotations
@@ -127,8 +127,12 @@ def killed(name: str, model: str, asked: list[dict[str, Any]], right: list[Any],
            *options: str) -> Row:
     """Send requests to a server whose processes are killed, and count differences."""
     command, port = served(model, "-t", "1", "--ctx", str(ctx), *options)
-    split = name == "split"
+    split = name.startswith("split")
     with running(command, port) as server:
+        if name in WHOLE:
+            found = answers(port, asked, 0)
+            same = sum(one == other for one, other in zip(found, right, strict=True))
+            return (f"{len(asked)} requests with `{' '.join(options)}`", f"{same} as one process", "all", "")
         if split:
             assert answers(port, asked, 0) == right, "without kills"
         with killing(server, SPLIT_KILL_SECONDS if split else KILL_SECONDS, split) as kills:
@@ -170,7 +174,11 @@ def _conversation(port: int, number: int) -> int:
     return cached
 
 
-MODES = {"replicas": ("--replicas", "3"), "apart": ("--prefill", "1", "--decode", "2"), "split": ("--split", "auto")}
+WHOLE = {"one": ("--replicas", "1"), "two": ("--replicas", "2"), "three": ("--replicas", "3"),
+         "prefill": ("--prefill", "1", "--decode", "2")}
+"""Servers of which nothing is killed; of `split`, some requests come before the kills."""
+MODES = {**WHOLE, "replicas": ("--replicas", "3"), "apart": ("--prefill", "1", "--decode", "2"),
+         "split": ("--split", "auto")}
 
 
 def main() -> None:

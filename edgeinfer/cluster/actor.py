@@ -15,14 +15,15 @@ from .job import Facts, Failed, Identity, Item, Job, NotBegun, Prefilled, Refuse
 from .worker import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from ..server import Answered
 
 REOPEN_SECONDS, RETRY_SECONDS = 120.0, 0.5
 """Time that a lost worker has to come back, and between two looks at it."""
-START_SECONDS = 30.0
-"""Time in which Ray has to find memory for a worker: that of a server which has just ended is soon free."""
+START_SECONDS, SLOW_START_SECONDS = 30.0, 600.0
+"""Time in which Ray has to find memory for a worker, since that of a server which has just ended is soon free; and
+further time for the start of its process on a busy machine, as long as Ray itself waits."""
 AGAIN = "its process has started again"
 CONCURRENT = 4096
 """Calls that an actor takes at once: the engine has the queue."""
@@ -60,16 +61,31 @@ class ActorWorker:
         """End its process."""
         self._ray.kill(self._actor)
 
-    async def started(self, alike: int, together: int) -> None:
-        """Return once Ray has reserved its memory; `alike` workers of its node have so many bytes `together`."""
+    async def started(self, alike: int, together: int, reserved: Callable[[], bool]) -> None:
+        """Return once its process runs.
+
+        Parameters
+        ----------
+        alike, together : workers of its node, and the bytes of all of them
+        reserved : returns whether Ray has reserved these bytes, so that only the start of processes takes its time
+        """
+        ready = asyncio.ensure_future(self._ready())
         try:
-            await asyncio.wait_for(self._actor.__ray_ready__.remote(), START_SECONDS)
-        except asyncio.TimeoutError:
+            done, _ = await asyncio.wait({ready}, timeout=START_SECONDS)
+            if not done and reserved():
+                done, _ = await asyncio.wait({ready}, timeout=SLOW_START_SECONDS)
+            if done:
+                return await ready
             raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "
                                  f"to the processes there, of which {format_size(together)} for all {alike} are "
-                                 "not free; lower --budget, or end the program that has it.") from None
+                                 "not free; lower --budget, or end the program that has it.")
         except self._failed as error:
             raise EdgeInferError(f"The {self.name} cannot start: {first_sentence(error)}.") from None
+        finally:
+            ready.cancel()
+
+    async def _ready(self) -> None:
+        await self._actor.__ray_ready__.remote()
 
     async def opened(self) -> Identity:
         """Open the model and return its description; raises `EdgeInferError` with the sentence of the node."""

@@ -135,16 +135,25 @@ class Ray:
                 raise refusal(worker, plan)
             together[node] += plan
             plans.append(plan)
+        free = {node: self._free(node) for node in nodes}
         for worker, plan, (node, options) in zip(names, plans, asked, strict=True):
             asks = (name, sent[node][0], alike[node, id(options)])
             workers.append(ActorWorker(self._ray, worker, node, asks, plan))
+        def reserved(node: Node) -> bool:
+            return self._free(node) <= free[node] - together[node]
+
         try:
-            await asyncio.gather(*(one.started(places.count(node), together[node])
+            await asyncio.gather(*(one.started(places.count(node), together[node], partial(reserved, node))
                                    for one, node in zip(workers, places, strict=True)))
             return workers, await asyncio.gather(*(one.opened() for one in workers))
         except BaseException:
             self.end(workers)
             raise
+
+    def _free(self, node: Node) -> int:
+        """Return the memory that Ray has not reserved on a node."""
+        there: dict[str, Any] = self._ray._private.state.available_resources_per_node()
+        return int(there.get(node.id, {}).get("memory", 0))
 
     async def _source_on(self, node: Node, source: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the model as a node finds it, and options that differ there."""
@@ -196,5 +205,11 @@ def _refuse_unlike(found: list[tuple[ActorWorker, Identity]]) -> None:
         for field, one, other in zip(Identity._fields, expected, identity, strict=True):
             if one != other:
                 what = {"version": "edgeinfer", "bundle": "the bundle", "arithmetic": "the instruction set"}[field]
-                raise EdgeInferError(f"The {worker.name} has {what} {other[:16]}, and the {first.name} {one[:16]}, so "
-                                     "that their texts would differ; use nodes that are alike.")
+                raise EdgeInferError(f"The {worker.name} has {what} {_short(field, other)}, and the {first.name} "
+                                     f"{_short(field, one)}, so that their texts would differ; use nodes that are "
+                                     "alike.")
+
+
+def _short(field: str, value: str) -> str:
+    """Return a part of an identity as a message has it: the beginning of a checksum, an arithmetic without its own."""
+    return value.rpartition(" ")[0] or value if field == "arithmetic" else value[:16]

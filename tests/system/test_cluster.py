@@ -135,12 +135,25 @@ def test_a_worker_reserves_its_plan_and_not_its_budget(ray: Ray) -> None:
     assert 0 < workers[0].nbytes == workers[1].nbytes < 400 << 20
 
 
+class Other:
+    """Another program of the cluster, which has most of its memory."""
+
+
+def test_a_process_may_take_longer_to_start_than_memory_to_be_found(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "START_SECONDS", 0.3)
+    assert until(lambda: ray._free(ray.nodes[0]) > ray.nodes[0].memory * 0.99)
+    ray.end(asyncio.run(ray.open(2, "demo", "demo", OPTIONS)))
+
+
 def test_more_than_ray_gives_is_refused(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "START_SECONDS", 4.0)
     most = ray.nodes[0].memory
+    other = ray._ray.remote(Other).options(num_cpus=0, memory=most - (200 << 20)).remote()
+    ray._ray.get(other.__ray_ready__.remote())
     with pytest.raises(EdgeInferError, match=r"worker \d on .* cannot start: Ray gives .* of which .* for all 3 are "
                                              "not free; lower --budget"):
-        asyncio.run(ray.open(3, "demo", "demo", {**OPTIONS, "budget": most + (1 << 30)}))
+        asyncio.run(ray.open(3, "demo", "demo", OPTIONS))
+    ray._ray.kill(other)
     assert until(lambda: not engines())
 
 
@@ -170,7 +183,8 @@ def test_a_model_that_a_node_cannot_open(ray: Ray) -> None:
 def test_nodes_that_are_unlike_are_refused(ray: Ray) -> None:
     one, workers = Identity("1", "b" * 64, "fma"), asyncio.run(ray.open(2, "demo", "demo", OPTIONS))
     for other, what in ((one._replace(version="2"), "edgeinfer 2"), (one._replace(bundle="c" * 64), "the bundle cccc"),
-                        (one._replace(arithmetic="neon"), "the instruction set neon")):
+                        (one._replace(arithmetic="aarch64 neon 3f2a"),
+                                                            "the instruction set aarch64 neon, and the worker 1")):
         with pytest.raises(EdgeInferError, match=f"The worker 2 on .* has {what}.* so that their texts would differ"):
             _refuse_unlike([(workers[0], one), (workers[1], other)])
 
