@@ -28,7 +28,7 @@ from tests.helpers.slow_model import CTX, write_slow_bundle
 from tests.helpers.tasks import Hold, held, within
 
 PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
-LONG = 4096
+LONG = 16384
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ENDLESS = {**GREEDY, "max_tokens": LONG - 64}
 """Of a text that takes many seconds, and is cancelled."""
