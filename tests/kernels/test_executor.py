@@ -225,7 +225,7 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "mode", ["passes", "modes", "open_close", "drop", "leave", "fork", "fork_importing", "fork_holding", "interrupts",
-             "ctrl_c", "flow"]
+             pytest.param("ctrl_c", marks=pytest.mark.timing), "flow"]
 )
 def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
     """See tests/stress.py: a barrier that strands a thread shows as a timeout, memory that is gone as a crash."""
