@@ -1,10 +1,12 @@
 """Answers of `estimate` beside measurements on this machine: several users, and weights that are read from storage.
 
-    python benchmarks/answers_here.py [--shape tinyllama-1.1b] [--parts users,storage] [--no-probe] [--output FILE]
+    python benchmarks/answers_here.py [--shape tinyllama-1.1b] [--parts users,storage,experts] [--no-probe]
+                                      [--output FILE]
 
 The probe saves this machine's profile, storage included. `users` compares `estimate --users` with `bench
 --concurrency` at the same lengths, for 1, 4 and 8 requests at a time. `storage` compares `estimate --budget` with
 `bench --budget` where about half, and most, of the layers are streamed; the cache of EDGEINFER_CACHE says which disk.
+`experts` compares a mixture of experts in memory and in 2 GB.
 Layers in two processes are compared by benchmarks/pipeline.py. The profile learns nothing from it. The exit code is 1
 if an answer misses by more than its bound.
 """
@@ -28,6 +30,7 @@ USERS, PROMPT, ANSWER = (1, 4, 8), 256, 64
 DECODED, REPETITIONS = 16, 3
 SHARES = (0.6, 0.3)
 """Shares of the weights' bytes that the budget leaves in memory."""
+EXPERTS, EXPERTS_BUDGET = "olmoe-1b-7b", "2GB"
 BOUND = 0.20
 SECTION = "answers"
 
@@ -77,7 +80,20 @@ def storage(shape: str) -> Iterator[Answer]:
             yield Answer(streamed, test["test"], test["t_per_s"], predicted[test["test"][:2]])
 
 
-PARTS: dict[str, Callable[[str], Iterator[Answer]]] = {"users": users, "storage": storage}
+def experts(_: str) -> Iterator[Answer]:
+    """Yield decoding and prompts of a mixture of experts, in memory and with most of its experts in storage."""
+    lengths = ("-p", str(PROMPT), "-n", str(DECODED))
+    for budget in ((), ("--budget", EXPERTS_BUDGET)):
+        told = command("estimate", EXPERTS, "--machine", "local", "--ctx", str(PROMPT + DECODED), "-p", str(PROMPT),
+                       *budget)
+        tests = command("bench", "--shape", EXPERTS, *budget, *lengths, "-r", str(REPETITIONS), "--no-startup")["rows"]
+        predicted = {"tg": told["decode_empty_tok_per_s"], "pp": told["prefill_tok_per_s"]}
+        for test in tests:
+            yield Answer(f"{EXPERTS} in {budget[1] if budget else 'memory'}", test["test"], test["t_per_s"],
+                         predicted[test["test"][:2]])
+
+
+PARTS: dict[str, Callable[[str], Iterator[Answer]]] = {"users": users, "storage": storage, "experts": experts}
 
 
 def markdown(shape: str, answers: Sequence[Answer], profile: dict[str, Any]) -> str:

@@ -36,7 +36,9 @@ NO_DOT_PRODUCTS, WIDE_CODES = 0.5, 1.4
 """Factors of the bytes per cycle: of a GPU without int8 dot products (assumed), of cores with codes of 8 bits or more
 (fitted)."""
 
-EXPERTS_ERROR = 0.3
+EXPERTS = ("experts_issue", "experts_ms", "recurrent_ms")
+"""Constants of mixtures of experts, which classes share."""
+EXPERTS_ERROR = 0.155
 """Least half-width of the 80 % band for MoE models on GPUs."""
 
 NO_CONSTANTS = "constants"
@@ -81,7 +83,7 @@ def classes() -> dict[str, dict[str, Any]]:
     tables = read_toml(Path(__file__).with_name("classes.toml"))
     for table in tables.values():
         if shared := table.get("experts_of"):
-            table |= {key: tables[shared][key] for key in ("experts", "experts_ms")}
+            table |= {key: tables[shared][key] for key in EXPERTS if key in tables[shared]}
     return tables
 
 
@@ -92,7 +94,7 @@ def with_family(table: Mapping[str, Any], family: str) -> Mapping[str, Any]:
 
 
 def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None, bits: float = 4.0,
-                 experts: bool = False) -> Constants:
+                 experts: bool = False, recurrent: bool = False) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile takes precedence. Next, if the profile has a measured decoding bandwidth, f_w is its share
@@ -107,11 +109,14 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
     bits : float
         Bits of a weight's code: 8 and more need less unpacking for each byte.
     experts : bool
-        True if a token reads some of several experts, which GPUs do more slowly (`experts` of a class).
+        True if a token reads some of several experts, which GPUs do more slowly: their multiprocessors ask for fewer
+        bytes in a cycle (`experts_issue`), and routing takes time (`experts_ms`).
+    recurrent : bool
+        True if some layers of such a model are recurrent, whose many small kernels take `recurrent_ms`.
     """
     known = profile.device_class in classes()
     table = with_family(table or classes()[profile.device_class if known else UNKNOWN], profile.family or profile.isa)
-    values = _values(profile, table, bits, experts)
+    values = _values(profile, table, bits, experts, recurrent)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
         basis = CALIBRATED
@@ -125,7 +130,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
             error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
         elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was measured on this device with other models and programs"
-    if experts and table.get("experts") and basis != CALIBRATED:
+    if experts and table.get("experts_ms") and basis != CALIBRATED:
         error, source = max(error, EXPERTS_ERROR), f"{source}; mixtures of experts differ more"
     program = profile.runtime or next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                                       table.get("program", Constants.program))
@@ -142,13 +147,14 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
                      basis=basis, error_source=source)
 
 
-def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, experts: bool) -> dict[str, float]:
+def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, experts: bool,
+            recurrent: bool) -> dict[str, float]:
     """Return a device's constants, which those of edgeinfer's own speed may replace."""
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
     rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
     values |= {name: float(table.get(name, 0.0)) for name in rest}
     if "t0_ms" not in profile.constants:
-        values["t0_ms"] = _fixed_ms(profile, table, experts)
+        values["t0_ms"] = _fixed_ms(profile, table, experts, recurrent)
     share, values["f_w"] = values["f_w"], _bandwidth_share(profile, table, bits)
     if profile.device_class in PROCESSORS:
         values["f_kv"] *= values["f_w"] / share
@@ -156,18 +162,22 @@ def _values(profile: DeviceProfile, table: Mapping[str, Any], bits: float, exper
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
         values["f_w"] = seen
-    values["f_w"] *= float(table.get("experts", 1.0)) if experts else 1.0
+    if experts and (issue := table.get("experts_issue")) and "issue_bytes_per_clock" in table:
+        of_experts = {**table, "issue_bytes_per_clock": table["issue_bytes_per_clock"] * issue}
+        values["f_w"] *= _bandwidth_share(profile, of_experts, bits) / _bandwidth_share(profile, table, bits)
     return {**values, **profile.constants}
 
 
-def _fixed_ms(profile: DeviceProfile, table: Mapping[str, Any], experts: bool) -> float:
+def _fixed_ms(profile: DeviceProfile, table: Mapping[str, Any], experts: bool, recurrent: bool) -> float:
     """Return the fixed time of a token, for 32 layers; that of threads is known only for other programs' barriers."""
     fixed = float(table["t0_ms"])
     if clock := profile.figures.get("clock_ghz"):
         fixed *= (table.get("t0_clock_ghz", clock) / clock) ** table.get("t0_power", 1.0)
     if profile.runtime != OURS:
         fixed += float(table.get("thread_ms", 0.0)) * sum(number for number, _ in profile.processor.values())
-    return fixed + (float(table.get("experts_ms", 0.0)) if experts else 0.0)
+    if experts:
+        fixed += float(table.get("experts_ms", 0.0)) + recurrent * float(table.get("recurrent_ms", 0.0))
+    return fixed
 
 
 def _bandwidth_share(profile: DeviceProfile, table: Mapping[str, Any], bits: float) -> float:

@@ -191,8 +191,8 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 
 def constants_for(profile: DeviceProfile, traffic: Traffic) -> Constants:
-    """Return a device's constants for the codes of a model and for its experts."""
-    return constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts)
+    """Return a device's constants for the codes of a model, and for its experts and recurrent layers."""
+    return constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts, recurrent=traffic.state_bytes > 0)
 
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:

@@ -93,7 +93,8 @@ def _ours(profile: DeviceProfile, unit: str | None) -> DeviceProfile:
         if unit_of(one) == unit:
             return one
     have = dict.fromkeys(unit_of(one) for one in _units(profile))
-    raise UsageError(f"Nothing is known of a {str(unit).upper()} of {profile.title}; known is its "
+    article = "an" if unit == "npu" else "a"
+    raise UsageError(f"Nothing is known of {article} {str(unit).upper()} of {profile.title}; known is its "
                      f"{' and '.join(name.upper() for name in have)}.")
 
 

@@ -54,7 +54,7 @@ def table_of(row: Row, values: Mapping[str, float]) -> dict[str, Any]:
         of, _, key = name.rpartition(".")
         if of == "cores":
             table.setdefault("groups", {})[key] = value
-        elif of == row.profile.device_class or not of:
+        elif of in (row.profile.device_class, table.get("experts_of")) or not of:
             table[key] = value
         elif of not in classes():
             families.setdefault(of, {})[key] = value
@@ -70,7 +70,7 @@ def table_of(row: Row, values: Mapping[str, float]) -> dict[str, Any]:
 
 def predict(row: Row, values: Mapping[str, float]) -> float:
     """Tokens per second by the estimator with the constants of a fit; those of its class where it has none."""
-    constants = constants_of(row.profile, table_of(row, values), row.bits, row.experts)
+    constants = constants_of(row.profile, table_of(row, values), row.bits, row.experts, row.recurrent)
     return 1000 / math.fsum(decode_terms(row.profile, row.traffic, constants, row.tokens).values())
 
 
@@ -139,7 +139,8 @@ def _concerns(name: str, row: Row) -> bool:
     if of == "cores":
         return any(core_kinds()[kind].group == key for kind in row.profile.processor)
     if of:
-        return of in (row.profile.device_class, row.profile.family)
+        return of in (row.profile.device_class, row.profile.family,
+                      classes()[row.profile.device_class].get("experts_of"))
     return name not in PROGRAMS or name in row.program
 
 
@@ -177,6 +178,6 @@ def shipped(rows: Sequence[Row]) -> list[Prediction]:
 
 def error_of_known(row: Row) -> float:
     """Miss of `edgeinfer estimate` for the device with all known facts."""
-    constants = constants_of(row.known, bits=row.bits, experts=row.experts)
+    constants = constants_of(row.known, bits=row.bits, experts=row.experts, recurrent=row.recurrent)
     speed = 1000 / math.fsum(decode_terms(row.known, row.traffic, constants, row.tokens).values())
     return speed / row.tok_per_s - 1

@@ -80,10 +80,15 @@ GROUPS = (
           ("localscore-nvidia", "localscore-apple", "localscore-amd"), {}, None, "",
           "Another program, and means over users; predicted with the shipped constants."),
     Group("experts", "Mixtures of experts on GPUs", (*OTHERS, "nvidia"),
-          {"experts": (0.9, 1.0), "experts_ms": (1.5, 1.0)}, 0.25, "",
-          "experts is a factor of the share of the bandwidth, experts_ms the routing of 32 layers; the other constants "
-          "are the shipped ones.",
-          {"experts are read like other weights": {"experts": 1.0, "experts_ms": 1e-9}}, experts=True),
+          {"experts_issue": (0.5, 1.0), "cuda-consumer.experts_ms": (0.3, 3.0), "radeon.experts_ms": (2.0, 1.0),
+           "recurrent_ms": (1.5, 1.0)}, 0.15, "10 %",
+          "experts_issue is a factor of the bytes that a multiprocessor of NVIDIA's asks for in a cycle, experts_ms "
+          "the routing of 32 layers with CUDA and, elsewhere, with Vulkan and Metal; recurrent_ms is added if layers "
+          "are recurrent. The other constants are the shipped ones.",
+          {"experts are read like other weights": {"experts_issue": 1.0, "cuda-consumer.experts_ms": 1e-9,
+                                                   "radeon.experts_ms": 1e-9, "recurrent_ms": 1e-9},
+           "all GPUs route alike": {"radeon.experts_ms": 0.29}},
+          experts=True),
     Group("others", "GPUs with ollama, llmfit, TinyChat and others", OTHERS, {}, None, "",
           "Predicted with the shipped constants."),
 )

@@ -17,6 +17,8 @@ WIDE = ("Q8_0", "F16", "BF16", "w8a8")
 """Types of 8 bits and more."""
 EXPERTS = r"A\d+B$|gpt-oss|671B|V2-Lite"
 """Names of mixtures of experts."""
+RECURRENT = r"Qwen3\.[56]|Qwen3-Next|Nemotron-3|Falcon-H1|Granite-4"
+"""Names of models with recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Row:
     def experts(self) -> bool:
         """True if the model is a mixture of experts."""
         return re.search(EXPERTS, self.model) is not None
+
+    @property
+    def recurrent(self) -> bool:
+        """True if some of the model's layers are recurrent."""
+        return re.search(RECURRENT, self.model) is not None
 
     @cached_property
     def traffic(self) -> Traffic:

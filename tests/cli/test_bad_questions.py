@@ -30,7 +30,7 @@ PROFILE = 'title = "A"\ndevice_class = "arm-sbc"\nmemory_bytes = 4294967296\nban
     (["--machine", "rpi5", "--draft", "llama-3.2-1b", "--acceptance", "1.01"], "from 0 to 1, such as 0.7."),
     (["--nodes", "rpi5,rpi5", "--link", "0B/s"], "--link is '0B/s'; the rate must be above 0, as in 1MB/s."),
     (["--nodes", "rpi5,rpi5", "--link", "5XB/s"], "give 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as"),
-    (["--machine", "rpi5", "--unit", "npu"], "Nothing is known of a NPU of Raspberry Pi 5; known is its CPU."),
+    (["--machine", "rpi5", "--unit", "npu"], "Nothing is known of an NPU of Raspberry Pi 5; known is its CPU."),
     (["--machine", "rpi5", "--unit", "tpu"], "--unit is 'tpu'; choose one of cpu, gpu, npu."),
     (["--machine", "m4", "--runtime", "vllm"], "'vllm' is known on Apple M4; known are llama.cpp, edgeinfer."),
     (["--machine", "rpi5", "--storage", "nmve"], "There is no storage 'nmve'; did you mean nvme?"),

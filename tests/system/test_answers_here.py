@@ -44,10 +44,11 @@ def test_each_answer_is_beside_its_measurement(asked: list[tuple[str, ...]], tmp
     assert text.startswith("# Title") and "<!-- answers: begin -->" in text and "1.50 GB/s of storage" in text
     assert "| 8 users | tokens/s of all | 50 | 55 | +10% |" in text
     assert "| 1 users | TTFT, ms | 500 | 450 | -10% |" in text
+    assert "| olmoe-1b-7b in 2GB | tg16 | 10 | 11 | +10% |" in text and "in memory | pp256 | 100 | 90 | -10% |" in text
     assert text.count("3 of 6 layers streamed | tg16 | 10 | 11 | +10% |") == 2 and "E2EL" not in text
     assert asked[0] == ("devices", "--probe")
     budgets = [call[call.index("--budget") + 1] for call in asked if "--budget" in call]
-    assert budgets == ["2600000", "2600000", "2300000", "2300000"]  # estimate and bench, the same
+    assert budgets == ["2600000", "2600000", "2300000", "2300000", "2GB", "2GB"]  # estimate and bench, the same
 
 
 def test_the_bound_and_the_parts(asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

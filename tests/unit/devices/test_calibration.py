@@ -59,7 +59,7 @@ def test_many_devices_were_measured_by_many():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bound", "one_constant"), [
     ("apple", 0.04, 0.15), ("nvidia", 0.06, 0.15), ("nvidia-2024", 0.06, 0.20), ("amd", 0.08, 0.10),
-    ("intel", 0.10, 0.20), ("edge", 0.20, 0.30), ("experts", 0.20, 0.20),
+    ("intel", 0.10, 0.20), ("edge", 0.20, 0.30), ("experts", 0.15, 0.20),
 ])
 def test_mean_errors_stay_within_their_bounds(judged, name, bound, one_constant):
     """The simpler models miss by more, so the comparison can fail both ways."""
@@ -90,7 +90,11 @@ def test_the_class_file_holds_the_fitted_constants(judged):
             if constant != "ROCm":
                 got = table["families"][family][constant] if family else table[constant]
                 assert got == pytest.approx(value, rel=0.03), (device_class, key)
-    assert classes()["cuda-consumer"]["experts"] == pytest.approx(of(judged, "experts").fitted["experts"], rel=0.03)
+    for key, value in of(judged, "experts").fitted.items():
+        device_class, _, constant = key.rpartition(".")
+        for name in [device_class] if device_class else [one for one in ("cuda-consumer", "radeon")
+                                                          if constant in classes()[one]]:
+            assert classes()[name][constant] == pytest.approx(value, rel=0.03), (name, constant)
     edge = of(judged, "edge").fitted
     for name in [name for name in CLASSES if f"{name}.f_w" in edge]:
         assert classes()[name]["f_w"] == pytest.approx(edge[f"{name}.f_w"], rel=0.03), name
