@@ -75,7 +75,7 @@ def test_what_is_refused() -> None:
                             ("gemma 3 5b", "did you mean 'gemma-3-"),
                             ("llama-3.1-8b q4 q8", "states two types of weights, Q4 and Q8; leave one out."),
                             ("phi-3-medium-128k", "longer context, 128k, of which no shape is built in; give"),
-                            ("qwen2.5 7b 1m", "or take 'qwen2.5-7b' for up to 131072 positions."),
+                            ("qwen2.5 32b 1m", "or take 'qwen2.5-32b' for up to 131072 positions."),
                             ("8b", "did you mean 'llama-3-8b', 'llama-3.1-8b' or "), ("70b", "did you mean 'llama-"),
                             ("UD-Q4_K_XL", "is a type of weights without a model; write one before it, such as")):
         with pytest.raises((ModelNotFoundError, UsageError)) as caught:
