@@ -110,9 +110,11 @@ class Load:
             self._blocks.popitem(last=False)
 
     def learn(self, speeds: Speeds | None) -> None:
-        """Record the speeds that it has measured itself, but for its link."""
+        """Record the speeds that it has measured itself, but for its link; one that is 0 was not measured since it was
+        opened again."""
+        old = self.speeds
         if speeds is not None:
-            self.speeds = speeds._replace(link=self.speeds.link)
+            self.speeds = Speeds(speeds.prompt or old.prompt, speeds.decode or old.decode, old.link)
 
     def learn_link(self, seconds: float) -> None:
         """Record the seconds per byte of a transferred prompt."""

@@ -80,6 +80,7 @@ def test_speeds_follow_what_was_measured() -> None:
         one.learn_link(1e-8)
     one.learn(Speeds(0.002, 0.03))
     one.learn(None)
+    one.learn(Speeds(0.0, 0.0))  # it was opened again, and had only a short prompt since
     assert one.speeds == Speeds(0.002, 0.03, pytest.approx(1e-8, rel=0.01))
 
 
