@@ -137,7 +137,8 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         with ThreadPoolExecutor(1) as pool:
             with held(one.llm()):
                 asked = pool.submit(one.ask, COMPLETIONS, LONG)
-                assert until(lambda: any(answer._request.task.cancellation.asked for answer in one.server.answers))
+                answers = one.server.answers
+                assert until(lambda: any(answer._request.task.cancellation.asked for answer in tuple(answers)))
             found = asked.result().json
         assert found["choices"][0]["finish_reason"] == "length"
         assert found["usage"]["completion_tokens"] < LONG["max_tokens"] and until(one.free)
