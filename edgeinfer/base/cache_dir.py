@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..errors import DestinationError
@@ -100,3 +101,9 @@ def _size(directory: Path) -> int:
             except FileNotFoundError:  # a process that builds here is moving its files
                 continue
     return total
+
+
+def cache_errors(directory: Path) -> AbstractContextManager[None]:
+    """Raise an `OSError` within as a `DestinationError`: this directory of the cache cannot be written."""
+    return os_errors(DestinationError, f"The cache {directory} cannot be written",
+                     "; set EDGEINFER_CACHE to another directory.")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base.cache_dir import cache_root, make_directories
+from ..base.files import os_errors
 from ..errors import EdgeInferError, UsageError
 from .connection import OBJECT_BYTES, answers, check_head, environment, imported, split_address
 
@@ -131,13 +132,11 @@ def _refuse_second() -> None:
 
 def _check_ports(address: str, first: int) -> None:
     for port in range(first, first + len(PORTS) + 1):
-        try:
-            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind((address, port))
-        except OSError as error:
-            raise EdgeInferError(f"Cannot listen on {address} port {port} ({error.strerror or error}); choose another "
-                                 "--port or --address.") from None
+        with os_errors(EdgeInferError, f"Cannot listen on {address} port {port}",
+                       "; choose another --port or --address."), \
+                socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((address, port))
 
 
 def _token() -> None:

@@ -12,7 +12,7 @@ from ..base.lock import DestinationLock
 from ..base.process import say
 from ..base.progress import OnProgress
 from ..bundle import FORMAT_VERSION, Bundle, is_bundle
-from ..errors import BundleError, DestinationError, ModelNotFoundError
+from ..errors import BundleError, ModelNotFoundError
 from .storage import Storage
 
 
@@ -50,14 +50,9 @@ def cached_bundle(
     if not may_make:
         raise ModelNotFoundError(f"{model} has not been converted yet; 'edgeinfer run' or 'edgeinfer convert' does it.")
     turn = DestinationLock(directory / f"{ending or target.name}.making")
-    try:
+    with cache_dir.cache_errors(directory):
         cache_dir.make_directories(directory)
         turn.acquire(_Waiting(model, progress))
-    except OSError as error:
-        raise DestinationError(
-            f"The cache {directory} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
-            "directory, or convert the checkpoint with edgeinfer convert."
-        ) from error
     try:
         target = _of_same_files(directory, ending) or made  # another process may have made it meanwhile
         usable, reason = _usable((target, *older), 1, progress)

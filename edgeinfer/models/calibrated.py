@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from edgeinfer import converters
 
-from ..base.cache_dir import cache_root, make_directories
+from ..base.cache_dir import cache_errors, cache_root, make_directories
 from ..base.dataclass import dataclass
 from ..base.files import working_directory
 from ..base.progress import OnProgress
 from ..bundle import is_bundle
-from ..errors import BundleError, DestinationError, RequestError, UsageError
+from ..errors import BundleError, RequestError, UsageError
 from ..quality.corpus import Stream, Text, token_stream
 from .resolve import stamped_name
 from .tokenizer import tokenizer_of
@@ -126,12 +126,9 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
     """Convert a checkpoint to a bundle of f16 in the cache, which is removed in the end."""
     directory = cache_root() / "calibration"
     with ExitStack() as stack:
-        try:
+        with cache_errors(directory):
             make_directories(directory)
             path = stack.enter_context(working_directory(directory, ".f16-")) / "f16"
-        except OSError as error:
-            raise DestinationError(f"The cache {directory} cannot be written ({error.strerror or error}); set "
-                                   "EDGEINFER_CACHE to another directory.") from error
         converters.convert(source, path, weights="f16", progress=partial(progress, "convert"))
         yield path
 

@@ -18,6 +18,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..base.files import os_errors
 from ..base.process import printable
 from ..errors import UsageError
 from .errors import ApiError, openai_error
@@ -33,7 +34,7 @@ IDLE_SECONDS = 75
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address; raises `UsageError` if it cannot."""
-    try:
+    with os_errors(UsageError, f"Cannot listen on {host} port {port}", "; choose another --port or --host."):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -45,9 +46,6 @@ def bound(host: str, port: int) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except OSError as error:
-        raise UsageError(f"Cannot listen on {host} port {port} ({error.strerror or error}); choose another --port or "
-                         "--host.") from None
     return listener
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
-from edgeinfer.base.cache_dir import cache_root, make_directories
+from edgeinfer.base.cache_dir import cache_errors, cache_root, make_directories
 from edgeinfer.base.files import open_plain
 from edgeinfer.base.lock import DestinationLock
 from edgeinfer.base.process import say
 from edgeinfer.bundle import Bundle
-from edgeinfer.errors import DestinationError
 
 from ...base.progress import OnStageProgress
 from .copying import copy_proto
@@ -59,14 +58,12 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: O
             announced.append(True)
 
     try:
-        make_directories(folder.parent)
-        lock.acquire(waiting)
-        if not _complete(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            _write(bundle, flavour, names, folder, progress)
-    except OSError as error:
-        raise DestinationError(f"The cache {folder} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE "
-                               "to another directory.") from None
+        with cache_errors(folder):
+            make_directories(folder.parent)
+            lock.acquire(waiting)
+            if not _complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                _write(bundle, flavour, names, folder, progress)
     finally:
         lock.release()
     return folder
