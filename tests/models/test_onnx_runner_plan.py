@@ -119,7 +119,7 @@ def test_a_lowered_model_is_made_once_and_again_where_it_was_written_to(tmp_path
         assert difference(opened(), want) < F32 and done.is_file()
     (tmp_path / "no").write_text("")
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "no"))
-    with pytest.raises(DestinationError, match=r"The cache .* cannot be written .*set EDGEINFER_CACHE to another"):
+    with pytest.raises(DestinationError, match=r"The cache .* cannot be written: .*set EDGEINFER_CACHE to another"):
         opened()
 
 

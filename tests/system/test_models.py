@@ -124,7 +124,7 @@ def test_a_checkpoint_is_not_converted_where_that_is_not_wanted(tmp_path: Path) 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file stands where the directory should")
-    with pytest.raises(DestinationError, match=r"The cache .* cannot be written .*; set EDGEINFER_CACHE"):
+    with pytest.raises(DestinationError, match=r"The cache .* cannot be written: .*; set EDGEINFER_CACHE"):
         resolve(make_checkpoint(tmp_path / "tiny"))
 
 
