@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ...base.dataclass import dataclass
@@ -33,11 +34,17 @@ class Served:
 
 
 class _Prompt(NamedTuple):
-    """A request whose prompt is not computed to its end."""
+    """A request whose prompt is not computed to its end; the most urgent is the least."""
 
+    urgency: float
+    """Rank at time 0; between two prompts it differs by as much at any time."""
     arrived: float
     left: int
     """Tokens of the prompt that are not computed."""
+
+
+def _prompt(arrived: float, left: int) -> _Prompt:
+    return _Prompt(urgency(left, -arrived / 1000), arrived, left)
 
 
 class _Decoding(NamedTuple):
@@ -74,17 +81,15 @@ class _Play:
     def _enter(self) -> None:
         """Let requests in that have arrived before this step; the first one calls an idle engine."""
         while self._arriving and (self._arriving[0] < self._now or not (self._prompts or self._decoding)):
-            self._prompts.append(_Prompt(self._arriving.popleft(), self._prompt))
+            heappush(self._prompts, _prompt(self._arriving.popleft(), self._prompt))
 
     def _chunks(self) -> list[tuple[int, _Prompt]]:
-        """Return the tokens of prompts of the next step."""
+        """Take the prompts of the next step, and return their tokens."""
         decoding = len(self._decoding)
         room = min(self._budget.prompt_tokens(decoding), max(CHUNK - decoding, 1))
-        self._prompts.sort(key=lambda one: urgency(one.left, (self._now - one.arrived) / 1000))
         chunks = []
-        for one in self._prompts:
-            if not room:
-                break
+        while room and self._prompts:
+            one = heappop(self._prompts)
             chunks.append((min(one.left, room), one))
             room -= chunks[-1][0]
         return chunks
@@ -103,9 +108,8 @@ class _Play:
     def _compute(self, chunks: list[tuple[int, _Prompt]], steps: int) -> None:
         """Take the tokens of prompts that were computed; a prompt that is done decodes."""
         for tokens, one in chunks:
-            self._prompts.remove(one)
             if tokens * steps < one.left:
-                self._prompts.append(one._replace(left=one.left - tokens * steps))
+                heappush(self._prompts, _prompt(one.arrived, one.left - tokens * steps))
             else:
                 self._decoding.append(_Decoding(self._steps + self._answer - 1, one.arrived, self._now))
 
