@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import converters
-from edgeinfer.converters import CALIBRATION_FILE
-from edgeinfer.models import measured_bits
+from edgeinfer.calibration import effects, inputs
+from edgeinfer.converters import CALIBRATION_FILE, bit_budget, packing
+from edgeinfer.models import comparison, measured_bits
 from edgeinfer.models.calibrated import IMPORTANCE, TOKENS
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
 from tests.helpers.command_line import edgeinfer
@@ -88,3 +89,24 @@ def test_types_of_small_models_are_measured(source: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(measured_bits, "SMALL", 100)
     done = edgeinfer(*asked, "--overwrite")
     assert len(measured) == 1 and "above the least loss" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module, name", [
+    (inputs, "_add"), (effects, "_add_noise"), (bit_budget, "_errors"), (converters, "types_by_divergence"),
+    (packing, "rounded"), (comparison, "evaluate"),
+], ids=lambda one: getattr(one, "__name__", one))
+def test_an_interruption_in_any_phase_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, module: object,
+                                                     name: str) -> None:
+    """Only statistics that are complete stay, and a bundle that is complete before it is compared."""
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measured_bits, "SMALL", 0 if name == "evaluate" else measured_bits.SMALL)
+    monkeypatch.setattr(module, name, interrupted)
+    text, kept = source.parent / "text.txt", source.parent / "cache" / "calibration"
+    done = edgeinfer("convert", source, source.parent / "made", "--bits", 5, "--calibrate", text, "--compare", text)
+    assert done.code == 1 and done.err.endswith("edgeinfer: Interrupted.\n"), done.err
+    assert (source.parent / "made").exists() is (name == "evaluate")
+    assert not [path.name for folder in (source.parent, kept) for path in folder.iterdir() if path.name.startswith(".")]
+    assert len(list(kept.iterdir())) == (name != "_add")
