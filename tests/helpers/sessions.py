@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,6 +143,11 @@ def held_in(opened: Session, sequence: Sequence, layer: int) -> list[int]:
         return sequence.blocks
     assert sequence.recent
     return sequence.recent.blocks
+
+
+def own_threads() -> int:
+    """Threads that sessions have started; those of engines, which linger for a second, are others."""
+    return sum(thread.name.startswith("edgeinfer-") for thread in threading.enumerate())
 
 
 def free_blocks(opened: Runner) -> int:

@@ -24,7 +24,7 @@ from edgeinfer.runner import Cancellation
 from edgeinfer.runtime.execution import threads as threads_module
 from tests.helpers.command_line import listening
 from tests.helpers.python_kernels import COUNT_FREE, Make, executors
-from tests.helpers.sessions import free_blocks, logits_of, session, tokens, write_model
+from tests.helpers.sessions import free_blocks, logits_of, own_threads, session, tokens, write_model
 from tests.helpers.tasks import within
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,10 +254,10 @@ def test_idle_threads_sleep(models: Path, threads: int) -> None:
 def test_closing_twice_and_using_what_is_closed(make: Make, models: Path) -> None:
     executor = make(["work"], 2, work=lambda instruction, tid: 0)
     executor.run()
-    before = threading.active_count()
+    before = own_threads()
     with executor:
         executor.run()
-    assert threading.active_count() == before - 2
+    assert own_threads() == before - 2
     executor.close()
     with pytest.raises(ClosedError, match=r"^The model was closed; open it again\.$"):
         executor.run()
@@ -309,11 +309,11 @@ def test_threads_that_the_system_refuses(make: Make, monkeypatch: pytest.MonkeyP
             raise RuntimeError("can't start new thread")
         start(self)
 
-    before = threading.active_count()
+    before = own_threads()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(EdgeInferError, match=r"^The system refuses 4 threads \(can't start new thread\); lower --thr"):
         make(["work"], 4, work=lambda instruction, tid: 0)
-    assert threading.active_count() == before
+    assert own_threads() == before
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Instruction, Program
 from edgeinfer.runtime.execution.executor import Executor
 from tests.helpers.python_kernels import COUNT_FREE, Make, PythonKernels, executors
+from tests.helpers.sessions import own_threads
 
 
 @pytest.fixture
@@ -125,13 +126,13 @@ def test_a_range_of_instructions(make: Make) -> None:
 def test_programs_take_turns_on_one_pool(make: Make) -> None:
     """Each has its own instructions, counts and completion events, and the pool lives until the last one is closed."""
     ran: list[tuple[str, int]] = []
-    before = threading.active_count()
+    before = own_threads()
     first = make([("work", COUNT_FREE), "work"], 2, work=lambda instruction, tid: ran.append(("first", instruction)))
     kernels: Any = PythonKernels(work=lambda instruction, tid: ran.append(("second", instruction)))
     program = Program(tuple(Instruction("work", "test", predicates=p) for p in ((), (COUNT_FREE,), ())))
     second = Executor(program, kernels, 2, {}, first.pool)
     kernels.base = program.words.ctypes.data
-    assert threading.active_count() == before + 2
+    assert own_threads() == before + 2
     first.set_count(COUNT_FREE, 1)
     for _ in range(20):
         for executor, name, instructions in ((first, "first", (0, 1)), (second, "second", (0, 2))):
@@ -149,4 +150,4 @@ def test_programs_take_turns_on_one_pool(make: Make) -> None:
         first.run()
     second.run()
     second.close(), second.close()
-    assert threading.active_count() == before
+    assert own_threads() == before

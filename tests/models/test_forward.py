@@ -19,7 +19,7 @@ from edgeinfer.errors import ClosedError, RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, Segment, Sequence
 from edgeinfer.runtime import Session
-from tests.helpers.sessions import TINY, free_blocks, logits_of, scored, session, tokens, write_model
+from tests.helpers.sessions import TINY, free_blocks, logits_of, own_threads, scored, session, tokens, write_model
 
 FIELDS = {name: getattr(abi, f"TOKEN_{name.upper()}") // 8
           for name in ("id", "sequence", "position", "slot", "mask", "row", "base", "role")}  # fmt: skip
@@ -213,7 +213,7 @@ def test_two_models_take_turns_on_one_pool_of_threads(path: Path, tmp_path: Path
         expected = [logits_of(opened, prompts[0], n_decoded=6).tobytes()]
     with session(demo_path(), ctx=128, threads=2) as opened:
         expected += [logits_of(opened, prompts[1], n_decoded=6).tobytes()]
-    before = threading.active_count()
+    before = own_threads()
     host = Session(Bundle.open(path), RuntimeConfig(ctx=128, threads=2))
     with pytest.raises(RequestError, match=r"^The session whose threads are shared has 2, and 1 are asked for; leave"):
         Session(Bundle.open(demo_path()), RuntimeConfig(threads=1), host=host)
@@ -232,9 +232,9 @@ def test_two_models_take_turns_on_one_pool_of_threads(path: Path, tmp_path: Path
     left = both.index(closing[1])
     closing[1].release(sequences[left])
     assert logits_of(closing[1], prompts[left], n_decoded=6).tobytes() == expected[left]
-    assert threading.active_count() >= before + 2
+    assert own_threads() >= before + 2
     closing[1].close(), closing[0].close()
-    assert threading.active_count() == before
+    assert own_threads() == before
 
 
 # -- sessions that fail to open ----------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ def test_two_models_take_turns_on_one_pool_of_threads(path: Path, tmp_path: Path
 def test_threads_of_a_closed_session_are_not_lent(path: Path) -> None:
     with session(path, ctx=64) as host:
         pass
-    before = threading.active_count()
+    before = own_threads()
     with pytest.raises(ClosedError, match=r"The model whose threads are to be shared was closed; open it again"):
         Session(Bundle.open(path), RuntimeConfig(ctx=64), host=host)
-    assert threading.active_count() <= before  # threads of earlier sessions may end meanwhile
+    assert own_threads() <= before  # threads of earlier sessions may end meanwhile
 
 
 @pytest.mark.parametrize("what", ["session.Lowering", "session.KVCache", "session.load", "execution.forward.Executor"])
@@ -277,10 +277,10 @@ def test_a_session_that_fails_to_open_leaves_nothing_open(
     monkeypatch.setattr(memory, "_populate", slowly)
     monkeypatch.setattr(memory, "PREFAULT_BYTES", 1 << 20)
     monkeypatch.setattr(f"edgeinfer.runtime.{what}", fail)
-    before = threading.active_count()
+    before = own_threads()
     with pytest.raises(EdgeInferErrorForTest), session(path, ctx=4096, max_sequences=64):
         pass
-    assert threading.active_count() == before
+    assert own_threads() == before
     n = len(parts)
     time.sleep(0.12)
     assert len(parts) == n < 60, "of 65"

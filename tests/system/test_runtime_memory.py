@@ -18,6 +18,7 @@ from edgeinfer.cli import progress
 from edgeinfer.llm.api import LLM
 from edgeinfer.runtime import memory
 from tests.helpers.command_line import edgeinfer, environment
+from tests.helpers.sessions import own_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page counts are read as Linux gives them")
@@ -48,11 +49,11 @@ def test_untouched_memory_is_not_resident() -> None:
 
 def test_without_the_system_call_pages_are_touched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_populate", lambda region, advice: False)
-    threads = threading.active_count()
+    threads = own_threads()
     region = memory.allocate(40 << 20, touched=False)
     before = resident()
     prefaulter = memory.Prefaulter(region)
-    assert resident() - before >= 39 << 20 and threading.active_count() == threads
+    assert resident() - before >= 39 << 20 and own_threads() == threads
     prefaulter.close()
 
 

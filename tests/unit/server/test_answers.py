@@ -18,9 +18,9 @@ def test_events_between_the_first_and_the_end_keep_their_distance() -> None:
 
     async def run() -> None:
         loop, arrivals = asyncio.get_running_loop(), answers.Arrivals(request)
+        began = loop.time()
         request.on_event()
         await asyncio.wait_for(arrivals.wait(), 10)
-        began = loop.time()
         for _ in range(5):
             request.on_event()
         await asyncio.wait_for(arrivals.wait(), 10)
