@@ -230,7 +230,8 @@ def main() -> None:
     for part in options.parts.split(","):
         found = killed(options.model, options.rows) if part == "killed" else PARTS[part](options.model)
         where = fill(f"{machine()}; load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}:", 120)
-        command = f"`python benchmarks/cluster.py --model {Path(options.model).name} --parts {part}`"
+        command = f"`python benchmarks/cluster.py --model {Path(options.model).name} --parts {part}" + \
+            (f" --rows {options.rows}`" if part == "killed" else "`")
         rows = table("what | measured | asked for | remark", (row(*one) for one in found))
         publish(f"## {part.capitalize()}\n\n{where}\n{command}\n\n{rows}", options.document, part)
 
