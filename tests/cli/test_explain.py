@@ -19,6 +19,13 @@ cores = 4
 isa = "neon_dotprod"
 constants = { f_w = 1.0, f_kv = 1.0, t0_ms = 0.0 }
 """
+NEURAL_UNIT = """title = "A neural unit whose peak is not published"
+device_class = "npu"
+memory_bytes = 17179869184
+bandwidth_gbs = 76.8
+cores = 1
+isa = "npu"
+"""
 
 
 def lines(*asked: object) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
@@ -60,10 +67,11 @@ def test_the_formulas_give_the_estimate(name: str) -> None:
     assert 0 < found["Limits", "MBU"]["value"] < 100 and 0 < found["Limits", "MFU"]["value"] < 100
 
 
-def test_it_fits_the_terminal_and_a_device_without_a_peak() -> None:
+def test_it_fits_the_terminal_and_a_device_without_a_peak(tmp_path: Path) -> None:
     shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", "m4", "--unit", "gpu", "--explain").out
     assert max(map(len, shown.splitlines())) <= 80 and "ridge point" in shown
-    shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", "sd8g3-npu", "--unit", "npu", "--explain").out
+    (tmp_path / "unit.toml").write_text(NEURAL_UNIT, encoding="utf-8")
+    shown = edgeinfer("estimate", "llama-3.1-8b", "--machine", tmp_path / "unit.toml", "--explain").out
     assert "MBU" in shown and "ridge point" not in shown
     assert edgeinfer("estimate", "llama-3.1-8b", "--machine", "m4", "--json").json["explain"] is None
     done = edgeinfer("estimate", "llama-3.1-8b", "--all-devices", "--explain")
