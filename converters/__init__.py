@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub.download import fetch, fetch_config
     from .hub.gguf_files import cached_gguf, fetch_gguf, gguf_type
-    from .measured_types import types_by_divergence
     from .outliers import share_of, with_outliers
     from .quantized.describe import describe_packed
     from .report import ConversionReport
@@ -35,14 +34,12 @@ __all__ = [
     "check_tokenizer", "convert", "convert_apart", "describe_gguf", "describe_packed", "fetch", "fetch_config",
     "fetch_gguf", "find_models", "gguf_origin", "gguf_parts", "gguf_purpose", "gguf_structure", "gguf_type", "is_gguf",
     "lm_studio_folders", "models_below", "ollama_file", "ollama_models", "open_checkpoint", "read_gguf_tokenizer",
-    "read_headers", "read_imatrix", "read_json", "share_of", "types_by_divergence", "with_outliers",
-    "write_random_bundle",
+    "read_headers", "read_imatrix", "read_json", "share_of", "with_outliers", "write_random_bundle",
 ]
 __getattr__ = lazily(__name__, {
     "bit_budget": "BitBudget", "chosen_types": "ChosenTypes",
     "gguf.imatrix": "by_imatrix read_imatrix", "calibration": "CALIBRATION_FILE Calibration",
-    "measured_types": "types_by_divergence", "outliers": "share_of with_outliers",
-    "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint",
+    "outliers": "share_of with_outliers", "subprocess": "convert_apart", "checkpoint.directory": "Checkpoint",
     "checkpoint.json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub.download": "fetch fetch_config",
     "hub.gguf_files": "cached_gguf fetch_gguf gguf_type",

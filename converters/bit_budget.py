@@ -82,7 +82,7 @@ class BitBudget:
             The smallest types take more, or the largest less.
         """
         reading, weights = reading.uncounted(), [weight for weight in graph.weights if weight.kind in KINDS]
-        possible = [possible_types(reading, weight) for weight in weights]
+        possible = [_types(reading, weight) for weight in weights]
         self._check(graph, weights, possible)
         options = list[Sequence[Option]]()
         for number, (weight, types) in enumerate(zip(weights, possible, strict=True)):
@@ -95,7 +95,7 @@ class BitBudget:
     def _chosen(self, graph: Graph, weights: Sequence[Weight], options: Sequence[Sequence[Option]]
                 ) -> tuple[Choice, dict[str, WeightType]]:
         """Choose by the knapsack; of a file's size the gaps between tensors, which depend on types, are part."""
-        limit = self.limit(graph, weights)
+        limit = self._limit(graph, weights)
         while True:
             choice = choose([[(one.nbytes, one.cost) for one in each] for each in options], limit)
             types = {weight.name: each[number].stored
@@ -105,11 +105,7 @@ class BitBudget:
                 return choice, types
             limit -= over
 
-    def holds(self, graph: Graph, types: Mapping[str, WeightType]) -> bool:
-        """Return whether a file with these types is as small as requested; the bits are not looked at."""
-        return self.size is None or _file_bytes(graph, types) <= self.size
-
-    def limit(self, graph: Graph, weights: Sequence[Weight]) -> int:
+    def _limit(self, graph: Graph, weights: Sequence[Weight]) -> int:
         """Return the bytes that all matrices may take, gaps not counted."""
         if self.bits is not None:
             return int(self.bits * sum(map(parameters, weights)) / 8) - _bytes_apart(graph)
@@ -145,7 +141,7 @@ def _bytes_apart(graph: Graph) -> int:
     return sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights if weight.kind == "outliers")
 
 
-def possible_types(reading: WeightReader, weight: Weight) -> list[WeightType]:
+def _types(reading: WeightReader, weight: Weight) -> list[WeightType]:
     """Return the types that a weight could have: none that padding makes larger than one of as many bits."""
     found = list(dict.fromkeys(fitting(WeightType.of(name, group), weight.shape) for name, group in CANDIDATES))
     if weight.name in reading.outliers.columns:  # whose codes would have the outliers, too

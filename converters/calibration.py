@@ -50,8 +50,6 @@ class Calibration:
     effects: Mapping[str, tuple[float, float]] | None = None
     """Divergence in nats by a weight's name, for an error as large as its output, and as its rows where tokens look
     them up, would cause if it grew with the square of the error; None if that was not measured."""
-    sample: Sequence[int] = ()
-    """Tokens of the text on which types of a small model are measured; none: they are not."""
     outliers: str = ""
     """Columns that are stored apart, in f16: ``auto``, a percentage of them, or none (outliers.py)."""
     apart: Mapping[str, Sequence[int]] = field(default_factory=dict)

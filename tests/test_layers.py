@@ -35,9 +35,8 @@ LAYERS = {  # compared as strings
 }
 OPEN = ("base", "quality", "calibration", "engine.speculation.load", "graph.topn_cost", "llm.executors", "llm.open",
         "llm.strategy", "models.calibrated", "models.comparison", "models.describe", "models.description",
-        "models.file_types", "models.list", "models.measured_bits", "models.sizes", "models.spoken", "models.uses",
-        "runner.block_tables", "runner.prefix_cache", "runner.prompt_parts", "runner.pruning", "runner.state_slots",
-        "runner.window_blocks")
+        "models.file_types", "models.list", "models.sizes", "models.spoken", "models.uses", "runner.block_tables",
+        "runner.prefix_cache", "runner.prompt_parts", "runner.pruning", "runner.state_slots", "runner.window_blocks")
 """Modules, and packages of modules, that are imported by their own names: not through the package above them."""
 CONVERTERS_MAY_IMPORT = {"base", "bundle", "config", "devices", "errors", "graph", "quant", "registry", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "cli"}

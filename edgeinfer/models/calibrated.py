@@ -39,8 +39,6 @@ TOKENS = {GPTQ: 16384, IMPORTANCE: 4096}
 covariance."""
 MIN_TOKENS = 2048
 """Below which a text says too little of any matrix."""
-SAMPLE = 4096
-"""Tokens of it on which types of a small model are measured."""
 WINDOW = 512
 READ_BYTES = 4 << 20
 """Bytes of a long text that are read."""
@@ -133,19 +131,18 @@ def in_floats(source: Path, progress: OnProgress) -> Iterator[Path]:
         yield path
 
 
-def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False,
-            sample: int = 0) -> Callable[[Checkpoint], Calibration]:
+def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GPTQ, effects: bool = False
+            ) -> Callable[[Checkpoint], Calibration]:
     """Return the function by which `convert` gets the statistics of a text's run: cached ones, or new ones.
 
-    With `effects` it also has those of the errors of each matrix, by which bits are shared out, and so many tokens to
-    measure types of a small model on (measured_bits.py).
+    With `effects` it also has those of the errors of each matrix, by which bits are shared out.
     """
     def calibration(checkpoint: Checkpoint) -> converters.Calibration:
         whole = method == GPTQ
         kept = kept_statistics(source, stream, progress, effects, covariances=whole)
         found = converters.Calibration(method, stream.name, stream.sha256(), len(stream.ids),
                                        partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole)))
-        return replace(found, effects=kept.effects, sample=stream.ids[:sample]) if effects else found
+        return replace(found, effects=kept.effects) if effects else found
 
     return calibration
 

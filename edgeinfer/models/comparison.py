@@ -72,12 +72,12 @@ def compare(source: Path, text: Path, own: tuple[str, Path], others: Sequence[tu
         room = Path(stack.enter_context(TemporaryDirectory(dir=floats.parent)))
         reference = open_plain(floats, window, kv="f32", outputs=OUTPUT_ROWS)
         stack.callback(reference.close)
-        measured_here = partial(measured, reference=reference, stream=stream, window=window, progress=progress)
+        measured = partial(_measured, reference=reference, stream=stream, window=window, progress=progress)
         rows = []
         for number, (method, make) in enumerate(others):
             make(room / str(number))
-            rows.append(measured_here(method, room / str(number)))
-        rows.append(measured_here(own[0], own[1]))
+            rows.append(measured(method, room / str(number)))
+        rows.append(measured(own[0], own[1]))
         first = rows[-1].divergence
         assert first
         return [Compared("f16", *_size(floats), first.reference_perplexity, None), *rows]
@@ -90,9 +90,8 @@ def check_text(path: Path) -> None:
             raise RequestError(f"The text {path} is empty; give one that the bundle can be measured on.")
 
 
-def measured(method: str, path: Path, *, reference: object, stream: Stream, window: int,
-             progress: OnProgress) -> Compared:
-    """Measure a bundle on a text against `reference`, a session of it that is more exact."""
+def _measured(method: str, path: Path, *, reference: object, stream: Stream, window: int,
+              progress: OnProgress) -> Compared:
     session = open_plain(path, window, kv="f32", outputs=OUTPUT_ROWS, progress=partial(progress, "compile"))
     try:
         result = evaluate(session, stream, reference=reference, window=window, progress=partial(progress, "evaluate"))  # type: ignore[arg-type]

@@ -19,10 +19,8 @@ from edgeinfer.converters import (
     CALIBRATION_FILE,
     BitBudget,
     Calibration,
-    ChosenTypes,
     ConversionReport,
     convert,
-    types_by_divergence,
     write_random_bundle,
 )
 from edgeinfer.errors import UsageError
@@ -225,22 +223,3 @@ def test_all_experts_of_a_layer_have_one_type(tmp_path: Path) -> None:
         bundle.verify()
         experts = {name for name in bundle.tensors if ".experts_" in name}
     assert len(experts) == 4 and experts < report.chosen.types.keys() and report.bits <= 5  # type: ignore[union-attr]
-
-
-def test_types_are_chosen_again_by_measured_divergence(source: Path) -> None:
-    """Here by a function of types, for which those chosen by expected errors are wrong."""
-    measured, steps = list[ChosenTypes](), list[tuple[object, ...]]()
-
-    def divergence(types: ChosenTypes) -> float:
-        measured.append(types)
-        return sum((9 if name.endswith("down") else 1) / stored.bits_per_weight for name, stored in types.types.items())
-
-    def chooser(reading, graph, calibration) -> ChosenTypes:  # type: ignore[no-untyped-def]
-        first = BitBudget(bits=4.5)(reading, graph, calibration)
-        return types_by_divergence(BitBudget(bits=4.5), reading, graph, first, divergence, lambda *at: steps.append(at))
-
-    report = convert(source, source.parent / "bundle", chooser=chooser)
-    assert report.chosen and report.chosen == replace(measured[-1], cost=report.chosen.cost, gap=None)
-    assert report.chosen.cost == divergence(report.chosen) < 0.9 * divergence(measured[0]) and report.bits <= 4.5
-    down = [stored.bits_per_weight for name, stored in report.chosen.types.items() if name.endswith("down")]
-    assert min(down) > 5 and steps[-1][0] <= steps[-1][1] == 2 * len(report.chosen.types)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from edgeinfer import converters
 from edgeinfer.calibration import effects, inputs
 from edgeinfer.converters import CALIBRATION_FILE, bit_budget, packing
-from edgeinfer.models import comparison, measured_bits
+from edgeinfer.models import comparison
 from edgeinfer.models.calibrated import IMPORTANCE, TOKENS
 from tests.helpers.checkpoints import SENTENCES, make_checkpoint
 from tests.helpers.command_line import edgeinfer
@@ -71,30 +69,10 @@ def test_the_option_that_rounds_nothing_is_named(source: Path, more: tuple[str, 
     assert done.code == 2 and "--imatrix has nothing to round: all" in done.sentence, done.sentence
 
 
-def test_types_of_small_models_are_measured(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bundle with the types that were chosen; a hundred others are not converted here."""
-    measured: list[float] = []
-
-    def once(budget, reading, graph, chosen, divergence, progress):  # type: ignore[no-untyped-def]
-        measured.append(divergence(chosen))
-        return replace(chosen, cost=measured[0], gap=None)
-
-    monkeypatch.setattr(converters, "types_by_divergence", once)
-    asked = ("convert", source, source.parent / "made", "--bits", 5, "--calibrate", source.parent / "text.txt")
-    done = edgeinfer(*asked)
-    assert done.code == 0 and "bits per weight; calibrated" in done.out, done.out
-    record = json.loads((source.parent / "made" / CALIBRATION_FILE).read_text())
-    assert record["cost"] == measured[0] > 0 and record["gap"] is None
-    assert not [path for path in (source.parent / "cache" / "calibration").iterdir() if path.name.startswith(".f16")]
-    monkeypatch.setattr(measured_bits, "SMALL", 100)
-    done = edgeinfer(*asked, "--overwrite")
-    assert len(measured) == 1 and "above the least loss" in done.out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("module, name", [
-    (inputs, "_add"), (effects, "_add_noise"), (bit_budget, "_errors"), (converters, "types_by_divergence"),
-    (packing, "rounded"), (comparison, "evaluate"),
+    (inputs, "_add"), (effects, "_add_noise"), (bit_budget, "_errors"), (packing, "rounded"),
+    (comparison, "evaluate"),
 ], ids=lambda one: getattr(one, "__name__", one))
 def test_an_interruption_in_any_phase_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, module: object,
                                                      name: str) -> None:
@@ -102,7 +80,6 @@ def test_an_interruption_in_any_phase_leaves_nothing(source: Path, monkeypatch: 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measured_bits, "SMALL", 0 if name == "evaluate" else measured_bits.SMALL)
     monkeypatch.setattr(module, name, interrupted)
     text, kept = source.parent / "text.txt", source.parent / "cache" / "calibration"
     done = edgeinfer("convert", source, source.parent / "made", "--bits", 5, "--calibrate", text, "--compare", text)

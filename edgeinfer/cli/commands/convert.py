@@ -136,10 +136,6 @@ def convert(
     weights = None if chooser else weights
     with ProgressLine() as progress:
         path = checkpoint_path(source, progress, Storage(weights, group_size))
-        if effects and calibrate is not None:
-            from ...models.measured_bits import MeasuredBits
-
-            chooser = MeasuredBits(chooser, path)
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
                        ffn_layout=ffn_layout, progress=partial(progress, "convert"),
                        chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
@@ -229,7 +225,7 @@ def _calibrations(path: Path, text: str | None, tokens: int | None, rounding: st
         say(f"{read.stream.name}: {read.changed}.")
     by_text = partial(calibrated.by_text, path, read.stream, progress, effects=effects)
     return {**ways, calibrated.IMPORTANCE: by_text(calibrated.IMPORTANCE),
-            method: by_text(method, sample=calibrated.SAMPLE)}
+            method: by_text(method)}
 
 
 def _compared(path: Path, text: Path | None, own: tuple[str, Path], others: dict[str, Any], progress: ProgressLine
