@@ -48,7 +48,7 @@ WEIGHTS = tuple(end for row in _TILES for end in row.suffixes)
 """Ends of the names of kernels that read weights in tile16."""
 _UNUSUAL = tuple(name for name in NEURON_TYPES if not TYPES[name].usual)
 FOREIGN = tuple(end for row in _TILES if not row.usual for end in row.suffixes)
-"""Those of types that few models have: `warmup` leaves them to the first run that needs them."""
+"""Kernels of types that few models have: `warmup` leaves them to the first run that needs them."""
 SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
 """Ends of the names of kernels of a head that can be screened."""
 KV = tuple(KV_TYPES)
@@ -123,7 +123,7 @@ class Extension:
     """Kernels of a module outside the package."""
 
     module: str
-    """Its name; importing it registers the kernels (`registry.kernel`)."""
+    """Name of the module; importing it registers the kernels (`registry.kernel`)."""
     references: Mapping[str, str]
     """The reference of each kernel, ``module:function``, by the kernel's name."""
 

@@ -15,8 +15,8 @@ ROUTE_BYTES from one to the next; they are after the last entry."""
 FLAG_SLOTS = 2048
 """experts: matrices are in slots, where operand 8 says; the instruction computes the experts `since` .. `until` - 1."""
 LOCATION_BYTES, LOCATION_SLOT, LOCATION_GATE_UP, LOCATION_DOWN = 16, 0, 4, 8
-"""Of an expert that is read when a token needs it: int32 each, its slot (-1: it is not there), and where its matrices
-are, in units of LINE bytes from the first slot on."""
+"""Location of an expert that is read when a token needs it: int32 each, its slot (-1: it is not there), and the places
+of its matrices, in units of LINE bytes from the first slot on."""
 LINE = 64
 EXPERT_PARTS = 4
 """Parts of a layer's experts, by their numbers, which are computed one after the other while those after are read; each

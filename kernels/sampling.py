@@ -1,10 +1,10 @@
 """Choosing a token from its logits, in NumPy, as the kernels of `ops/sampling/sample.py` do.
 
 The order is llama.cpp's: logit bias, penalties, the mask of a grammar, top-k, top-p, min-p, temperature. Every filter
-keeps a prefix of the candidates sorted from best to worst, the lower id first among equals. What is kept is sampled
-from by Gumbel-max (Gumbel, 1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln u). The u of
-a token depends on seed, sample, position and token id alone, so a text does not depend on other work beside
-it, nor on which other tokens are candidates.
+keeps a prefix of the candidates sorted from best to worst, the lower id first among equals. The next token is sampled
+from those kept by Gumbel-max (Gumbel, 1954; arXiv 1411.0030): the token with the largest logit / temperature - ln(-ln
+u). The u of a token depends on seed, sample, position and token id alone, so a text does not depend on other work
+beside it, nor on which other tokens are candidates.
 
 Numbers come from SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). exp and
 ln are sequences of single float64 operations, so that they and the kernels give the same bits on every machine.

@@ -1,4 +1,4 @@
-"""The table of storage types: what follows from how a weight or a KV row is stored is said here, once.
+"""The table of storage types: everything that follows from how a weight or a KV row is stored is defined here, once.
 
 Sizes, names, choices, kernels and their references follow from a row. Kernels are compiled for the numbers of a row, so
 this file counts to their sources: an edit compiles them again.
@@ -25,7 +25,7 @@ SUPER_COLUMNS = 256
 SCALE_BYTES = {"": 0, "f16": 2, "u8*f16": 1, "i8*f16": 1}
 """Kinds of scale, and the bytes of one: fp16, or 8 bits (unsigned, signed) times an fp16 number of 256 columns."""
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Of llama.cpp's IQ4 types: near the quantiles of a bell curve."""
+"""Levels of llama.cpp's IQ4 types: near the quantiles of a normal distribution."""
 FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of a 4-bit float (E2M1 of the OCP Microscaling Formats specification)."""
 _ALL, _TILES = ("tile16", "neuron"), ("tile16",)

@@ -59,7 +59,7 @@ CTX_CLOCK_ID = 544
 CTX_HOST_SLEEP = 552
 """Address of `nanosleep` (or the like), for threads without work if there is no futex."""
 CTX_NAP = 560
-"""Its argument."""
+"""Argument of that function."""
 CTX_SPINS = 568
 """Most turns of the spin loop before a thread sleeps."""
 CTX_NAP_TIME = 576
@@ -137,7 +137,7 @@ TOKEN_SLOT = 24
 TOKEN_MASK = 32
 """The token's ancestors of this pass and itself, bit i for row TOKEN_BASE + i; all ones = every row up to its own.
 
-What a token sees is its path: the rows before TOKEN_BASE, then those of its mask up to its own, ascending. Attention
+A token sees its path: the rows before TOKEN_BASE, then those of its mask up to its own, ascending. Attention
 gives the bits of a sequence whose rows were this path: splits, lanes and windows count along it. A window takes no bit
 out of the mask, for windows differ by layer."""
 TOKEN_ROW = 40

@@ -39,7 +39,7 @@ STREAM_RUNS, STREAM_PAUSES, STREAM_ENDS = 0, 1, -1
 
 PIECE_BYTES = 40
 PIECE_OFFSET, PIECE_LENGTH = 0, 8
-"""In the file; direct I/O needs multiples of a page of both."""
+"""Offset and length of a piece in the file; direct I/O needs multiples of a page."""
 PIECE_LEAST = 16
 """Bytes that have to come: fewer than PIECE_LENGTH only where the file ends."""
 PIECE_TO, PIECE_PART = 24, 32

@@ -52,8 +52,8 @@ def sample_row(vocab_size: int) -> tuple[int, int, int]:
 
 
 SCREEN_LEAST, SCREEN_REACH, SCREEN_MAXIMA = 0, 4, 64
-"""Offsets in a row of work of the screen kernels: float32 that a logit must be able to reach, what the bounds of all
-logits are multiplied by, and the largest estimate of each chunk of SAMPLE_CHUNK."""
+"""Offsets in a row of work of the screen kernels: float32 that a logit must be able to reach, the factor of the
+bounds of all logits, and the largest estimate of each chunk of SAMPLE_CHUNK."""
 SCREEN_ROUNDING = 64
 """Weight of an error of the rounded input relative to one of the input, in reach and in bounds."""
 

@@ -206,7 +206,7 @@ def rms_norm_q8(inst, ctx, tid, n_threads):
 
 @outlined
 def fused_input(source, weight, kind, width, group, scales, offsets, eps, left_out, row, scratch):
-    """Do for one token what rms_norm_q8 (FUSED_NORM) or quantize does, into scratch; return the q8 row's address.
+    """Apply rms_norm_q8 (FUSED_NORM) or quantize to one token, into scratch; return the q8 row's address.
 
     `row` receives the normalised floats, those in the order that `weight` then is (FUSED_ORDERED), or those without the
     `left_out` columns that it names (FUSED_LEFT_OUT): after the q8 row.

@@ -12,7 +12,7 @@ No thread is stranded and none runs an instruction twice, because:
 * CREW changes once for each pass of all threads. FIRST is written before it and stays until that pass is over, which
   takes the whole crew: so each thread takes part in each such pass exactly once, however late it looks. The same holds
   for HELPER and the helper.
-* GENERATION holds the number of the barrier and what comes after it in one word, written by the last thread at the
+* GENERATION holds the number of the barrier and of the next instruction in one word, written by the last thread at the
   barrier while all others wait there. During a pass no participant can miss a barrier. A thread that is slow to leave
   the last one may: the helper, after which the caller has become thread 0 of the next pass. It finds a number other
   than the next and so knows that its forward pass is over. Forward passes of one thread leave GENERATION alone.

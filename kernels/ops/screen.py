@@ -58,8 +58,7 @@ from .sampling.sample import sample_spec_of
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
-"""Of a group of 32 values rounded to int8: their squared error, weighed, is at most this times the largest one's
-square."""
+"""Bound of the weighed squared error of 32 values rounded to int8, as a multiple of the square of the largest."""
 _ALL = 0xFFFF
 
 

@@ -17,8 +17,8 @@ class _Sample(NamedTuple):
 
 
 class _Screen(NamedTuple):
-    """The first nine as in LINEAR, whose matmuls read them. What LINEAR has after the last of these is 0 for them: one
-    matrix, whose single token goes through all streams."""
+    """Parameters of screening. The first nine are those of LINEAR, whose matmuls read them; later ones of LINEAR are 0
+    for them: one matrix, whose single token goes through all streams."""
 
     tiles: int
     tile_bytes: int

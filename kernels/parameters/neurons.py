@@ -84,7 +84,7 @@ class _NeuronDown(NamedTuple):
     ungated: int
     """See neuron_gated."""
     eps: int
-    """With FLAG_NORM_OF_F: epsilon of the norm of f, float32 bits."""
+    """Epsilon of the norm of f as float32 bits, with FLAG_NORM_OF_F."""
 
 
 class _NeuronMask(NamedTuple):

@@ -18,7 +18,7 @@ class _Conv(NamedTuple):
     gate_out: int
     """First column of the factors of the output; -1 = none."""
     silu: int
-    """True if what is summed goes through SiLU."""
+    """True if the sum goes through SiLU."""
     block: int
     """Channels of a head, where heads are normed; else any number."""
     span: int

@@ -15,7 +15,7 @@ class Q8Block(NamedTuple):
     """Live views of the memory of one block of n tokens."""
 
     first: int
-    """Its first token."""
+    """First token of the block."""
     codes: NDArray[np.int8]
     """(n, values / 4, 4)."""
     scales: NDArray[np.float32]

@@ -21,7 +21,7 @@ TOLERANCES = {
 rotated pair's size. attention: share of sum p |v|, times 1 + the largest sum |q k|. soft_cap: share of the cap. weight:
 half a step of a weight of 7 bits, as a share of the largest. route: share of a score, or of a choice. sums: share of a
 sum of exponentials. conv: share of the sum of absolute terms. state: share of the largest value of a recurrent state or
-of what it gives, where that is above 1. code: what a float may be beyond a tie, in int8 steps, where what is quantised
+of its output, where that is above 1. code: distance of a float from a tie, in int8 steps, where the quantised value
 was itself computed in floats. fp16: share of a scale, a unit in its last place."""
 
 TINY = 1e-30

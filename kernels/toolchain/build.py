@@ -1,10 +1,10 @@
 """The kernels' compiler: Python functions to object files, never in the process that runs them.
 
-``python -m edgeinfer.kernels.toolchain`` compiles this machine's set into the user's cache, with progress;
-``--all`` compiles every level of the list of levels (x86-64 and, cross-compiled, aarch64) into the package, for a
-release wheel (`.ci/release`); with ``--cached`` what the user's cache has of these sources is not compiled again. The
-parent hands out names and gets code back: the processes that compile write no file, and are told the CPU, so that
-nothing depends on the machine that builds.
+``python -m edgeinfer.kernels.toolchain`` compiles this machine's set into the user's cache, with progress; ``--all``
+compiles every level of the list of levels (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel
+(`.ci/release`); with ``--cached`` objects of these sources in the user's cache are not compiled again. The parent hands
+out names and gets code back: the processes that compile write no file, and are told the CPU, so that nothing depends on
+the machine that builds.
 """
 
 from __future__ import annotations

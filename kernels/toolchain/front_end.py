@@ -1,7 +1,7 @@
 """Numba's front end without the work that no kernel needs: two thirds of a first run's compiling are spent there.
 
-Helpers are small and many, so what Numba does once a call or once a helper decides. Nothing here changes what a kernel
-computes; all of it concerns the compiling process alone, which calls nothing that it compiles.
+Helpers are small and many, so the cost per call or per helper decides. Nothing here changes a kernel's results; all of
+it concerns the compiling process alone, which calls nothing that it compiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _IDLE_PASSES = {
     "AnnotateTypes", "DumpParforDiagnostics", "IRLegalization", "InlineClosureLikes", "InlineInlinables",
     "InlineOverloads", "LiteralUnroll", "NopythonRewrites", "WithLift",
 }
-"""Passes for closures, what asks to be inlined, array expressions, blocks of `with`, and listings: helpers of addresses
+"""Passes for closures, inlining on request, array expressions, blocks of `with`, and listings: helpers of addresses
 have none of these. IRLegalization marks where each variable dies, for the references that it holds: none."""
 
 
@@ -33,8 +33,8 @@ def lighten() -> None:
 def _one_helper_for_all_constants() -> None:
     """Compile a helper once for an integer, not again for each constant that it is called with.
 
-    A variable that starts as a constant in front of a loop even made Numba compile a helper that nothing calls. What a
-    helper must know while it compiles (heights of tiles) comes from the function that makes it.
+    A variable that starts as a constant in front of a loop even made Numba compile a helper that nothing calls. Values
+    that a helper needs while it compiles (heights of tiles) come from the function that makes it.
     """
     from numba.core.dispatcher import Dispatcher
     from numba.core.types.misc import unliteral

@@ -1,4 +1,4 @@
-"""Accumulators of a block of m row tiles x n tokens: their starts, their scales, and the floats that come of them.
+"""Accumulators of a block of m row tiles x n tokens: their starts, their scales, and the resulting floats.
 
 They start with `start_*`, grow by the products of int8_dot.py, and are scaled by `scale_add` onto those of
 `zero_products`; `in_rows` gives one vector per row tile and token in the end.
@@ -49,15 +49,15 @@ def products_tile(vec, m, n):
 
 
 def line_list(b, lines, value):
-    """One line, or those of a tile."""
+    """Return one line, or those of a tile, as a list."""
     return [b.extract_value(value, i) for i in range(lines.n)] if isinstance(lines, Tile) else [value]
 
 
 def _start(make_tile, above):
     """Intrinsic ``(m, n, offsets)``: start of m x n accumulators.
 
-    The int32 at offsets + 4 t is -8 x the sum of token t's activations of the group, and `above()` says how far what is
-    multiplied is above the weights' levels.
+    The int32 at offsets + 4 t is -8 x the sum of token t's activations of the group, and `above()` is the offset of
+    multiplied codes above the weights' levels.
     """
 
     @intrinsic(prefer_literal=True)
@@ -91,7 +91,7 @@ start_int8 = _start(products_tile, _above_s8)
 
 
 def start_codes(above):
-    """As `start_int8`, of what is so far above its levels."""
+    """Return `start_int8` for codes with this offset above their levels."""
     return _start(products_tile, lambda: above)
 
 

@@ -33,7 +33,7 @@ OUTLINED: list[Any] = []
 def outlined(function: Any) -> Any:
     """Decorator of helper functions that are called once a row or a split: copies would swell the code.
 
-    Numba hands `forceinline` on to what an inlined helper calls, if it is not said there.
+    Numba passes `forceinline` on to helpers that an inlined helper calls, unless they set it themselves.
     """
     made = njit(forceinline=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     OUTLINED.append(made)
@@ -79,7 +79,7 @@ def count(ctx, index):
 def claim(ctx):
     """Number of the next chunk that no thread has taken; the barrier sets it back to 0.
 
-    After a cancellation there is none left, so that a long instruction ends soon. The thread still goes to the barrier
+    After a cancellation there are none left, so that a long instruction ends soon. The thread still goes to the barrier
     (leaving alone would strand the others), and the error makes sure that the instruction does not count as done.
     """
     if atomic_load(ctx + CTX_CANCEL):

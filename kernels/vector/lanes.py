@@ -72,7 +72,7 @@ def vmax(b, x, y):
 
 @define(F32x16, F32x16, F32x16)
 def vmax_or_inf(b, x, y):
-    """As `vmax`, +inf where y is NaN."""
+    """Larger lane by lane, as `vmax`; +inf where y is NaN."""
     y = b.select(b.fcmp_unordered("uno", y, y), constant(VF, float("inf")), y)
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
@@ -92,7 +92,7 @@ def lanes_above(b, v, w):
 
 @define(I32x16, types.int64, types.int64)
 def differing_bits(b, left, right):
-    """In each lane how many bits differ between the words at two addresses, which may be anywhere."""
+    """Number of bits, in each lane, that differ between the words at two unaligned addresses."""
     words = [b.load(pointer(b, at), typ=VI, align=4) for at in (left, right)]
     return call(b, "llvm.ctpop.v16i32", VI, b.xor(*words))
 

@@ -1,4 +1,4 @@
-"""Products of codes of fewer than 8 bits with int8 activations, and what scales them: one body for all types.
+"""Products of codes of fewer than 8 bits with int8 activations, and their scales: one body for all types.
 
 Codes become bytes in registers, 64 of a step of 4 columns at a time: their lowest bits, with the others, or the level
 that a table has for them. From there on they are multiplied as in `int8_dot`, so that all instruction sets are served
@@ -170,7 +170,7 @@ def dot_run(name: str, paired: bool = False):
 
 @cache
 def start_of(name: str):
-    """Intrinsic ``(m, n, offsets)``: what the sums of a group start at, because codes are above their levels."""
+    """Intrinsic ``(m, n, offsets)``: start of a group's sums, minus the offset of codes above their levels."""
     form = FORMS[name]
     return start_codes(_lift(form) if form.indexed else form.offset)
 
@@ -203,7 +203,7 @@ def _nested(signed: bool):
 
 
 load_nested = {"u8*f16": _nested(False), "i8*f16": _nested(True)}
-"""By the kind of the scales."""
+"""Loaders by the kind of the scales."""
 
 
 @intrinsic

@@ -1,6 +1,6 @@
 """Types of weights whose codes have fewer than 8 bits: one body of kernels serves them all (packed.py).
 
-The rows are those of the table of storage types. `edgeinfer.quant.packed` says where what is.
+The rows are those of the table of storage types. `edgeinfer.quant.packed` documents the layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ def is_fine(form: StorageType) -> bool:
 
 
 def lift_of(form: StorageType) -> int:
-    """Return what makes a table's levels unsigned, if sums of two such products go into 16 bits, with others; else 0.
-    """
+    """Return the offset that makes a table's levels unsigned, if sums of several products fit 16 bits; else 0."""
     lift = -min(form.table, default=0)
     return lift if _products_in(lift + max(form.table, default=0)) > 1 else 0
 

@@ -12,12 +12,12 @@ YB, YW, YI = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8
 
 
 def is_vnni():
-    """Whether vpdpbusd is there, which takes unsigned weights."""
+    """Return whether there is vpdpbusd, which takes unsigned weights."""
     return has("avx512vnni") or has("avxvnni")
 
 
 def has_pair_sums():
-    """Whether products come as sums of two in 16 bits, of which several are added before they are widened."""
+    """Return whether products come as sums of two in 16 bits, of which several are added before they are widened."""
     return has("avx2") and not is_vnni()
 
 
@@ -32,7 +32,7 @@ def pairs_unsigned(b, w, x):
 
 
 def pairs_signed(b, w, x):
-    """As `pairs_unsigned`, of bytes in [-127, 127]."""
+    """Products as `pairs_unsigned`, of bytes in [-127, 127]."""
     size = call(b, "llvm.abs.v32i8", YB, w, ir.Constant(ir.IntType(1), 0))
     return pairs_unsigned(b, size, call(b, "llvm.x86.avx2.psign.b", YB, x, w))
 
@@ -59,7 +59,8 @@ def pair_block(b, block, acc, lines, x, signed):
 
 
 def _kept(b, words):
-    """The same, which the compiler does not know: it would add products of several steps first, in more registers."""
+    """Return the same value, opaque to the compiler, which would otherwise add products of several steps first, in more
+    registers."""
     kind = ir.FunctionType(YW, [YW])
     return join(b, *(b.asm(kind, "", "=x,0", [half(b, words, at, 16)], side_effect=True) for at in (0, 16)))
 
@@ -86,7 +87,7 @@ def widen_block(b, block, ints, pairs):
 
 @intrinsic
 def widen_pairs(context, ints, pairs):
-    """As `widen_block`."""
+    """Intrinsic of `widen_block`."""
     if not isinstance(ints, Tile) or type(ints) is not type(pairs):
         return None
     return ints(ints, pairs), lambda context, b, sig, args: widen_block(b, ints, *args)

@@ -10,7 +10,7 @@ from .simd import F32, F64, I32, I64, call, define
 
 @define(types.int64, types.int64)
 def opaque(b, value):
-    """The same value, which the compiler does not know: a loop this many times stays a loop."""
+    """The same value, opaque to the compiler: a loop of this many turns stays a loop."""
     kind = ir.FunctionType(I64, [I64])
     return b.asm(kind, "", "=r,0", [value], side_effect=False)
 

@@ -2,7 +2,7 @@
 
 Imported only while kernels are built. A `Vec` is an LLVM vector in a register; a `Tile` is n of them (LLVM keeps each
 in a register of its own). Addresses are int64: kernels have no arrays, so their objects have no symbols. Here are the
-types, their operators, and the emitters that intrinsics are made of; the intrinsics are by what they work on:
+types, their operators, and the emitters that intrinsics are made of; the intrinsics are grouped by their operands:
 `memory.py`, `lanes.py`, `scalars.py`, `tiles.py`. Operations that differ between instruction sets are in `targets.py`;
 everything here is target-neutral LLVM.
 """

@@ -5,9 +5,9 @@ added as floats once, by the outer scale and the activations'. Where products co
 instruction that widens them multiplies by the scale. Elsewhere floats hold the integers: 2 groups x 16 columns x 32 x
 127 x 128 is below 2^24.
 
-Rows of activations have no sums for so small groups. What codes are above their levels is taken off them (`packed`),
-or, where bytes of weights must be unsigned, off the start of the sums, from the activations in work. 16 bits hold a
-group's sum, and on the way to it whatever is beyond them falls away again.
+Rows of activations have no sums for such small groups. The offset of codes above their levels is subtracted from the
+codes (`packed`), or, where bytes of weights must be unsigned, from the start of the sums, by the activations in work. A
+group's sum fits 16 bits; overflow on the way to it cancels out.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from .targets import emit_fma, has
 
 
 def unsigned_codes():
-    """Whether weights are multiplied as unsigned bytes: codes then stay above their levels."""
+    """Return whether weights are multiplied as unsigned bytes: codes then keep their offset."""
     return has("avx2")
 
 
 def _words():
-    """Lanes of 32 bits of what `_add_offsets` gives."""
+    """Type of the result of `_add_offsets` as lanes of 32 bits."""
     return YI if has_pair_sums() else VI
 
 
@@ -89,10 +89,10 @@ def _of_one_token(b, offset, x):
 
 @cache
 def store_offsets(name: str, group: int):
-    """Intrinsic ``(n, groups, x, address)``: store what the sums of groups start at, whose activations are at x.
+    """Intrinsic ``(n, groups, x, address)``: store the start of the sums of groups with activations at x.
 
-    That is -offset x the sum of each token's activations, n lanes of 32 bits for each group. A whole record's are
-    stored at once: computed beside the products, they would keep those of every group waiting.
+    It is -offset x the sum of each token's activations, n lanes of 32 bits for each group. Those of a whole record are
+    stored at once: computed beside the products, they would delay those of every group.
     """
     offset, steps = FORMS[name].offset, group // 4
 
@@ -123,9 +123,9 @@ def store_offsets(name: str, group: int):
 
 @cache
 def start_of_fine(name: str):
-    """Intrinsic ``(m, n, x, offsets)``: what the sums of a group start at, whose activations are at x.
+    """Intrinsic ``(m, n, x, offsets)``: start of the sums of a group with activations at x.
 
-    Those of several tokens `store_offsets` has stored. They are 0 where codes are signed.
+    For several tokens `store_offsets` has stored it. It is 0 where codes are signed.
     """
     form = FORMS[name]
 

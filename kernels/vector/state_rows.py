@@ -1,4 +1,4 @@
-"""Rows of a recurrent state: how one token changes a row, and what the next one reads of it; tiles of a few vectors."""
+"""Rows of a recurrent state: updates by a token, and reads by the next one; tiles of a few vectors."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def pause(b):
 
 @define(types.int64, types.int64, types.int64)
 def atomic_add(b, address, value):
-    """Add and return what was there before (sequentially consistent)."""
+    """Add, and return the value from before (sequentially consistent)."""
     return b.atomic_rmw("add", pointer(b, address), value, "seq_cst")
 
 
@@ -257,7 +257,7 @@ def f32_chains() -> int:
 def attention_tiles() -> tuple[tuple[int, tuple[int, ...], int], ...]:
     """Register tiles of attention, largest first: rows, vectors of V at once, chains of the products with K.
 
-    32 registers of 16 lanes hold 16 sums with what they are made of, others 4 (measured with AVX2: 8 rows spill and
+    32 registers of 16 lanes hold 16 sums with their operands, fewer hold 4 (measured with AVX2: 8 rows spill and
     take 1.25 times as long). The last width is 1, the last tile has 1 row.
     """
     if has("avx512f"):

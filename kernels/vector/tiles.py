@@ -76,7 +76,7 @@ def store_block(context, m, block, address, stride):
 
 @intrinsic(prefer_literal=True)
 def store_apart(context, m, block, address, stride, apart):
-    """As `store_block`, with row tiles where `apart` has them (`simd.row_tile`)."""
+    """Store a block as `store_block` does, with row tiles at the distances `apart` (`simd.row_tile`)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None
@@ -90,7 +90,7 @@ def store_apart(context, m, block, address, stride, apart):
 
 @intrinsic(prefer_literal=True)
 def add_block(context, m, block, address, stride, apart):
-    """block + what is where `store_apart` would store it (stride 0: one row for all tokens)."""
+    """block + the values where `store_apart` would store it (stride 0: one row for all tokens)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None

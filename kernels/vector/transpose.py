@@ -14,7 +14,7 @@ def _lanes(b, v, w, lanes):
 
 @define(types.none, types.int64, types.int64)
 def turn_i8(b, source, target):
-    """Of four lines of 16 tokens x 4 dimensions the same 4 tokens: from (dimensions by token) to a line of V."""
+    """Take the same 4 tokens of four lines of 16 tokens x 4 dimensions, from (dimensions by token) to a line of V."""
     quarter = ir.VectorType(I8, 16)
     a, c, d, e = (b.load(pointer(b, source, 64 * i), typ=quarter, align=16) for i in range(4))
     whole = join(b, join(b, a, c), join(b, d, e))

@@ -57,8 +57,8 @@ def _query(t, row, last, h, group):
 
 
 def start_step(kind, r):
-    """Make ``start(inst, ctx, queries, t, row, last, h, group)``: the queries of a tile of r rows, and what they
-    see."""
+    """Make ``start(inst, ctx, queries, t, row, last, h, group)``: the queries of a tile of r rows, and the
+    rows they see."""
     prepare = kind.prepare(r)
 
     @inline
@@ -78,10 +78,10 @@ def start_step(kind, r):
 
 
 def single_step(r, start, step, leave):
-    """Make what a tile of r rows goes through in one split.
+    """Make the computation of a tile of r rows over one split.
 
-    ``leave(inst, ctx, tile, i, bounds, token, head, split, padded)`` puts what `step` made of row i where others find
-    it, if the row sees any of the split.
+    ``leave(inst, ctx, tile, i, bounds, token, head, split, padded)`` stores the result of `step` for row i where others
+    find it, if the row sees any of the split.
     """
 
     @inline

@@ -51,8 +51,8 @@ def _finish_part(inst, ctx, tile, t, head, padded, out):
 
 @outlined
 def _is_whole(inst, ctx, t, head, padded):
-    """Return whether the weights of what was read add up to 1: as asked, or nothing was left out, or nothing stands for
-    it."""
+    """Return whether the weights of the rows that were read add up to 1: on request, or because none was left out, or
+    because nothing stands for those left out."""
     instead = parameter(inst, ATTENTION.instead)
     if instead == INSTEAD_SCALE or all_wanted(choice_at(inst, score_row(inst, ctx, t, head))):
         return True

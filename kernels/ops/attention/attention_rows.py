@@ -47,7 +47,7 @@ WEIGHT_BLOCKS = 4
 """Blocks whose weights have a scale in common, where V is int8."""
 
 T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
-"""Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
+"""Offsets of each row's scales of weights, part by part (WEIGHT_BLOCKS), and largest scores."""
 T_UNIT, T_CHOSEN = 256, 264
 """attention_values: a unit of work, and which blocks of V it needs."""
 T_TURNED = 272

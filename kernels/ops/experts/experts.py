@@ -68,7 +68,7 @@ class Work(NamedTuple):
     entries: int
     """Address of the list."""
     pairs: int
-    """Its entries; 0 if it is the row of a single token."""
+    """Number of entries; 0 for the row of a single token."""
     segments: int
     x: int
     """Address of the first entry's row."""

@@ -51,7 +51,7 @@ COUNTED, STEP = 64, 256
 MOST = 1 << 26
 """Largest count: 36 bits are left for the stamp after it."""
 MISSING = -1
-"""In place of the number of tokens that want an expert, where it has to be read."""
+"""Value in place of the number of tokens that want an expert, if it has to be read."""
 
 
 @outlined

@@ -51,7 +51,7 @@ class Ffn(NamedTuple):
     shift: int
     """A cluster holds 1 << shift neurons: of each its gate row, up row and down column."""
     by: int
-    """Address of what each neuron's value is multiplied by in front of its column, 0: nothing."""
+    """Address of the factors of neurons' values in front of their columns; 0: none."""
 
 
 class Tokens(NamedTuple):
@@ -85,7 +85,7 @@ def open_ffn(inst, ctx, family, bits, bias, table):
 
 @inline
 def for_column(ffn, neuron, value):
-    """Return what a neuron's column is multiplied by, of its value in f."""
+    """Return the factor of a neuron's column, from its value in f."""
     return value * load_f32(ffn.by + 4 * neuron) if ffn.by else value
 
 

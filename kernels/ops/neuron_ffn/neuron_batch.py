@@ -15,8 +15,8 @@ from .ffn import THRESHOLDS, chosen, column_at, fetch_pair, for_column, row_at
 
 DRELU = ACTIVATIONS["drelu"]
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
-# of a claim their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
-# lines gives the size of.
+# of a claim their numbers, of the live ones addresses of columns and values for all tokens; then arrays
+# whose size depends on the number of lines.
 GATES = 64 * NEURON_TOKENS
 MASKS = 2 * GATES
 NUMBERS = MASKS + 64  # after the addresses of masks the thresholds
@@ -31,7 +31,7 @@ class Areas(NamedTuple):
     """Addresses in a thread's scratch."""
 
     scratch: int
-    """Its beginning; see above."""
+    """Address of the scratch; see above."""
     x: int
     """The tokens' activations as lines."""
     factors: int

@@ -61,7 +61,7 @@ def fetch_ahead(ffn, scratch, begin, m, at, nbytes):
 
 @inline
 def factor_of(ffn, f):
-    """Return what a token's outputs are multiplied by: of a norm of its f 1 / sqrt(mean(f^2) + eps), else nothing."""
+    """Return the factor of a token's outputs: 1 / sqrt(mean(f^2) + eps) if f has a norm, else 0 for none."""
     return norm_scale(f, ffn.neurons, float_parameter(ffn.inst, NEURON_DOWN.eps)) if ffn.by else f32_from_bits(0)
 
 

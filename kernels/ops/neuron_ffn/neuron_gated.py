@@ -13,8 +13,8 @@ gates, which of them are alive, ups of these. `ffn.py` says where neurons are an
 multiplies a row with tokens and adds a column up.
 
 A row's sum is 16 lanes that grow line by line. An output is summed neuron by neuron within fixed blocks of neurons,
-then block by block, and adding 0 changes nothing. So no bit depends on the number of tokens, on threads, on what was
-skipped, or on the masks of other tokens.
+then block by block, and adding 0 changes nothing. So no bit depends on the number of tokens, on threads, on
+skipped neurons, or on the masks of other tokens.
 
 Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 masks, 4 scratch, 5 bias (gates', then ups'), 6 sums of blocks,
 7 source and 8 norm weight of a fused input, 9 slot of each cluster of cold neurons, 10 slots, 11 weight of a norm of

@@ -4,7 +4,7 @@ A unit of work is a head of one sequence: its tiles of 32 columns one by one, ea
 stays in the first cache. A token costs one pass over the tile, which changes S and multiplies it by the next token's
 key and query: with S' = decay S + k d^T the token's own output S'^T q is decay S^T q + (k . q) d, which a delta rule's
 d = beta (v - decay S^T k) is known for before S changes. Where each row has a decay of its own, S is multiplied by the
-products of key and query with the decays instead. abi/state.py documents what is replayed and stored.
+products of key and query with the decays instead. abi/state.py documents the state and its journal.
 
 Operands: 0 x, 1 gates, 2 out, 3 a, 4 dt_bias, 5 d, 6 state, 7 scratch. Parameters: parameters.RULE.
 Reference: reference/recurrent/state_rules.py.

@@ -41,8 +41,8 @@ from ..view import InstructionView, float_of
 from .attention_paths import SPLIT_TOKENS, Doubles, Path, Stored, paths, seen_tokens, value_dim
 
 LOWEST = float(np.float32(-1e30))
-"""Score of what a token does not see in a block of which it sees a part, or what the layer lacks; largest score of a
-split of which nothing counts."""
+"""Score of rows that a token does not see in a block of which it sees a part, or that the layer lacks; largest score of
+a split of which nothing counts."""
 NEVER = LOWEST / 2
 """Less than any score of a stored row: a threshold that selects everything."""
 

@@ -15,7 +15,7 @@ from ..view import InstructionView, memory
 
 PAGE = 4096
 COUNTED, STEP, MOST = 64, 256, 1 << 26
-"""As in ops/experts/experts_resolve.py: tokens after which counts halve, increment per choice, the largest count."""
+"""Constants of ops/experts/experts_resolve.py: tokens until counts halve, increment per choice, the largest count."""
 
 
 class Cache(NamedTuple):
