@@ -16,7 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Embed, ExpertsGated, GatedLinear, Linear, LinearPart, MatMul, Op, Tensor, cut_before
+from edgeinfer.graph import (
+    Embed,
+    ExpertsGated,
+    GatedLinear,
+    Linear,
+    LinearPart,
+    MatMul,
+    Op,
+    Tensor,
+    cut_before,
+    parameters,
+)
 from edgeinfer.kernels import reference, routes
 from edgeinfer.quant import TILE_ROWS, layouts
 from edgeinfer.runner import PROMPT, Segment
@@ -27,8 +38,10 @@ from .hooks import View
 from .inputs import UNROUNDED
 
 Floats = NDArray[np.float32]
-TOKENS = 256
-"""Most tokens that are run for each matrix."""
+LEAST_TOKENS, MOST_TOKENS = 256, 8192
+"""Fewest and most tokens that are run for each matrix, if the text has them."""
+WORK = 1 << 31
+"""Tokens times weights of the model, between them: passes of a small model cost little, and its choices are close."""
 SHARE = 0.01
 """Square of the noise over that of the output."""
 ROUTE_WORDS = routes.ROUTE_BYTES // 4
@@ -51,11 +64,12 @@ def measure_effects(session: Session, ids: Sequence[int], progress: OnStageProgr
     ----------
     session : Session
         With weights in floats, and logits for as many tokens as a forward pass has (`open_plain`).
-    ids : tokens of a text; pieces of it that are spread over it are run, `TOKENS` in all
+    ids : tokens of a text; pieces of it that are spread over it are run, `LEAST_TOKENS` or more in all
     progress : called with (done, total, item) in matrices
     """
-    step = max(min(int(session.plan.request.tokens), TOKENS // 2), 2)
-    firsts = np.linspace(0, max(len(ids) - step, 0), max(1, min(TOKENS, len(ids)) // step), dtype=int)
+    most = min(max(WORK // sum(map(parameters, session.graph.weights)), LEAST_TOKENS), MOST_TOKENS)
+    step = max(min(int(session.plan.request.tokens), most // 2), 2)
+    firsts = np.linspace(0, max(len(ids) - step, 0), max(1, min(most, len(ids)) // step), dtype=int)
     parts = [ids[first : first + step] for first in firsts]
     ops = [op for op in session.graph.ops if isinstance(op, Embed)
            or (isinstance(op, MatMul) and op.weight.kind not in UNROUNDED)]
