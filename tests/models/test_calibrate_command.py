@@ -34,6 +34,7 @@ def test_a_rounding_that_cannot_be_is_refused(source: Path, options: tuple[str, 
     assert done.code == 2 and said in done.sentence and not (source.parent / "made").exists(), done.sentence
 
 
+@pytest.mark.slow
 def test_the_rounding_sets_method_and_tokens(source: Path) -> None:
     done = edgeinfer("convert", source, source.parent / "made", "--calibrate", "--rounding", "importance")
     assert done.code == 0 and "matrices' outputs is" in done.out, done.sentence
