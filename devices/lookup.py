@@ -26,7 +26,7 @@ from .names import (
     taken_apart,
     with_memory,
 )
-from .profile import PROCESSORS, DeviceProfile
+from .profile import DeviceProfile
 from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
@@ -51,8 +51,8 @@ def of_any_name(text: str) -> DeviceProfile | None:
         return None
     if counted := _COUNTED.search(text):
         one = _single(_COUNTED.sub(" ", text))
-        if one and one.device_class in PROCESSORS and one.cores <= int(counted[1]) <= 2 * one.cores:
-            return one  # as desktops show a processor and its threads
+        if one and one.device_class.startswith("x86-") and one.cores <= int(counted[1]) <= 2 * one.cores:
+            return one  # as desktops show a processor and its threads; of boards people count machines
         if several := _several(text):
             raise several
     typed, known = taken_apart(text), _candidates(text)

@@ -180,7 +180,8 @@ def test_an_x_in_a_name_is_no_number_of_devices(typed: str, name: str) -> None:
 
 def test_words_that_no_device_has_tell_none_apart_and_those_of_several_are_refused() -> None:
     for typed in ("OptiPlex 3080 Micro", "i7-12700HX", "Xeon E5-2697 v9", "Asus TUF RX 7700S", "RTX 4090 Ti Gamer",
-                  "ThinkPad P1 i7-11800H RTX A2000", "Dell R730 2x E5-2680 v4", "i5-1135G7 4x", "EPYC 9654 2P"):
+                  "ThinkPad P1 i7-11800H RTX A2000", "Dell R730 2x E5-2680 v4", "i5-1135G7 4x", "EPYC 9654 2P",
+                  "Raspberry Pi 5 x4", "Orange Pi 5 x8", "iPhone 15 x6"):
         with pytest.raises(UsageError):
             load_profile(typed)
     for typed, name in (("laptop RTX 4060 gebraucht", "rtx4060-laptop"), ("i7-10750H × 12", "i7-10750h"),
