@@ -23,8 +23,8 @@ FIELD = ("with --users, as `bench --concurrency` would measure them: `users`, `p
          "(`mean`, `last`), `output_throughput` (tokens per second of all), `tok_per_s_each`, `requests_per_s`, "
          "`step_ms` of a step without prompts; `knee`, the users from which on arithmetic takes longer than reading; "
          "`memory_bytes` of all contexts and the weights, `budget_bytes`, and `most_users` that it holds; with "
-         "--goodput `goodput`: `bounds`, `met` by the medians, `requests_per_s` within them, `one` (the figures of a "
-         "single user), and `users`, the most whose medians meet them, null if none does; else null")
+         "--goodput `goodput`: `bounds`, `met` by the medians, `requests_per_s` of these users within them, `one` (the "
+         "figures of a single user), and `users`, the most whose medians meet them, null if none does; else null")
 MAX_USERS = 64
 
 
@@ -156,10 +156,10 @@ def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
                      f"{out['most_users']} users; {knee}"))
     if good := out["goodput"]:
         said = _bounds(good["bounds"])
-        most = f"up to {good['users']} users do; {good['requests_per_s']:.2g} requests/s within them" \
-            if good["users"] else \
+        most = f"up to {good['users']} users do" if good["users"] else \
             f"not even one user does; alone it is {_bounds(good['one'])}: allow that, or choose a smaller model"
-        rows.append(("goodput", f"{out['users']} users {'meet' if good['met'] else 'do not meet'} {said}; {most}"))
+        rows.append(("goodput", f"{out['users']} users {'meet' if good['met'] else 'do not meet'} {said}, with "
+                                f"{good['requests_per_s']:.2g} requests/s within them; {most}"))
     return rows
 
 

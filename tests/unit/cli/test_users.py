@@ -70,7 +70,8 @@ def test_memory_knee_and_goodput() -> None:
     within = [one["users"] for one in map(row, range(1, 12)) if one["ttft_ms"] <= 600 and one["tpot_ms"] <= 100]
     assert good["users"] == max(within) < 11 and good["met"] == (4 in within)
     assert good["requests_per_s"] <= found["requests_per_s"]
-    assert "up to" in dict(users_rows(found))["goodput"]
+    said = dict(users_rows(found))["goodput"]
+    assert f"with {good['requests_per_s']:.2g} requests/s within them; up to {good['users']} users do" in said
     none = row(4, memory=memory, bounds=(("ttft", 1.0),))
     assert none["goodput"]["users"] is None and not none["goodput"]["met"] and not none["goodput"]["requests_per_s"]
     assert "not even one user does" in dict(users_rows(none))["goodput"]
