@@ -163,7 +163,7 @@ def not_definite(tensors: Iterable[TensorReport]) -> list[str]:
     names = [one.nearest for one in tensors if one.nearest]
     if not names:
         return []
-    others = f" and of {len(names) - 1} other matrices" if len(names) > 1 else ""
+    others = {1: "", 2: " and of another matrix"}.get(len(names), f" and of {len(names) - 1} other matrices")
     return [f"The second moments of the inputs of {names[0]}{others} are not positive definite, so codes there are the "
             "nearest ones."]
 

@@ -74,6 +74,10 @@ class ActorWorker:
             done, _ = await asyncio.wait({ready}, timeout=START_SECONDS)
             if not done and reserved():
                 done, _ = await asyncio.wait({ready}, timeout=SLOW_START_SECONDS)
+                if not done:
+                    raise EdgeInferError(f"The {self.name} cannot start: Ray has reserved its memory, and its process "
+                                         f"does not run after {SLOW_START_SECONDS:.0f} s; end other programs there, "
+                                         "or see Ray's log of it.")
             if done:
                 return await ready
             raise EdgeInferError(f"The {self.name} cannot start: Ray gives {format_size(self._node.memory)} of memory "

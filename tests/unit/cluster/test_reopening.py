@@ -1,4 +1,4 @@
-"""A worker of Ray that starts again."""
+"""A worker of Ray that starts late, or again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("msgspec")
 from edgeinfer.cluster import actor
 from edgeinfer.cluster.job import Identity, Refused, WorkerLost
+from edgeinfer.errors import EdgeInferError
 
 HERE = Identity("1", "bundle", "avx2")
 
@@ -49,3 +50,17 @@ def test_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, other: Identity) -> None:
     with pytest.raises(WorkerLost, match="edgeinfer or the bundle was replaced there"):
         reopened(monkeypatch, other)
+
+
+@pytest.mark.parametrize(("reserved", "sentence"), [
+    (True, "Ray has reserved its memory, and its process does not run after 0 s"),
+    (False, "of which 2.00 GB for all 2 are not free; lower --budget")])
+def test_a_process_that_does_not_start_lacks_memory_only_if_that_is_not_reserved(
+        monkeypatch: pytest.MonkeyPatch, reserved: bool, sentence: str) -> None:
+    monkeypatch.setattr(actor, "START_SECONDS", 0.0)
+    monkeypatch.setattr(actor, "SLOW_START_SECONDS", 0.0)
+    worker = object.__new__(actor.ActorWorker)
+    worker.name, worker._failed, worker._node = "worker", RayError, actor.Node("id", "here", 1, 1 << 30, 0)
+    worker._actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: asyncio.sleep(60)))
+    with pytest.raises(EdgeInferError, match=f"The worker cannot start: .*{sentence}"):
+        asyncio.run(worker.started(2, 2_000_000_000, lambda: reserved))
