@@ -31,10 +31,15 @@ from .spellings import of_their_makers, within
 
 _NUMBERS = re.compile(r"\d+")
 _LETTERS = re.compile(r"[^\W\d_]+")
-_COUNT = r"(?<=\w)(?:\s*[*×]|[\s-]+x|(?<=\d)x)[\s-]*([2-9]|[1-9]\d)\s*$"
+_COUNT = r"(?<=\w)(?:[\s(]*[*×]|[\s(-]+x|(?<=\d)x)[\s-]*([2-9]|[1-9]\d)\s*\)?\s*$"
 _COUNTED = re.compile(rf"(?i){_COUNT}")
 _SEVERAL = re.compile(rf"(?i)^\s*(?:(?:dual|two|triple|quad|2s)\b|\d{{1,2}} ?[x×*](?=\s*\w))|{_COUNT}")
 """Number of devices, at the beginning or the end of a name: dual EPYC 9175F, 2x 3090, 4xH100, RTX 3090 x2."""
+_COUNTED_IN_WORDS = re.compile(
+    r"(?i)^\s*(?:(?:a )?(?:pair|couple) of|zwei|drei|vier|deux|trois|quatre|dos|tres|cuatro|due|tre|quattro|duas|dois|"
+    r"дв[ае]|три|четыре)\s|^\s*[两兩双雙二三四][张張块塊路枚]?|\b(?:sli|crossfirex?)\b")
+"""Likewise in words that are in no device's name; "Dual" is in those of ASUS's cards."""
+_ONLY_A_COUNT = re.compile(r"\s*\d{1,2}\s*[x×*]\s*")
 _SHORTEST = 2
 """Letters and digits of a name: one alone is a slip, no Snapdragon X."""
 
@@ -47,7 +52,7 @@ def of_any_name(text: str) -> DeviceProfile | None:
     UsageError
         It is the name of several devices or counts them, or the device does not exist with that memory.
     """
-    if sum(map(str.isalnum, text)) < _SHORTEST:
+    if sum(map(str.isalnum, text)) < _SHORTEST or _ONLY_A_COUNT.fullmatch(text):
         return None
     if counted := _COUNTED.search(text):
         one = _single(_COUNTED.sub(" ", text))
@@ -55,6 +60,8 @@ def of_any_name(text: str) -> DeviceProfile | None:
             return one  # as desktops show a processor and its threads; of boards people count machines
         if several := _several(text):
             raise several
+    if _COUNTED_IN_WORDS.search(text) and (several := _several(text, _COUNTED_IN_WORDS)):
+        raise several
     typed, known = taken_apart(text), _candidates(text)
     names = _index(known)
     exact = [known[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
@@ -73,9 +80,9 @@ def no_device(text: str) -> UsageError:
     return _several(text) or UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 
 
-def _several(text: str) -> UsageError | None:
+def _several(text: str, count: re.Pattern[str] = _SEVERAL) -> UsageError | None:
     """Return the message for a name that counts devices; None if it does not, or if it counts anything else."""
-    if (single := _SEVERAL.sub(" ", text)) == text:
+    if (single := count.sub(" ", text)) == text:
         return None
     if (one := _single(single)) is None:
         return None

@@ -129,16 +129,16 @@ def read_lengths(path: Path) -> list[RequestLength]:
 
 def parse_goodput(text: str) -> tuple[tuple[str, float], ...]:
     """Return the bounds of a text such as ``ttft:500,tpot:100``, in milliseconds; raises `UsageError`."""
-    found = []
+    found: list[tuple[str, float]] = []
     for part in text.split(","):
         metric, _, bound = part.partition(":")
         try:
             value = float(bound)
         except ValueError:
             value = math.nan
-        if metric not in METRICS or metric == "itl" or not value > 0:
-            raise UsageError(f"--goodput {text!r} cannot be read; write metrics (ttft, tpot, e2el) with milliseconds, "
-                             "as in ttft:500,tpot:100.")
+        if metric not in METRICS or metric == "itl" or not 0 < value < math.inf or metric in dict(found):
+            raise UsageError(f"--goodput {text!r} cannot be read; write metrics (ttft, tpot, e2el), each once, with "
+                             "milliseconds, as in ttft:500,tpot:100.")
         found.append((metric, value))
     return tuple(found)
 

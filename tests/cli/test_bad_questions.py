@@ -27,6 +27,8 @@ PROFILE = 'title = "A"\ndevice_class = "arm-sbc"\nmemory_bytes = 4294967296\nban
     (["--bandwidth", "100", "--cores", "0", "--class", "laptop"], "--cores is 0; it must be 1 or more."),
     (["--machine", "l4", "--users", "65"], "--users is 65; it must be from 1 to 64, the most sequences of an engine."),
     (["--machine", "l4", "--users", "2", "--goodput", "ttft:0"], "--goodput 'ttft:0' cannot be read; write metrics"),
+    (["--machine", "l4", "--users", "2", "--goodput", "ttft:inf"], "--goodput 'ttft:inf' cannot be read"),
+    (["--machine", "l4", "--users", "2", "--goodput", "ttft:5,ttft:6"], "--goodput 'ttft:5,ttft:6' cannot be read"),
     (["--machine", "rpi5", "--draft", "llama-3.2-1b", "--acceptance", "1.01"], "from 0 to 1, such as 0.7."),
     (["--nodes", "rpi5,rpi5", "--link", "0B/s"], "--link is '0B/s'; the rate must be above 0, as in 1MB/s."),
     (["--nodes", "rpi5,rpi5", "--link", "5XB/s"], "give 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4, or a rate such as"),

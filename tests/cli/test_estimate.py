@@ -294,7 +294,7 @@ def test_the_time_of_an_answer() -> None:
 @pytest.mark.parametrize(("more", "sentence"), [
     (["--goodput", "ttft:500"], "--goodput ttft:500 requires --users N."),
     (["--users", "4", "--goodput", "speed:5"], "--goodput 'speed:5' cannot be read"),
-    (["-n", "0"], "--answer is 0; it must be 1 or more tokens"),
+    (["-n", "0"], "--answer is 0; it must be from 1 to 16777215 tokens"),
     (["-n", "9", "--all-devices"], "-n applies to a single"),
 ])
 def test_wrong_questions_are_refused(more: list[str], sentence: str) -> None:

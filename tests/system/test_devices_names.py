@@ -128,10 +128,24 @@ def test_a_memory_tells_versions_of_one_name_apart(typed: str, name: str, bandwi
 
 
 @pytest.mark.parametrize("typed", ["rtx 3090 x2", "RTX 3090 x3", "rtx 4080 super x2", "rtx 3090 ti x2", "16x h100",
-                                   "h100 x16", "2 x rtx 3090", "rtx 3090 x 2", "5090x2"])
+                                   "h100 x16", "2 x rtx 3090", "rtx 3090 x 2", "5090x2", "RTX3090(x2)",
+                                   "RTX 3090 (x2)", "zwei RTX 3090", "two rtx 3090", "a pair of RTX 3090",
+                                   "deux rtx 3090", "две rtx 3090", "两张 RTX 3090", "双路EPYC 9654",
+                                   "GTX 1080 Ti SLI"])
 def test_counted_cards_are_several_devices(typed: str) -> None:
     with pytest.raises(UsageError, match="is several devices of the name"):
         load_profile(typed)
+
+
+@pytest.mark.parametrize("typed", ["4x", "2 ×", "8*"])
+def test_a_count_alone_is_no_device(typed: str) -> None:
+    with pytest.raises(UsageError, match="There is no device"):
+        load_profile(typed)
+
+
+@pytest.mark.parametrize(("typed", "name"), [("ASUS Dual RTX 3060 12GB", "rtx3060"), ("Radxa X4", "n100")])
+def test_words_of_products_count_nothing(typed: str, name: str) -> None:
+    assert load_profile(typed).name == name
 
 
 @pytest.mark.parametrize(("typed", "first"), [
@@ -173,7 +187,8 @@ def test_several_devices_are_told_from_one(typed: str) -> None:
         load_profile(typed)
 
 
-@pytest.mark.parametrize(("typed", "name"), [("5700x3d", "ryzen-5700x3d"), ("ryzen 9 5900x", "ryzen-5900x")])
+@pytest.mark.parametrize(("typed", "name"), [("5700x3d", "ryzen-5700x3d"), ("ryzen 9 5900x", "ryzen-5900x"),
+                                             ("7950x", "ryzen-7950x")])
 def test_an_x_in_a_name_is_no_number_of_devices(typed: str, name: str) -> None:
     assert load_profile(typed).name == name
 

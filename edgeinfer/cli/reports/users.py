@@ -55,7 +55,7 @@ def check_users(users: int | None, answer: int) -> None:
     if users is not None and not 1 <= users <= MAX_USERS:
         raise UsageError(f"--users is {users}; it must be from 1 to {MAX_USERS}, the most sequences of an engine.")
     if not 1 <= answer < 1 << 24:
-        raise UsageError(f"--answer is {answer}; it must be 1 or more tokens.")
+        raise UsageError(f"--answer is {answer}; it must be from 1 to {(1 << 24) - 1} tokens.")
 
 
 def users_asked(users: int | None, steps: MixedSteps, estimate: Callable[[int], Estimate], prompt: int, answer: int,
@@ -141,26 +141,34 @@ def _goodput(play: Callable[[int], list[Served]], asked: int, prompt: int, answe
 def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the report for people."""
     lacks = "" if out["memory_bytes"] <= out["budget_bytes"] else (
-        f"memory holds {out['most_users']} users, so lower --users to that" if out["most_users"] else
+        f"memory holds {_count(out['most_users'])}, so lower --users to that" if out["most_users"] else
         "memory holds not even one, so choose a smaller model, -p or -n") + "; with enough of it "
     last = out["first_ttft_ms"]["last"]
     together = f" (all at once: up to {last:.0f} ms)" if out["users"] > 1 else ""
-    rows = [(f"{out['users']} users", f"{lacks}{out['tok_per_s_each']:.1f} tokens/s each, "
+    rows = [(_count(out["users"]), f"{lacks}{out['tok_per_s_each']:.1f} tokens/s each, "
              f"{out['output_throughput']:.1f} together, {out['requests_per_s']:.2g} requests/s; first token after "
              f"{out['ttft_ms']:.0f} ms{together}, then {out['tpot_ms']:.0f} ms per token ({out['prompt']} + "
              f"{out['answer']} tokens)")]
-    knee = f"from {out['knee']} users on arithmetic is the limit, more users gain little" if out["knee"] else \
+    knee = f"from {_count(out['knee'])} on arithmetic is the limit, more users gain little" if out["knee"] else \
         "reading is the limit up to 64 users"
     fits = "" if out["memory_bytes"] <= out["budget_bytes"] else ", which does not fit"
     rows.append(("", f"{format_size(out['memory_bytes'])} of {format_size(out['budget_bytes'])}{fits}; it holds "
-                     f"{out['most_users']} users; {knee}"))
+                     f"{_count(out['most_users'])}; {knee}"))
     if good := out["goodput"]:
         said = _bounds(good["bounds"])
-        most = f"up to {good['users']} users do" if good["users"] else \
+        most = f"up to {_count(good['users'])} {'do' if good['users'] > 1 else 'does'}" if good["users"] else \
             f"not even one user does; alone it is {_bounds(good['one'])}: allow that, or choose a smaller model"
-        rows.append(("goodput", f"{out['users']} users {'meet' if good['met'] else 'do not meet'} {said}, with "
+        rows.append(("goodput", f"{_count(out['users'])} {_verb(out['users'], good['met'])} {said}, with "
                                 f"{good['requests_per_s']:.2g} requests/s within them; {most}"))
     return rows
+
+
+def _count(users: int) -> str:
+    return "1 user" if users == 1 else f"{users} users"
+
+
+def _verb(users: int, met: bool) -> str:
+    return ("meets" if users == 1 else "meet") if met else f"{'does' if users == 1 else 'do'} not meet"
 
 
 def _bounds(times: dict[str, float]) -> str:

@@ -78,9 +78,18 @@ def test_memory_knee_and_goodput() -> None:
     assert Memory(3e9, 1e8, 2 << 30).most_users == 0
 
 
+def test_one_user_is_singular() -> None:
+    rows = [text for _, text in users_rows(row(2, memory=Memory(1e9, 1e9, round(1.5e9)), bounds=(("ttft", 1e6),)))]
+    assert rows[0].startswith("memory holds 1 user, so lower") and "it holds 1 user;" in rows[1]
+    assert rows[2].startswith("2 users meet TTFT") and "up to 1 user does" in rows[2]
+    (name, _), _, (_, good) = users_rows(row(1, memory=Memory(1e9, 1e9, 4 << 30), bounds=(("ttft", 1.0),)))
+    assert name == "1 user" and good.startswith("1 user does not meet TTFT 1 ms")
+
+
 def test_numbers_out_of_range() -> None:
     check_users(None, 1)
     for users, answer, sentence in ((0, 1, "--users is 0; it must be from 1 to 64"), (65, 1, "--users is 65"),
-                                    (1, 0, "--answer is 0; it must be 1 or more tokens")):
+                                    (1, 0, "--answer is 0; it must be from 1 to 16777215 tokens"),
+                                    (1, 10**9, "--answer is 1000000000; it must be from 1 to 16777215 tokens")):
         with pytest.raises(UsageError, match=sentence):
             check_users(users, answer)
