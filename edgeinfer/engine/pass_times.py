@@ -37,6 +37,8 @@ class PassTimes:
         """Record the time of a pass; a prompt in it takes what the sequences that decode leave, at least half."""
         read = sum(sum(work.counts) for work in works if work.is_prefill)
         decoding = [ran for work, found in zip(works, results, strict=True) if not work.is_prefill for ran in found]
+        if any(ran.n > 1 and not ran.run.whole for ran in decoding):
+            return  # tokens that are given and scored: neither a prompt nor a text
         alone = 1 + SHARED_STEP * (len(decoding) - 1) if decoding else 0.0
         if read >= MIN_CHUNK:
             each = max(seconds - alone * self.decode, 0.5 * seconds if decoding else seconds) / read

@@ -13,10 +13,11 @@ PROMPT, DECODE = 0.001, 0.02
 
 
 def taken(found: PassTimes, decoding: int = 0, read: int = 0, times: int = 200, chosen: int = 0,
-          accepted: int = 0) -> None:
+          accepted: int = 0, n: int = 1) -> None:
     """Record passes that last as long as these speeds make them."""
     owner: Any = SimpleNamespace(sample=SimpleNamespace(accepted=accepted))
-    ran: Any = SimpleNamespace(chosen=[7] * chosen, run=SimpleNamespace(whole=accepted > 0, owner=owner))
+    run = SimpleNamespace(whole=accepted > 0, owner=owner)
+    ran: Any = SimpleNamespace(n=n + accepted, chosen=[7] * chosen, run=run)
     works: Any = [SimpleNamespace(is_prefill=False, counts=[1]) for _ in range(decoding)]
     results = [[ran] for _ in works]
     if read:
@@ -51,6 +52,13 @@ def test_a_few_tokens_of_a_prompt_say_nothing() -> None:
     assert pass_times.prompt == pass_times.decode == 0
     taken(pass_times, read=64, times=1)
     assert pass_times.prompt == pytest.approx(PROMPT)
+
+
+def test_scores_say_nothing() -> None:
+    pass_times = PassTimes()
+    taken(pass_times, 1, n=16)
+    taken(pass_times, 1, read=64, n=16)
+    assert pass_times.prompt == pass_times.decode == 0
 
 
 def test_the_latest_passes_count() -> None:
