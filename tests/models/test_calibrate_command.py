@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from edgeinfer.bundle import Bundle
 from edgeinfer.calibration import effects, inputs
 from edgeinfer.converters import CALIBRATION_FILE, bit_budget, packing
 from edgeinfer.models import comparison
@@ -27,6 +29,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("options, said", [
     (("--rounding", "awq", "--calibrate"), "--rounding is 'awq'; choose one of gptq, importance"),
     (("--rounding", "importance"), "--rounding importance needs the model's activations over a text; also give "),
+    (("--calibrate-tokens", "4096"), "--calibrate-tokens 4096 needs the model's activations over a text; also give "),
     (("--rounding", "gptq", "--imatrix", "some.gguf"), "--rounding gptq and --imatrix some.gguf both determine"),
 ])
 def test_a_rounding_that_cannot_be_is_refused(source: Path, options: tuple[str, ...], said: str) -> None:
@@ -51,6 +54,27 @@ def test_the_comparison_has_other_types(source: Path) -> None:
     losses = [rows[name]["kld_mean"] for name in ("f32", "q5, gptq", "gptq", "tableq3, gptq")]
     assert losses == sorted(losses) and losses[0] < 1e-6 < losses[1]
     assert rows["q5, gptq"]["bits"] > rows["gptq"]["bits"] > rows["tableq3, gptq"]["bits"]
+
+
+def test_types_by_size_are_compared_with_the_same_types(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Effects of errors choose other types than errors alone, which plain rounding would go by."""
+    def types(path: Path) -> dict[str, Any]:
+        with Bundle.open(path) as bundle:
+            return {one.name: one.type for one in bundle.header.tensors}
+
+    def compare(_source: Path, _text: Path, own: tuple[str, Path], others: Any, _progress: Any) -> list[Any]:
+        for method, make in others:
+            make(source.parent / method)
+            found[method] = types(source.parent / method)
+        found[own[0]] = types(own[1])
+        return []
+
+    found: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(comparison, "compare", compare)
+    text = source.parent / "text.txt"
+    assert edgeinfer("convert", source, source.parent / "made", "--calibrate", text, "--bits", 5.5, "--compare", text
+                     ).code == 0
+    assert [*found] == ["plain", "importance", "gptq"] and found["plain"] == found["importance"] == found["gptq"]
 
 
 @pytest.mark.parametrize("options, said", [

@@ -144,7 +144,8 @@ def convert(
         if outliers is not None:
             calibration = with_outliers(calibration, outliers)
         report = make(destination, overwrite=overwrite, announce=say, calibration=calibration)
-        others = {other: partial(make, calibration=way) for other, way in ways.items()}
+        same = report.chosen and (lambda *_: report.chosen)  # types that another rounding would not have chosen
+        others = {other: partial(make, calibration=way, chooser=same) for other, way in ways.items()}
         for each in types:
             way = calibration if TYPES[each].quantised else None
             others[f"{each}, {method}" if way else each] = partial(
@@ -205,17 +206,18 @@ def _calibrations(path: Path, text: str | None, tokens: int | None, rounding: st
                   progress: ProgressLine, effects: bool) -> dict[str, Any]:
     """Return the source of the statistics of inputs, by method: the one that was requested last."""
     ways: dict[str, Any] = {"plain": None}
-    if imatrix is not None:
-        if text is not None or rounding is not None:
-            flag = "--calibrate" if text is not None else f"--rounding {rounding}"
-            raise UsageError(f"{flag} and --imatrix {imatrix} both determine the rounding; give one of them.")
+    if imatrix is not None and (text is not None or rounding is not None):
+        flag = "--calibrate" if text is not None else f"--rounding {rounding}"
+        raise UsageError(f"{flag} and --imatrix {imatrix} both determine the rounding; give one of them.")
+    if text is None:
+        for flag, value in ("--rounding", rounding), ("--calibrate-tokens", tokens):
+            if value is not None:
+                raise UsageError(f"{flag} {value} needs the model's activations over a text; also give --calibrate.")
+        if imatrix is None:
+            return ways
         from edgeinfer.converters import by_imatrix
 
         return {**ways, "importance": by_imatrix(imatrix)}
-    if text is None:
-        if rounding is not None:
-            raise UsageError(f"--rounding {rounding} needs the model's activations over a text; also give --calibrate.")
-        return ways
     from ...models import calibrated
 
     method = calibrated.GPTQ if rounding is None else checked("--rounding", rounding, choice(tuple(calibrated.TOKENS)))
