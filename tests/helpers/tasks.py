@@ -83,7 +83,9 @@ def held(llm: LLM | Engine, after: int = 0) -> Iterator[Hold]:
     def waits(*how: Any) -> Any:
         if next(passes) >= after:
             hold.entered.set()
-            hold.go_on.wait(600)
+            end = time.monotonic() + 600
+            while not hold.go_on.wait(0.05) and time.monotonic() < end:
+                pass  # a signal that comes just before a wait is only handled after it
         return run(*how)
 
     runner._run = waits
