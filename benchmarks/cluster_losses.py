@@ -1,9 +1,10 @@
-"""Losses other than a killed replica: a node that is unplugged while it answers, and a front end that is killed.
+"""Losses other than a killed replica: a node that ends or falls silent while it answers, and a killed front end.
 
     python benchmarks/cluster_losses.py --document docs/measurements/several-machines.md
 
 The nodes are processes of this machine. `node` takes one of three away while all stream, and compares each text with
-that of one process. `front` kills the server while it streams and starts another one at the same port.
+that of one process. `silent` stops its processes instead, as a cable that is pulled out does, with the health checks of
+a cluster over a network. `front` kills the server while it streams and starts another one at the same port.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import http.client
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import fill
@@ -29,7 +32,7 @@ from benchmarks.harness import machine, publish, row, table
 from benchmarks.peers.http_server import HOST, running
 from edgeinfer import LLM
 from edgeinfer.cluster import RemoteModel, connected
-from edgeinfer.cluster.connection import LOCAL, environment
+from edgeinfer.cluster.connection import LOCAL, ON_NETWORK, environment
 from tests.helpers.ray_nodes import three_nodes
 from tests.helpers.serving import serving
 
@@ -66,8 +69,22 @@ def streams(port: int, n: int = STREAMS, tokens: int = TOKENS) -> list[tuple[str
         return list(pool.map(lambda number: stream(HOST, port, number, tokens), range(n)))
 
 
-def node() -> list[Row]:
-    """Take a node away while all three stream."""
+def taken_away(cluster: Any) -> None:
+    """End the processes of a node at once."""
+    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+
+def silenced(cluster: Any) -> None:
+    """Stop the processes of a node: its connections stay open."""
+    import psutil
+
+    raylet = psutil.Process(cluster.worker_nodes.copy().pop().all_processes["raylet"][0].process.pid)
+    for one in (raylet, *raylet.children(recursive=True)):
+        one.send_signal(signal.SIGSTOP)
+
+
+def node(lose: Callable[[Any], None] = taken_away, what: str = "is taken away") -> list[Row]:
+    """Lose a node while all three stream."""
     said, removed = list[str](), list[float]()
     with environment(LOCAL), three_nodes() as cluster, connected(cluster.address) as ray:
         found = asyncio.run(ray.replicas(None, "demo", "demo", OPTIONS))
@@ -82,7 +99,7 @@ def node() -> list[Row]:
             def remove() -> None:
                 time.sleep(1.0)
                 removed.append(time.perf_counter())
-                cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+                lose(cluster)
 
             remover = threading.Thread(target=remove)
             remover.start()
@@ -92,9 +109,15 @@ def node() -> list[Row]:
     waits = [after - before for _, times, _ in answers for before, after in itertools.pairwise(times)
              if after > removed[0]]
     same = sum(text == other for (text, _, _), (other, _, _) in zip(answers, right, strict=True))
-    return [(f"{STREAMS} streams of {TOKENS} tokens, {CLIENTS} at once, on three nodes, one of which is taken away",
+    return [(f"{STREAMS} streams of {TOKENS} tokens, {CLIENTS} at once, on three nodes, one of which {what}",
              f"{same} as one process", "all", "demo"),
             ("longest time from then on between two events of a stream", f"{max(waits):.2f} s", "10 s", "")]
+
+
+def silent() -> list[Row]:
+    """Stop a node's processes while all three nodes stream."""
+    os.environ.update(ON_NETWORK)
+    return node(silenced, "falls silent")
 
 
 def front() -> list[Row]:
@@ -127,7 +150,7 @@ def front() -> list[Row]:
             ("the same command again at the same port", f"{again.count('length')} of {STREAMS} answered", "all", "")]
 
 
-PARTS = {"node": node, "front": front}
+PARTS = {"node": node, "silent": silent, "front": front}
 
 
 def main() -> None:

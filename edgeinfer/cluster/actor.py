@@ -50,8 +50,8 @@ class ActorWorker:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.name, self._ray, self._node, self.asked, self.nbytes = name, ray, node, asked, nbytes
-        self._lost = ray.exceptions.RayActorError
         self._failed = ray.exceptions.RayError
+        self._raised = ray.exceptions.RayTaskError  # by our own code; all else is the loss of a process or a machine
         self._actor = ray.remote(Engine).options(
             num_cpus=0, num_gpus=int(asked[2].get("device") == CUDA), memory=nbytes, max_restarts=-1,
             max_concurrency=CONCURRENT,
@@ -106,10 +106,10 @@ class ActorWorker:
         """Return the answer to a request."""
         try:
             found = await self._actor.post.remote(url, body)
-        except self._lost as error:
-            raise WorkerLost(first_sentence(error)) from None
-        except self._failed as error:
+        except self._raised as error:
             raise EdgeInferError(f"The {self.name} failed: {first_sentence(error)}.") from None
+        except self._failed as error:
+            raise WorkerLost(first_sentence(error)) from None
         if found is None:
             raise NotBegun(AGAIN)
         return found
@@ -134,10 +134,10 @@ class ActorWorker:
                     raise NotBegun(AGAIN) if begins else WorkerLost(AGAIN)
                 begins = False
                 yield item
-        except self._lost as error:
-            raise WorkerLost(first_sentence(error)) from None
-        except self._failed as error:
+        except self._raised as error:
             yield Failed(EdgeInferError(f"The {self.name} failed: {first_sentence(error)}."))
+        except self._failed as error:
+            raise WorkerLost(first_sentence(error)) from None
 
     async def prefill(self, job: Job) -> Sender | None:
         """Begin to compute the prompt of a job, which another replica fetches from this one's process."""

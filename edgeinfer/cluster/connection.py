@@ -30,6 +30,11 @@ elsewhere. The fifth gives replicas the priority of other programs: by default R
 last one is for heavily loaded machines: by default Ray gives up workers that have not started within a minute, and
 `ray.init` then never returns.
 """
+ON_NETWORK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "2000",
+              "RAY_health_check_failure_threshold": "3"}
+"""Variables of a cluster's head: a machine that falls silent is lost within 9 s, and its requests continue elsewhere.
+By default that takes Ray a minute. A Ray of this machine alone keeps the default, because it may be busy, but not lost.
+"""
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable for clusters of several machines: at 0 its processes listen on 127.0.0.1 alone."""
 
@@ -92,6 +97,8 @@ def environment(address: str) -> Iterator[None]:
     variables = {**ALWAYS, ON_LOOPBACK: "0" if address.startswith("127.") else "1"}
     if address == LOCAL:
         variables |= {ON_LOOPBACK: "0", "RAY_AUTH_TOKEN": own_token()}
+    else:
+        variables |= ON_NETWORK
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import typer
 
 from edgeinfer.cli.app import make_app
-from edgeinfer.cluster.connection import ALWAYS
+from edgeinfer.cluster.connection import ALWAYS, LOCAL, ON_NETWORK, environment
 
 yaml = pytest.importorskip("yaml")
 MANIFEST = Path(__file__).parents[3] / "docs" / "how-to" / "kuberay.yaml"
@@ -36,6 +37,20 @@ def test_ray_is_set_as_edgeinfer_sets_it() -> None:
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         found = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
         assert found.items() >= wanted.items()
+    head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    assert {one["name"]: one["value"] for one in head}.items() >= ON_NETWORK.items()
+
+
+def test_a_cluster_over_a_network_notices_a_silent_node_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    period, limit, failures = (int(ON_NETWORK[f"RAY_health_check_{name}"])
+                               for name in ("period_ms", "timeout_ms", "failure_threshold"))
+    assert (period + limit) * failures < 10_000
+    for name in ON_NETWORK:
+        monkeypatch.delenv(name, raising=False)
+    with environment("192.168.1.10:6379"):
+        assert os.environ.items() >= ON_NETWORK.items()
+    with environment(LOCAL):
+        assert not os.environ.keys() & ON_NETWORK.keys()
 
 
 def test_the_command_of_its_page_is_one_of_edgeinfers_on_a_port_of_the_head() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 from edgeinfer.cluster import actor
-from edgeinfer.cluster.job import Identity, Refused, WorkerLost
+from edgeinfer.cluster.job import Failed, Identity, Job, Refused, WorkerLost
 from edgeinfer.errors import EdgeInferError
 
 HERE = Identity("1", "bundle", "avx2")
@@ -64,3 +64,31 @@ def test_a_process_that_does_not_start_lacks_memory_only_if_that_is_not_reserved
     worker._actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: asyncio.sleep(60)))
     with pytest.raises(EdgeInferError, match=f"The worker cannot start: .*{sentence}"):
         asyncio.run(worker.started(2, 2_000_000_000, lambda: reserved))
+
+
+class TaskError(RayError):
+    pass
+
+
+@pytest.mark.parametrize(("error", "lost"), [(RayError("The node is gone"), True), (TaskError("KeyError"), False)])
+def test_only_errors_of_its_own_code_are_no_loss(error: Exception, lost: bool) -> None:
+    """A machine that falls silent gives other errors than a process that ends."""
+    async def raising(*asked: Any) -> Any:
+        raise error
+
+    worker = object.__new__(actor.ActorWorker)
+    worker.name, worker._failed, worker._raised = "worker", RayError, TaskError
+    worker._actor = SimpleNamespace(begin=SimpleNamespace(remote=raising), post=SimpleNamespace(remote=raising))
+
+    async def items() -> list[Any]:
+        return [item async for item in worker.run(Job(0, "completion", [1], {}))]
+
+    if lost:
+        for call in (items, lambda: worker.post("/v1/completions", b"{}")):
+            with pytest.raises(WorkerLost, match="The node is gone"):
+                asyncio.run(call())
+    else:
+        (failed,) = asyncio.run(items())
+        assert isinstance(failed, Failed) and "The worker failed: KeyError" in str(failed[0])
+        with pytest.raises(EdgeInferError, match="The worker failed: KeyError"):
+            asyncio.run(worker.post("/v1/completions", b"{}"))
