@@ -56,6 +56,7 @@ def test_the_comparison_has_other_types(source: Path) -> None:
     assert rows["q5, gptq"]["bits"] > rows["gptq"]["bits"] > rows["tableq3, gptq"]["bits"]
 
 
+@pytest.mark.slow
 def test_types_by_size_are_compared_with_the_same_types(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Effects of errors choose other types than errors alone, which plain rounding would go by."""
     def types(path: Path) -> dict[str, Any]:
