@@ -66,14 +66,15 @@ class BitBudget:
     """Mean over all matrices, embedding and head included."""
     size: int | None = None
     """Size of the file of weights in bytes."""
+    progress: OnStageProgress | None = None
+    """Called with the matrices that are measured, their number and the name of the last."""
 
     @property
     def flag(self) -> str:
         """The request as on the command line."""
         return f"--bits {self.bits:g}" if self.bits is not None else f"--size {self.size}"
 
-    def __call__(self, reading: WeightReader, graph: Graph, calibration: Calibration | None,
-                 progress: OnStageProgress | None = None) -> ChosenTypes:
+    def __call__(self, reading: WeightReader, graph: Graph, calibration: Calibration | None) -> ChosenTypes:
         """Choose a type for each matrix of a graph.
 
         Raises
@@ -81,14 +82,13 @@ class BitBudget:
         UsageError
             The smallest types take more, or the largest less.
         """
-        reading, weights = reading.uncounted(), [weight for weight in graph.weights if weight.kind in KINDS]
-        possible = [_types(reading, weight) for weight in weights]
-        self._check(graph, weights, possible)
+        reading = reading.uncounted()
+        weights, possible = self.check(reading, graph)
         options = list[Sequence[Option]]()
         for number, (weight, types) in enumerate(zip(weights, possible, strict=True)):
             options.append(list(_measured(reading, weight, types, calibration)))
-            if progress:
-                progress(number + 1, len(weights), weight.name)
+            if self.progress:
+                self.progress(number + 1, len(weights), weight.name)
         choice, types_of = self._chosen(graph, weights, options)
         return ChosenTypes(types_of, self.flag, choice.gap, choice.cost)
 
@@ -113,9 +113,10 @@ class BitBudget:
         others = [weight for weight in graph.weights if weight.kind not in KINDS]
         return self.size - sum(graph.types[weight.name].nbytes(weight.shape) for weight in others)
 
-    def _check(self, graph: Graph, weights: Sequence[Weight], possible: Sequence[Sequence[WeightType]]) -> None:
-        """Refuse a size that no types can meet."""
-        ends = []
+    def check(self, reading: WeightReader, graph: Graph) -> tuple[list[Weight], list[list[WeightType]]]:
+        """Return the weights that have a choice, and the types of each; refuse a size that these cannot meet."""
+        weights = [weight for weight in graph.weights if weight.kind in KINDS]
+        possible, ends = [_types(reading, weight) for weight in weights], []
         for end in (min, max):
             types = {weight.name: end(each, key=lambda one, weight=weight: one.nbytes(weight.shape))  # type: ignore[misc]
                      for weight, each in zip(weights, possible, strict=True)}
@@ -130,6 +131,7 @@ class BitBudget:
             raise UsageError(f"--size {format_size(self.size)} cannot be met: this model's weights take from "
                              f"{format_size(smallest)} ({smallest} bytes) to {format_size(largest)}"
                              + ("; the largest is --weights int8." if self.size > largest else "; choose more."))
+        return weights, possible
 
 
 def _file_bytes(graph: Graph, types: Mapping[str, WeightType]) -> int:

@@ -62,6 +62,8 @@ class ByOption:
 
     made: Callable[[Checkpoint], Calibration]
     option: str
+    outliers: bool = False
+    """Whether columns are stored apart, which take bytes of a size, too."""
 
     def __call__(self, checkpoint: Checkpoint) -> Calibration:
         """Return the calibration of a checkpoint."""
@@ -79,9 +81,15 @@ def record(calibration: Calibration | None, tensors: Sequence[TensorReport], cho
                 "scaled": list(calibration.scaled), **({"outliers": calibration.apart} if calibration.apart else {}),
                 "tensors": {one.name: [one.output_error, one.output_error_plain] for one in rounded}}
     if chosen:
-        data |= {"request": chosen.request, "bits": mean_bits(tensors), "gap": chosen.gap, "cost": chosen.cost,
+        data |= {"request": chosen.request, "bits": mean_bits(tensors), "gap": _shortened(chosen.gap),
+                 "cost": _shortened(chosen.cost),
                  "bits_of": {one.name: one.bits for one in tensors if one.weights}}
     return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def _shortened(value: float | None) -> float | None:
+    """Return a number without the digits that depend on the number of threads."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph, option: str) -> None:

@@ -26,6 +26,7 @@ from edgeinfer.quant import SUPER_COLUMNS, TYPES
 from edgeinfer.registry import CONVERSION, plain
 from edgeinfer.text import ChatTemplate, Tokenizer
 
+from .bit_budget import BitBudget
 from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free, record
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
@@ -126,6 +127,8 @@ def convert(
             check_something_is_rounded(checkpoint, graph, getattr(calibration, "option", "--calibrate"))
         both = _joined(graph, drafts)
         reading = WeightReader(checkpoint, both, progress)
+        if isinstance(chooser, BitBudget) and not getattr(calibration, "outliers", False):
+            chooser.check(reading.uncounted(), graph)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
                           source=_named(checkpoint, origin), waiting=_say_once(destination)) as writer:
             beside = sum(map(len, made.values())) + (graph_bytes(drafts) if drafts else 0)

@@ -117,7 +117,7 @@ def with_outliers(calibration: Callable[[Any], Calibration] | None, asked: str) 
         raise UsageError(f"--outliers {asked} needs to know the inputs of matrices; also give --calibrate, or "
                          "--imatrix FILE.")
     return ByOption(lambda checkpoint: replace(calibration(checkpoint), outliers=asked),
-                    getattr(calibration, "option", "--calibrate"))
+                    getattr(calibration, "option", "--calibrate"), outliers=True)
 
 
 def find_outliers(graph: Graph, free: Callable[[Weight], bool], statistics: Of, share: float | None) -> Outliers:

@@ -105,6 +105,13 @@ def test_what_no_types_can_meet_is_refused(source: Path, budget: dict[str, float
     assert not (source.parent / "bundle").exists()
 
 
+def test_it_is_refused_before_a_text_is_read(source: Path) -> None:
+    for bits in (2, 99):
+        with pytest.raises(UsageError, match=f"--bits {bits} cannot be met"):
+            convert(source, source.parent / "bundle", chooser=BitBudget(bits=bits),
+                    calibration=lambda checkpoint: pytest.fail("the text was read"))
+
+
 def test_the_command_says_what_contradicts(source: Path) -> None:
     convert_it = partial(edgeinfer, "convert", source, source.parent / "made")
     for options, said in (

@@ -20,6 +20,7 @@ from ..reports.conversion import JSON_FIELDS as JSON_FIELDS
 from ..reports.conversion import better, compared_object, print_compared, print_tensors, report_object, summary
 
 if TYPE_CHECKING:
+    from ...base.progress import OnStageProgress
     from ...models.comparison import Compared
 
 def convert(
@@ -132,13 +133,13 @@ def convert(
     types = _types_to_compare(compare, compare_types)
     given = {"--weights": weights, "--group-size": group_size, "--embedding": embedding, "--head": head,
              "--ffn-layout": None if ffn_layout == "tile16" else ffn_layout}
-    chooser, effects = _chooser(bits, size, given), bits is not None or size is not None
-    weights = None if chooser else weights
     with ProgressLine() as progress:
+        chooser = _chooser(bits, size, given, partial(progress, "measure"))
+        effects, weights = bits is not None or size is not None, None if chooser else weights
         path = checkpoint_path(source, progress, Storage(weights, group_size))
         make = partial(convert_checkpoint, path, weights=weights, group_size=group_size, embedding=embedding, head=head,
                        ffn_layout=ffn_layout, progress=partial(progress, "convert"),
-                       chooser=chooser and partial(chooser, progress=partial(progress, "measure")))
+                       chooser=chooser)
         ways = _calibrations(path, calibrate, calibrate_tokens, rounding, imatrix, progress, effects=effects)
         method, calibration = ways.popitem()
         if outliers is not None:
@@ -178,7 +179,7 @@ def _types_to_compare(text: Path | None, types: str | None) -> list[str]:
     return found
 
 
-def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any:
+def _chooser(bits: float | None, size: str | None, types: dict[str, Any], progress: OnStageProgress) -> Any:
     """Return the function that chooses a type for each matrix, if requested; options that fix one type are refused
     then."""
     from ...models.file_types import MIXED, mixed_types
@@ -190,7 +191,7 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any]) -> Any
         from edgeinfer.converters import BitBudget
 
         given = f"--bits {bits:g}" if bits is not None else f"--size {size}"
-        chooser: Any = BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]))
+        chooser: Any = BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]), progress)
     elif mixed in MIXED:
         given, chooser = f"--weights {mixed}", lambda reading, *_, **__: mixed_types(mixed, reading.checkpoint)
         types = {flag: value for flag, value in types.items() if flag != "--weights"}
