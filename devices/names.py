@@ -59,6 +59,10 @@ _REWRITTEN = (
     (re.compile(r"\brev(?:ision)? ?\d+(?:\.\d+)?\b"), " "),
     (re.compile(r"\b(?:early |mid |late )?20[12]\d\b"), " "),
     (re.compile(r"\b(?:rasp?berr?y|raspi|rasp|r) ?pi ?(?=\w)|\braspi ?(?=\w)"), "pi "),
+    (re.compile(r"\bpi 500 plus\b(?!.*\dg)"), "pi 5 16gb"),
+    (re.compile(r"\bpi 500\b(?! plus|.*\dg)"), "pi 5 8gb"),
+    (re.compile(r"\bpi 500(?: plus)?\b"), "pi 5"),
+    (re.compile(r"\b(rog ally x)\b(?!.*\dg)"), r"\1 24gb"),
     (re.compile(r"\b(orange|banana|mango)pi ?"), r"\1 pi "),
     (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
     (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),
@@ -66,7 +70,7 @@ _REWRITTEN = (
     (re.compile(r"\b(dimensity \d{4}) (?:ultra|ultimate|extreme|energy|leading)\b"), r"\1"),
 )
 """Spellings and their replacements, in order: marks, clocks and threads, words of other languages, the graphics in a
-processor, revisions, years, and the ways to write a product."""
+processor, revisions, years, the ways to write a product, and the memory of those that are sold with one amount."""
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
 _TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")

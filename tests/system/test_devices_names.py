@@ -90,6 +90,13 @@ def test_another_maker_is_another_device() -> None:
             load_profile(typed)
 
 
+@pytest.mark.parametrize(("typed", "gib"), [
+    ("Raspberry Pi 500", 8), ("pi 500+", 16), ("Raspberry Pi 500+ 16GB", 16), ("pi 500 8gb", 8), ("ROG Ally X", 24),
+    ("ROG Ally", 16), ("Raspberry Pi 5", 4)])
+def test_a_product_that_is_sold_with_one_memory_has_it(typed: str, gib: int) -> None:
+    assert load_profile(typed).memory_bytes == gib << 30
+
+
 @pytest.mark.parametrize(("typed", "gib"), MEMORY.items())
 def test_a_stated_memory_is_the_budget(typed: str, gib: int) -> None:
     found = load_profile(typed)
