@@ -108,7 +108,7 @@ class KeptStatistics:
                 file.write(json.dumps(effects).encode())
         except OSError as error:
             raise DestinationError(f"{self.path} could not be written ({error.strerror or error}); free some space and "
-                                   "convert again: the statistics that it has are not taken anew.") from None
+                                   "convert again: its statistics are kept.") from None
 
     def of(self, weight: str) -> Pieces | None:
         """Return the statistics of a weight's input, per expert or head, or None."""

@@ -119,3 +119,16 @@ def opener(replicas: list[Within], said: list[str], helping: int = 0) -> Callabl
         return RemoteModel(source, list(replicas), 256, said.append, close, helping=helping)
 
     return opened
+
+
+def recorded(llm: LLM) -> list[tuple[float, float]]:
+    """Return a list that gets the times of a prompt token and of a generated one after each pass from now on."""
+    times: Any = llm.pass_times
+    seen, took = [(times.prompt, times.decode)], times.took
+
+    def noted(*how: Any) -> None:
+        took(*how)
+        seen.append((times.prompt, times.decode))
+
+    times.took = noted
+    return seen

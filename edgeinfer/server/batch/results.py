@@ -21,7 +21,7 @@ from .rows import Row
 
 HEAD, MARK = b'{"id":"', "batch_req_"
 SYNC_SECONDS = 1.0
-"""Interval at which the system is told to write to the disk: as much is computed again after a power cut."""
+"""Interval between calls of fsync: a power cut loses at most the results of the last one."""
 SUCCESS = 200
 CONTINUE = "; the same command continues with the answers that it has"
 _BEGINNING = HEAD + MARK.encode()
