@@ -106,9 +106,10 @@ def check_something_is_rounded(checkpoint: Checkpoint, graph: Graph, option: str
                          "leave one of the two out.")
     if not any(is_rounded(checkpoint, weight, graph.types[weight.name]) for weight in matrices):
         kinds = sorted({graph.types[weight.name].dtype for weight in matrices})
+        other = "tableq" if "q4" in kinds else "q4"
         raise UsageError(f"{option} has nothing to round: all {len(matrices)} matrices of {checkpoint.path} are "
-                         f"stored as they are ({', '.join(kinds)}); give --weights q4 to round those that are not in "
-                         "this type.")
+                         f"stored as they are ({', '.join(kinds)}); give --weights {other} to round those that are "
+                         "not in this type.")
 
 
 def is_rounded(checkpoint: Checkpoint, weight: Weight, stored: WeightType) -> bool:

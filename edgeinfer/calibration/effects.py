@@ -44,6 +44,9 @@ WORK = 1 << 31
 """Tokens times weights of the model, between them: passes of a small model cost little, and its choices are close."""
 SHARE = 0.01
 """Square of the noise over that of the output."""
+MEASURED = [1, LEAST_TOKENS, MOST_TOKENS, WORK, SHARE]
+"""Settings that effects depend on: those in the cache of other ones are not taken. The first element counts other
+changes of the method."""
 ROUTE_WORDS = routes.ROUTE_BYTES // 4
 
 

@@ -20,7 +20,7 @@ from edgeinfer.quant import InputStatistics
 from ..base.atomic_write import Destination
 from ..base.files import replacement
 from ..errors import BundleError, DestinationError
-from .effects import Effect
+from .effects import MEASURED, Effect
 from .inputs import BLOCK, MatrixInput
 
 INDEX_FILE, EFFECTS_FILE = "statistics.json", "effects.json"
@@ -94,18 +94,20 @@ class KeptStatistics:
 
     @property
     def effects(self) -> dict[str, Effect] | None:
-        """Effects of the errors of weights, by name; None if they were not measured."""
+        """Effects of the errors of weights, by name; None if they were not measured, or not as today."""
         try:
             found = json.loads((self.path / EFFECTS_FILE).read_text(encoding="utf-8"))
-            return {name: Effect(*map(float, each)) for name, each in found.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+            if found["measured"] != MEASURED:
+                return None
+            return {name: Effect(*map(float, each)) for name, each in found["effects"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None  # they are measured again
 
     def keep_effects(self, effects: Mapping[str, Effect]) -> None:
         """Keep effects beside the statistics."""
         try:
             with replacement(self.path / EFFECTS_FILE) as file:
-                file.write(json.dumps(effects).encode())
+                file.write(json.dumps({"measured": MEASURED, "effects": effects}).encode())
         except OSError as error:
             raise DestinationError(f"{self.path} could not be written ({error.strerror or error}); free some space and "
                                    "convert again: its statistics are kept.") from None

@@ -140,8 +140,9 @@ def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GP
     def calibration(checkpoint: Checkpoint) -> converters.Calibration:
         whole = method == GPTQ
         kept = kept_statistics(source, stream, progress, effects, covariances=whole)
-        found = converters.Calibration(method, stream.name, stream.sha256(), len(stream.ids),
-                                       partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole)))
+        tokens = len(stream.ids)
+        found = converters.Calibration(method, stream.name, stream.sha256(), tokens,
+                                       partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole, tokens)))
         return replace(found, effects=kept.effects) if effects else found
 
     return calibration
@@ -155,22 +156,25 @@ def _of_weight(kept: KeptStatistics, weight: Weight, whole: bool) -> Sequence[In
     return found if whole or found is None else [replace(one, covariance=None) for one in found]
 
 
-def _remarks(kept: KeptStatistics, whole: bool) -> Iterator[str]:
-    """Say which matrices saw few tokens."""
-    few, widest, seen = 0, 0, 0
+def _remarks(kept: KeptStatistics, whole: bool, total: int) -> Iterator[str]:
+    """Say which matrices saw few tokens of so many, and how many are enough."""
+    few, times, widest, seen = list[int](), 1.0, 0, 0
     for name in kept.names:
         if (pieces := kept.of(name)) is None:
             continue
         if len(pieces) > 1:
-            few += sum(tokens < pieces.width for tokens in pieces.tokens)
+            few += [tokens for tokens in pieces.tokens if tokens < pieces.width]
+            times = max(times, *(pieces.width / tokens for tokens in pieces.tokens if tokens))
         elif pieces.tokens[0] < pieces.width and whole:
             widest, seen = max(widest, pieces.width), pieces.tokens[0]
     if widest:
         yield (f"The text has {seen} tokens, fewer than the {widest} columns of the widest matrix; {widest} or more "
                "make its rounding better.")
     if few:
-        yield (f"{few} matrices of experts saw fewer tokens than they have columns, and are rounded by the inputs of "
-               "all experts of their layer too; a longer text says more of them.")
+        yield (f"{len(few)} matrices of experts saw fewer tokens than they have columns, one of them {min(few)}, and "
+               "are rounded by the inputs of all experts of their layer too; "
+               f"{'about' if min(few) else 'more than'} {-(-total * times // 1000):.0f},000 tokens of such a text are "
+               "enough for each (--calibrate-tokens).")
 
 
 def kept_statistics(source: Path, stream: Stream, progress: OnProgress, effects: bool = False,

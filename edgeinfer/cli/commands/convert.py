@@ -160,7 +160,11 @@ def convert(
     for remark in report.sentences:
         say(remark)
     if rows:
+        from ...models.comparison import too_few
+
         print_compared(rows)
+        if remark := too_few(rows, Path(compare or "")):
+            say(remark)
     print(printable(summary(report)))
     if hint := better(report):
         say(hint)

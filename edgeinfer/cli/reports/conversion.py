@@ -29,7 +29,8 @@ JSON_FIELDS = {
         "bits": "mean bits of a weight of all matrices, scales and padding included",
         "gap": "with --bits or --size: share by which other types of these bytes could lower the expected loss, at "
         "most; else null",
-        "compared": "with --compare, per method `method`, `bits` of a weight of the layers, `bytes`, `perplexity` and, "
+        "compared": "with --compare, per method `method`, `bits` of a weight of the layers, `bytes`, `perplexity`, "
+        "`tokens` (that were predicted) and, "
         "against weights in f16, `kld_mean`, `kld_p99`, `same_top`; else null",
         "tensors": "per tensor `name`, `type`, `bytes`, `bits` (of a weight of a matrix; else null), `error`, `gain`, "
         "`file_types` (of a GGUF file or a quantised checkpoint, those that it is made of), `exact` (whether every "
@@ -44,7 +45,7 @@ def compared_object(row: Compared) -> dict[str, Any]:
     """Return the JSON object of a row of the comparison."""
     kld = row.divergence
     return {"method": row.method, "bits": row.bits, "bytes": row.nbytes, "perplexity": row.perplexity,
-            "kld_mean": kld.kld_mean if kld else None, "kld_p99": kld.kld_p99 if kld else None,
+            "tokens": row.tokens, "kld_mean": kld.kld_mean if kld else None, "kld_p99": kld.kld_p99 if kld else None,
             "same_top": kld.same_top if kld else None}
 
 
