@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Calibration:
     them up, would cause if it grew with the square of the error; None if that was not measured."""
     outliers: str = ""
     """Columns that are stored apart, in f16: ``auto``, a percentage of them, or none (outliers.py)."""
+    folder: Path | None = None
+    """Directory of the statistics, where copies of rounded weights may be kept until the bundle is complete."""
     apart: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Columns with outliers, by the names of matrices."""
 

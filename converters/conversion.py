@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 from edgeinfer.base.process import say
 from edgeinfer.base.progress import OnStageProgress
-from edgeinfer.base.units import format_size
 from edgeinfer.bundle import (
     DRAFT_HEAD_FILE,
     BundleWriter,
@@ -33,13 +31,13 @@ from .checkpoint.json_file import CONFIG_FILE
 from .chosen_types import ChosenTypes
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
+from .outlook import outlook, seconds
 from .packing import WeightReader, apart, stored_bytes, with_levels
 from .quantized.checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport, not_definite
 from .scaling import find_scaling
+from .unfinished import unfinished_of
 
-MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
-"""Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
 Choose = Callable[[WeightReader, Graph, Calibration | None], ChosenTypes]
 """Chooses types that differ from matrix to matrix."""
 ENTRY_BYTES = 1024
@@ -137,12 +135,13 @@ def convert(
                 nbytes = bundle_bytes(graph, list(files.values())) + beside
                 writer.reserve(nbytes)
                 if announce and said:
-                    announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, both)))
+                    announce(outlook(origin or source, destination, reading.total, nbytes, seconds(checkpoint, both)))
 
             reserve(graph, said=chooser is None)  # else the choice says how large it becomes
             if not _write_texts(writer, checkpoint, files, made):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
             found = calibration(checkpoint) if calibration else None
+            reading.unfinished = unfinished_of(found, graph_bytes(graph))
             if found and found.outliers:
                 found, graph = apart(found, reading, graph, type_of)
                 reserve(graph, said=False)
@@ -157,6 +156,8 @@ def convert(
             if found or mixed:
                 writer.add_file(CALIBRATION_FILE, record(found, tensors, mixed))
             remarks += [*(found.remarks if found else ()), *not_definite(tensors)]
+        if reading.unfinished:
+            remarks += reading.unfinished.end()
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks), mixed,
@@ -236,24 +237,6 @@ def _named(checkpoint: Checkpoint, origin: str) -> str:
     own = checkpoint.label
     both = origin and own not in origin and checkpoint.config_source != CONFIG_FILE
     return f"{own}, from {origin}" if both else origin or own
-
-
-def _outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, seconds: float) -> str:
-    """Say how large a bundle will be, and how long it takes to make."""
-    return (f"Converting {source} ({format_size(read_bytes)}) to a bundle of {format_size(nbytes)} in {destination}; "
-            f"this takes about {max(1, round(seconds))} s.")
-
-
-def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
-    """Estimate the duration of a conversion, from one on two shared cores of Zen 3."""
-    seconds = 0.0
-    for weight in graph.weights:
-        stored = graph.types[weight.name]
-        if checkpoint.moved(weight, stored, lambda *_: None, []):
-            seconds += stored.nbytes(weight.shape) / MOVED_BYTES_PER_S
-        else:
-            seconds += prod(weight.shape) / (QUANTISED_PER_S if stored.quantised else ROUNDED_PER_S)
-    return seconds
 
 
 def _say_once(destination: str | Path) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from .checkpoint.sources import BLOCK_WEIGHTS, SourceReader
 from .outliers import Outliers, find_outliers, share_of
 from .report import TensorReport
 from .scaling import Scaling
+from .unfinished import Unfinished
 
 F16_MAX = 65504.0
 
@@ -31,6 +32,8 @@ class WeightReader(SourceReader):
     """Factors of channels that weights are stored with."""
     outliers = Outliers({}, {})
     """Columns that are stored apart."""
+    unfinished: Unfinished | None = None
+    """Copies of weights that are rounded by statistics."""
 
     def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
@@ -93,7 +96,26 @@ def stored_bytes(reading: WeightReader, weight: Weight, stored: WeightType,
                             0 if weight.kind in ("vector", "router", "outliers") else parameters(weight),
                             weight.kind not in ("vector", "router"))
 
-    return moved or _packed(reading, weight, stored, sums, statistics, nearest), report
+    data = moved or _packed(reading, weight, stored, sums, statistics, nearest)
+    if statistics and reading.unfinished:
+        return _resumed(reading, reading.unfinished, weight, stored, data, sums, nearest), report
+    return data, report
+
+
+def _resumed(reading: WeightReader, unfinished: Unfinished, weight: Weight, stored: WeightType,
+             data: Iterator[NDArray[np.uint8]], sums: list[quantise.ErrorSums], nearest: list[str]
+             ) -> Iterator[NDArray[np.uint8]]:
+    """Yield the stored bytes of a weight: a copy that an interrupted conversion has left, or `data`, copied."""
+    own = reading.scaling or Scaling({}, {})
+    key = (weight.name, weight.shape, stored, own.columns.get(weight.name), own.rows.get(weight.name),
+           reading.outliers.columns.get(weight.name))
+    before = unfinished.stored(key, sums, nearest)
+    if before is None:
+        yield from unfinished.copied(key, data, sums, nearest)
+        return
+    for part in (part for source in weight.sources for part in source.parts):
+        reading.count(part.name, prod(part.stored))
+    yield from before
 
 
 def apart(calibration: Calibration, reading: WeightReader, graph: Graph, type_of: TypeOf) -> tuple[Calibration, Graph]:

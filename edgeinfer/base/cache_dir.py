@@ -72,7 +72,7 @@ def cache_entries(kinds: Iterable[str] = KINDS) -> list[CacheEntry]:
         directory = cache_root() / kind
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():
             if path.is_dir() and not path.is_symlink():
-                found.append(CacheEntry(kind, path.name, path, _size(path)))
+                found.append(CacheEntry(kind, path.name, path, directory_size(path)))
     return found
 
 
@@ -92,7 +92,8 @@ def clear_cache(entries: Iterable[CacheEntry]) -> int:
     return freed
 
 
-def _size(directory: Path) -> int:
+def directory_size(directory: Path) -> int:
+    """Return the bytes of all files in a directory; those that vanish meanwhile count nothing."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -50,9 +50,10 @@ class Sums:
     def _multiply(self) -> None:
         assert self._products is not None
         self._waiting[self._filled :] = 0
-        for start in range(0, self.width, BLOCK):
-            stop = min(start + BLOCK, self.width)
-            self._products[start:stop, :stop] += self._waiting[:, start:stop].T @ self._waiting[:, :stop]
+        with np.errstate(over="ignore", invalid="ignore"):  # `finite` says of such values
+            for start in range(0, self.width, BLOCK):
+                stop = min(start + BLOCK, self.width)
+                self._products[start:stop, :stop] += self._waiting[:, start:stop].T @ self._waiting[:, :stop]
         self._filled = 0
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer import converters
 
-from ..base.cache_dir import cache_errors, cache_root, make_directories
+from ..base.cache_dir import cache_errors, cache_root, directory_size, make_directories
 from ..base.dataclass import dataclass
 from ..base.files import working_directory
 from ..base.progress import OnProgress
@@ -143,7 +143,7 @@ def by_text(source: Path, stream: Stream, progress: OnProgress, method: str = GP
         tokens = len(stream.ids)
         found = converters.Calibration(method, stream.name, stream.sha256(), tokens,
                                        partial(_of_weight, kept, whole=whole), tuple(_remarks(kept, whole, tokens)))
-        return replace(found, effects=kept.effects) if effects else found
+        return replace(found, folder=kept.path, effects=kept.effects if effects else None)
 
     return calibration
 
@@ -218,7 +218,7 @@ def _forget(newest: Path) -> None:
     """Remove the oldest statistics beyond `KEPT_BYTES`, but not the newest."""
     kept = sorted((one for one in newest.parent.iterdir() if not one.name.startswith(".") and one != newest),
                   key=lambda one: one.stat().st_mtime)
-    sizes = {one: sum(file.stat().st_size for file in one.iterdir()) for one in [*kept, newest]}
+    sizes = {one: directory_size(one) for one in [*kept, newest]}
     total = sum(sizes.values())
     for one in kept:
         if total <= KEPT_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -50,8 +52,10 @@ def test_without_a_covariance_there_are_squares_alone() -> None:
 
 
 def test_values_that_are_no_numbers_are_noticed() -> None:
-    sums = Sums(2, True)
-    sums.add(np.array([[1, np.nan]], np.float32))
+    sums = Sums(2, True, 256)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one sentence is said of them, and no warning of NumPy's
+        sums.add(np.array([[1, np.nan], [3e38, 3e38]] * 128, np.float32))
     assert not sums.finite
 
 
