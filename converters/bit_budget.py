@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.process import usable_cores
@@ -25,7 +24,7 @@ from edgeinfer.base.units import format_size
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Graph, Weight, fitting, parameters
-from edgeinfer.quant import InputStatistics, WeightType, requestable, rounding
+from edgeinfer.quant import InputStatistics, WeightType, one_thread, requestable, rounding
 
 from .assembly import block_ranges
 from .calibration import Calibration, Statistics
@@ -189,7 +188,7 @@ def _errors(types: Sequence[WeightType], rows: Block, name: str, inputs: InputSt
     def error(stored: WeightType) -> rounding.RoundingErrors:
         return rounding.quantise_matrix(rows, stored, name, inputs, threads=1, plain=False).errors
 
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(usable_cores()) as pool:
+    with one_thread(), ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(error, types))
 
 

@@ -135,7 +135,8 @@ def convert(
                 nbytes = bundle_bytes(graph, list(files.values())) + beside
                 writer.reserve(nbytes)
                 if announce and said:
-                    announce(outlook(origin or source, destination, reading.total, nbytes, seconds(checkpoint, both)))
+                    announce(outlook(origin or source, destination, reading.total, nbytes,
+                                     None if calibration else seconds(checkpoint, both)))
 
             reserve(graph, said=chooser is None)  # else the choice says how large it becomes
             if not _write_texts(writer, checkpoint, files, made):

@@ -14,10 +14,10 @@ MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
 """Speeds at which weights are copied, quantised with a search for scales, and rounded or widened."""
 
 
-def outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, duration: float) -> str:
-    """Say how large a bundle will be, and how long it takes to make."""
-    return (f"Converting {source} ({format_size(read_bytes)}) to a bundle of {format_size(nbytes)} in {destination}; "
-            f"this takes about {max(1, round(duration))} s.")
+def outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, duration: float | None) -> str:
+    """Say how large a bundle will be, and how long it takes to make, if that is known."""
+    return (f"Converting {source} ({format_size(read_bytes)}) to a bundle of {format_size(nbytes)} in {destination}"
+            + ("." if duration is None else f"; this takes about {max(1, round(duration))} s."))
 
 
 def seconds(checkpoint: Checkpoint, graph: Graph) -> float:

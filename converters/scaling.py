@@ -35,6 +35,11 @@ WORTH = 0.7
 """Factors are taken where they lower the expected error to this share at least."""
 CREST = 5.0
 """Expected square of the largest of a group of values of equal mean square, over that."""
+FORMULAS: dict[str, Callable[[Floats, Floats, Floats, float], NDArray]] = {
+    "AWQ": lambda rms, largest, top, a: rms**a,
+    "SmoothQuant": lambda rms, largest, top, a: largest**a / np.maximum(top, 1e-12) ** (1 - a),
+}
+"""Factors by root mean squares and largest values of inputs, largest weights of their columns, and an exponent."""
 PROPORTIONAL = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 """Activations of gates that multiply up: their output is proportional to up."""
 Read = Callable[[Weight], Iterator[Floats]]
@@ -158,7 +163,8 @@ def _best(inputs: InputStatistics, weights: Sequence[Floats], types: Sequence[We
     ones = np.ones_like(rms)
     tried = [ones]
     for a in EXPONENTS:
-        for by in (rms**a, inputs.largest**a / np.maximum(top, 1e-12) ** (1 - a)):  # AWQ's, SmoothQuant's
+        for formula in FORMULAS.values():
+            by = formula(rms, inputs.largest, top, a)
             usable = (by > 0) & np.isfinite(by)
             s = np.where(usable, by, 1) / np.exp(np.log(by[usable]).mean() if usable.any() else 0)
             tried.append(np.clip(s, 1e-4, 1e4).astype(np.float32))

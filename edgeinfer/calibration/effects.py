@@ -29,7 +29,7 @@ from edgeinfer.graph import (
     parameters,
 )
 from edgeinfer.kernels import reference, routes
-from edgeinfer.quant import TILE_ROWS, layouts
+from edgeinfer.quant import TILE_ROWS, layouts, one_thread
 from edgeinfer.runner import PROMPT, Segment
 
 from ..base.progress import OnStageProgress
@@ -199,7 +199,8 @@ def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated
 def _noisy_gates(op: GatedLinear | ExpertsGated, x: Floats, weights: Floats, biases: Floats, width: int,
                  random: np.random.Generator) -> Floats:
     """Return act(x G^T + b + noise) * (x U^T + c + noise), of tiles of gate and up that alternate."""
-    own = x[:, : weights.shape[1]] @ weights.T
+    with one_thread():
+        own = x[:, : weights.shape[1]] @ weights.T
     noise = random.standard_normal(own.shape, np.float32) * _sizes(weights)
     own += noise * np.sqrt(np.float32(SHARE) * np.square(own).mean()) + biases  # which are not rounded
     tiles = own.reshape(len(x), -1, 2, TILE_ROWS)

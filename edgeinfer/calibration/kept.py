@@ -24,7 +24,7 @@ from .effects import MEASURED, Effect
 from .inputs import BLOCK, MatrixInput
 
 INDEX_FILE, EFFECTS_FILE = "statistics.json", "effects.json"
-VERSION = 2
+VERSION = 3
 Arrays = dict[str, NDArray]
 
 

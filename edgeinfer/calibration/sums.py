@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import InputStatistics
+from edgeinfer.quant import InputStatistics, one_thread
+
+from ..base.process import usable_cores
 
 Floats = NDArray[np.float32]
 ROWS, EXPERT_ROWS = 1024, 256
-"""Rows of an input that are multiplied at a time; BLAS gives the same bits for any threads where these are a multiple
-of 256, so a last batch is filled up with zeros."""
+"""Rows of an input that are multiplied at a time; a last batch is filled up with zeros."""
 BLOCK = 512
-"""Columns of a covariance that are computed at a time, those after them left out."""
+"""Columns of a covariance that one thread computes at a time, those after them left out."""
 
 
 class Sums:
@@ -50,11 +53,16 @@ class Sums:
     def _multiply(self) -> None:
         assert self._products is not None
         self._waiting[self._filled :] = 0
-        with np.errstate(over="ignore", invalid="ignore"):  # `finite` says of such values
-            for start in range(0, self.width, BLOCK):
-                stop = min(start + BLOCK, self.width)
-                self._products[start:stop, :stop] += self._waiting[:, start:stop].T @ self._waiting[:, :stop]
+        starts = range(0, self.width, BLOCK)[::-1]  # the longest first
+        with one_thread(), ThreadPoolExecutor(min(usable_cores(), len(starts))) as pool:
+            list(pool.map(self._add_products, starts))
         self._filled = 0
+
+    def _add_products(self, start: int) -> None:
+        assert self._products is not None
+        stop = min(start + BLOCK, self.width)
+        with np.errstate(over="ignore", invalid="ignore"):  # `finite` says of such values
+            self._products[start:stop, :stop] += self._waiting[:, start:stop].T @ self._waiting[:, :stop]
 
     @property
     def finite(self) -> bool:

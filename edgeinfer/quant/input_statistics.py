@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.dataclass import dataclass
+from .blas import one_thread
 
 WIDE = 4096
 """Columns beyond which C is factored in float32, for its size."""
@@ -55,7 +56,8 @@ class InputStatistics:
         damping = DAMPING * mean
         flipped[np.diag_indices_from(flipped)] += damping
         try:
-            flipped = np.linalg.cholesky(flipped)
+            with one_thread():
+                flipped = np.linalg.cholesky(flipped)
         except np.linalg.LinAlgError:
             return None
         diagonal = np.diagonal(flipped)[::-1].copy()
@@ -73,4 +75,5 @@ class InputStatistics:
         """
         if self.covariance is None:
             return float((np.square(difference).sum(axis=0, dtype=np.float64) * self.mean_square).sum())
-        return float(np.einsum("rc,rc->", difference @ self.covariance, difference))
+        with one_thread():
+            return float(np.einsum("rc,rc->", difference @ self.covariance, difference))

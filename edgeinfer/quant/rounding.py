@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from edgeinfer.errors import CheckpointError
 
 from ..base.dataclass import dataclass
 from ..base.process import usable_cores
 from . import packed
+from .blas import one_thread
 from .fitting import FP16_MAX, Fit, Floats, Grid, inverse
 from .group_factors import GroupFactors
 from .input_statistics import DAMPING, Feedback, InputStatistics
@@ -135,12 +135,9 @@ def _round(weights: Floats, stored: WeightType, grid: Grid, by: Floats | None, f
 
     starts = range(0, len(weights), BLOCK_ROWS)
     n_threads = min(threads or usable_cores(), len(starts))
-    if n_threads <= 1:
-        found = [block(start) for start in starts]
-    else:
-        # Each thread multiplies for itself: BLAS's own threads would wait for one another wherever a core is busy.
-        with threadpool_limits(1, "blas"), ThreadPoolExecutor(n_threads) as pool:
-            found = list(pool.map(block, starts))
+    # Each thread multiplies for itself: BLAS's own threads would wait for one another wherever a core is busy.
+    with one_thread(), ThreadPoolExecutor(n_threads) as pool:
+        found = list(pool.map(block, starts)) if n_threads > 1 else [block(start) for start in starts]
     return codes, packed.Factors.joined([factors for factors, _ in found]), sum(norm for _, norm in found)
 
 

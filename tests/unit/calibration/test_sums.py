@@ -6,10 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from edgeinfer.calibration.inputs import PRIOR, MatrixInput, blended
 from edgeinfer.calibration.kept import KeptStatistics, StatisticsWriter
-from edgeinfer.calibration.sums import BLOCK, Sums
+from edgeinfer.calibration.sums import BLOCK, ROWS, Sums
 from edgeinfer.errors import BundleError
 from edgeinfer.quant import InputStatistics
 
@@ -41,6 +42,20 @@ def test_bits_do_not_depend_on_the_parts() -> None:
         covariance = sums.statistics().covariance
         assert covariance is not None
         found.append(covariance.tobytes())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("width", [256, BLOCK + 256])
+def test_bits_do_not_depend_on_the_threads_of_blas(width: int) -> None:
+    """Neither those of the sums nor those of the factors by which GPTQ passes errors on."""
+    x, found = RNG.standard_normal((2 * ROWS, width)).astype(np.float32), []
+    for threads in (1, 2, 3):
+        with threadpool_limits(threads, "blas"):
+            sums = Sums(width, True)
+            sums.add(x)
+            statistics = sums.statistics()
+            assert statistics.covariance is not None and statistics.feedback is not None
+            found.append(statistics.covariance.tobytes() + statistics.feedback.matrix.tobytes())
     assert len(set(found)) == 1
 
 
