@@ -85,7 +85,7 @@ class BitBudget:
         weights, possible = self.check(reading, graph)
         options = list[Sequence[Option]]()
         for number, (weight, types) in enumerate(zip(weights, possible, strict=True)):
-            options.append(list(_measured(reading, weight, types, calibration)))
+            options.append(_options(reading, weight, types, calibration))
             if self.progress:
                 self.progress(number + 1, len(weights), weight.name)
         choice, types_of = self._chosen(graph, weights, options)
@@ -158,6 +158,18 @@ def _types(reading: WeightReader, weight: Weight) -> list[WeightType]:
 def _is_moved(reading: WeightReader, weight: Weight, stored: WeightType) -> bool:
     """Return whether codes of the checkpoint's would stay as they are."""
     return reading.checkpoint.moved(weight, stored, lambda *_: None, []) is not None
+
+
+def _options(reading: WeightReader, weight: Weight, types: Sequence[WeightType], calibration: Calibration | None
+             ) -> list[Option]:
+    """Return the types with their costs, which an interrupted conversion may have measured."""
+    if calibration is None or reading.unfinished is None:
+        return list(_measured(reading, weight, types, calibration))
+    key = ("costs", weight.name, weight.shape, tuple(types), _effects(weight, calibration),
+           reading.outliers.columns.get(weight.name))
+    costs = reading.unfinished.numbers(
+        key, lambda: [one.cost for one in _measured(reading, weight, types, calibration)])
+    return [Option(stored, stored.nbytes(weight.shape), cost) for stored, cost in zip(types, costs, strict=True)]
 
 
 def _measured(reading: WeightReader, weight: Weight, types: Sequence[WeightType], calibration: Calibration | None

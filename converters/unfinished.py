@@ -1,4 +1,4 @@
-"""Rounded weights of a conversion that did not end, beside the statistics by which they were rounded.
+"""Rounded weights, and costs of types, of a conversion that did not end, beside the statistics that they follow from.
 
 Rounding takes minutes for a billion weights. Each weight that is done has a copy in a file of its own, which another
 conversion of the same checkpoint by the same text to the same types takes; one that ends removes all of them. A copy
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer import __version__
+from edgeinfer.base.files import replacement
 from edgeinfer.quant import quantise, rounding
 
 from .calibration import Calibration
@@ -34,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Unfinished:
-    """Copies of the weights that a conversion has rounded.
+    """Copies of the weights that a conversion has rounded, and of the costs of types that it has measured.
 
     Parameters
     ----------
@@ -84,6 +85,17 @@ class Unfinished:
             copy.finish(json.dumps({"errors": [vars(one) for one in sums], "nearest": nearest}).encode())
         finally:
             copy.give_up()
+
+    def numbers(self, key: tuple[Any, ...], make: Callable[[], list[float]]) -> list[float]:
+        """Return numbers that an earlier conversion has kept, or make and keep them."""
+        path = self._path(key)
+        with suppress(OSError, ValueError):
+            found: list[float] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        found = make()
+        with suppress(OSError), replacement(path) as file:
+            file.write(json.dumps(found).encode())
+        return found
 
     def end(self) -> list[str]:
         """Remove all copies, those of other types included, once the bundle is complete; say how many were taken."""

@@ -86,6 +86,31 @@ def near(have: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.linalg.norm(have - want) <= 0.15 * np.linalg.norm(want))
 
 
+def test_an_order_of_columns_gives_identical_tokens(tmp_path: Path) -> None:
+    """Groups in another order, with their scales: the same weights, and inputs of the same int8 values."""
+    def alter(module: str, parts: dict[str, Raw]) -> None:
+        groups, rows = parts[".scales"][1]
+        order = np.random.default_rng(list(inputs(module).encode())).permutation(groups)
+        scales = np.empty((groups, rows), np.float16)
+        scales[order] = np.frombuffer(parts[".scales"][2], np.float16).reshape(groups, rows)
+        parts |= {".scales": ("F16", (groups, rows), scales.tobytes()),
+                  ".g_idx": i32(order[np.arange(parts[".g_idx"][1][0]) // 32])}
+
+    sizes = {"hidden_size": 128, "intermediate_size": 224}
+    make_packed(tmp_path / "plain", "gptq", **sizes)
+    make_packed(tmp_path / "ordered", "gptq", alter=alter, **sizes)
+    write_config(tmp_path / "ordered", quantization_config={**FORMS["gptq"][2], "desc_act": True, "group_size": 32})
+    found = []
+    for name in ("plain", "ordered"):
+        convert(tmp_path / name, tmp_path / f"{name}.made")
+        with Bundle.open(tmp_path / f"{name}.made") as bundle:
+            assert ("layers.0.qkv_order" in bundle.tensors) is (name == "ordered"), sorted(bundle.tensors)
+        with session(tmp_path / f"{name}.made", kv="f32") as opened:
+            found.append(logits_of(opened, PROMPT, n_decoded=4).copy())
+    assert (found[0].argmax(axis=-1) == found[1].argmax(axis=-1)).all()
+    assert np.abs(found[0] - found[1]).max() <= 1e-4 * np.abs(found[0]).max()
+
+
 @pytest.mark.parametrize(("form", "group", "stored"), [
     ("gptq", 32, "q4"), ("gptq", 128, "q4"), ("gptq asymmetric", 32, "q4m"), ("gptq 8 bits", 32, "int8"),
     pytest.param("gptq asymmetric", 64, "q4m", marks=pytest.mark.slow)])

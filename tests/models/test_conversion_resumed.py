@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.converters import Calibration, ConversionReport, convert, packing, unfinished
+from edgeinfer.converters import BitBudget, Calibration, ConversionReport, bit_budget, convert, packing, unfinished
 from edgeinfer.converters.unfinished import PARTIAL, PREFIX
 from edgeinfer.quant import InputStatistics
 from tests.helpers.checkpoints import make_checkpoint
@@ -84,7 +84,7 @@ def test_a_conversion_that_was_killed_continues_with_the_next_weight(tmp_path: P
     assert weights_of(tmp_path / "made") == weights_of(tmp_path / "whole") and report.tensors == whole.tensors
 
 
-def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 2) -> None:
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 2, **options: Any) -> None:
     """Interrupt a conversion when this many matrices were rounded."""
     left, rounded = [after], packing.rounded
 
@@ -96,7 +96,7 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 2) -
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(packing, "rounded", counting)
-        converted(folder, "made")
+        converted(folder, "made", **options)
     assert not (folder / "made").exists()
 
 
@@ -123,6 +123,17 @@ def test_copies_of_other_types_are_not_taken(tmp_path: Path, monkeypatch: pytest
     assert not made.remarks and not copies(tmp_path)
     assert made.tensors == converted(tmp_path, "whole", weights="q5", embedding="q4").tensors
     assert weights_of(tmp_path / "made") == weights_of(tmp_path / "whole")
+
+
+def test_costs_of_types_are_not_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "hf", num_hidden_layers=1)
+    whole = converted(tmp_path, "whole", chooser=BitBudget(bits=5.5))
+    interrupted(tmp_path, monkeypatch, chooser=BitBudget(bits=5.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(bit_budget, "_measured", None)
+        made = converted(tmp_path, "made", chooser=BitBudget(bits=5.5))
+    assert made.chosen == whole.chosen and weights_of(tmp_path / "made") == weights_of(tmp_path / "whole")
+    assert made.remarks and not [*(tmp_path / "kept").iterdir()]
 
 
 def test_a_disk_without_room_for_copies_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
