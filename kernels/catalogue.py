@@ -52,7 +52,7 @@ FOREIGN = tuple(end for row in _TILES if not row.usual for end in row.suffixes)
 SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
 """Ends of the names of kernels of a head that can be screened."""
 KV = tuple(KV_TYPES)
-_MATMUL = ("weights", "x", "out", "bias", "scratch", "source", "norm")
+_MATMUL = ("weights", "x", "out", "bias", "scratch", "source", "norm", "apart")
 _REFERENCE = "edgeinfer.kernels.reference"
 
 
@@ -81,7 +81,7 @@ FAMILIES = (
            ("routes", "locations", "slots", "owners", "counts", "stamps", "words", "wanted"), EXPERTS_RESOLVE),
     Family("sigmoid_gate", ("sigmoid_gate",), ("source", "out"), ROWS),
     Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
-    Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs", "gather_columns"),
+    Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
            ("source", "out", "norm, order or columns", "scratch"), ROWS),
     Family("norm", ("norm_f32", "norm_q8"), ("source", "out", "norm", "scratch", "bias", "scalar"), ROWS),
     Family("values", ("activate",), ("rows", "by"), VALUES),

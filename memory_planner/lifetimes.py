@@ -28,7 +28,7 @@ class Placement:
 def row_stride(tensor: Tensor) -> int:
     """Bytes of one row: whole vectors of 16 floats, or int8 values with their scales and offsets."""
     if tensor.dtype == "q8":
-        return abi.q8_row_bytes(tensor.width, tensor.group_size)[0]
+        return abi.q8_row_bytes(tensor.width, tensor.group_size, tensor.apart)[0]
     return 4 * round_up(tensor.width, 16)
 
 

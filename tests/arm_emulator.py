@@ -52,7 +52,7 @@ TESTS = ("tests/kernels/test_matmul.py", "tests/kernels/test_rows.py", "tests/ke
          "tests/kernels/test_recurrent.py", "tests/kernels/test_causal_conv.py", "tests/kernels/test_gated_norm.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
-SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
+SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits or values_apart)) or "
              f"(({_TAKEN}) and (exact or (agrees and 33))) or neuron_mask or "
              "(test_screen.py and not q4-64 and not int8-128) or (test_norms.py and (33 or cap)) or "
              "(test_experts.py and (routing or chosen or numbers or sorted or shared_expert or "
@@ -69,7 +69,7 @@ MATMULS = ("tests/kernels/test_matmul.py", "tests/kernels/test_neuron.py")
 MATMUL_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_gated_q2",
                   "neuron_down_q2", "linear_int8_g32", "gated_int8_g32")
 """Kernels of these that the first of `MODELS` does not need."""
-OTHERS = ("gather_columns", "gather_outputs", "neuron_mask_scores", "neuron_mask_signs", "neuron_resolve", "reader",
+OTHERS = ("gather_outputs", "neuron_mask_scores", "neuron_mask_signs", "neuron_resolve", "reader",
           "screen_maxima", "screen_least_int8_g32", "head_int8_g32", "norm_f32", "norm_q8", "activate",
           "add_positions", "route", "sort_routes", "sigmoid_gate", "experts_input_q8", "experts_input_f32",
           "experts_resolve", "experts_gated_q4_g32", "experts_down_q4_g32", "experts_gated_int8_g32",

@@ -185,7 +185,7 @@ def _gated_parts(session: Session, view: View, op: GatedLinear | ExpertsGated
     if op.bias:
         biases = np.concatenate(list(session.bundle.stored(op.bias.name))).view("<f4")
     if isinstance(op, GatedLinear):
-        yield slice(0, view.tokens), weights, view.floats(op.onto) if op.onto else biases
+        yield slice(0, view.tokens), weights, biases
         return
     entries = len(view.floats(op.x))
     experts = view.words(op.listed, ROUTE_WORDS * entries)[routes.ROUTE_EXPERT // 4 :: ROUTE_WORDS]

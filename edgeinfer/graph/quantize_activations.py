@@ -78,8 +78,9 @@ class _Rewrite:
             if x.dtype == "q8":
                 x = self._add(maker.replaced(out=self._named(x, FLOATS)))
             order = self._weights[op.weight.order_name] if op.weight.ordered else None
-            return self._add(Quantize(out=self._named(replace(x, name="q"), kind), x=x, order=order,
-                                      left_out=op.left_out, layer=op.layer))
+            apart = op.left_out.shape[0] if op.left_out else 0
+            out = replace(self._named(replace(x, name="q"), kind), apart=apart)
+            return self._add(Quantize(out=out, x=x, order=order, left_out=op.left_out, layer=op.layer))
         if op.again and maker.quantises:
             return self._add(maker.replaced(out=self._named(x, kind)))
         if kind in (FLOATS, (x.dtype, x.group_size)):

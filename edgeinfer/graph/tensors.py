@@ -23,6 +23,8 @@ class Tensor:
     """``tokens`` (every token of the forward pass) or ``outputs`` (the rows whose logits are wanted)."""
     times: int = 1
     """Rows for each of these: of an MoE model one for each expert that a token goes through."""
+    apart: int = 0
+    """Floats at the end of a q8 row: the elements that are outliers, zeros before."""
 
     def __str__(self) -> str:
         kind = f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype

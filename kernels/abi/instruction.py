@@ -34,6 +34,9 @@ FLAG_RESIDUAL = 1
 """linear: add the matmul to the output."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
+FLAG_APART = 4
+"""linear, gated: add the products of the values apart of a row of x (FUSED_LEFT_OUT) and operand 7, their columns of
+the matrix in f16."""
 FLAG_MASK = 16
 """neuron_gated: tokens of role ROLE_DECODE compute the neurons of their masks alone, the others are 0 to them.
 

@@ -106,6 +106,12 @@ def quantise_row(x, base, j, n, width, group, padded, at_offsets):
 
 
 @inline
+def apart_of(scales, offsets):
+    """Offset of the values apart in a q8 row: after the offsets, which take as many bytes as the scales."""
+    return 2 * offsets - scales
+
+
+@inline
 def in_order(x, order, out, width):
     """Element i of the row is element order[i] of x."""
     for i in range(width):
@@ -113,20 +119,22 @@ def in_order(x, order, out, width):
 
 
 @inline
-def without(x, columns, n, out, width):
-    """The row with zeros in n columns."""
+def without(x, columns, n, out, width, apart, stride):
+    """The row with zeros in n columns, whose elements go apart, `stride` bytes from one to the next."""
     for i in range(0, width, 16):
         store_f32x16(out + 4 * i, load_f32x16(x + 4 * i))
     for i in range(n):
-        store_f32(out + 4 * load_i32(columns + 4 * i), f32_of(0))
+        column = 4 * load_i32(columns + 4 * i)
+        store_f32(apart + stride * i, load_f32(x + column))
+        store_f32(out + column, f32_of(0))
 
 
 @kernel("quantize")
 def quantize(inst, ctx, tid, n_threads):
     """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0.
 
-    Elements may be taken in the order of operand 2, or be zeros where it says; operand 3 then holds a row of floats per
-    thread.
+    Elements may be taken in the order of operand 2, or be zeros where it says and values apart; operand 3 then holds a
+    row of floats per thread.
     """
     x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
     width, heads, blocks = parameter(inst, ROWS.width), max(parameter(inst, ROWS.heads), 1), n_blocks(rows)
@@ -144,7 +152,8 @@ def quantize(inst, ctx, tid, n_threads):
                 row = ordered
             if parameter(inst, ROWS.left_out):
                 kept = operand(inst, ctx, 3) + tid * parameter(inst, ROWS.scratch)
-                without(row, operand(inst, ctx, 2), parameter(inst, ROWS.left_out), kept, width)
+                apart = base + n * apart_of(parameter(inst, ROWS.scales), parameter(inst, ROWS.offsets)) + 4 * j
+                without(row, operand(inst, ctx, 2), parameter(inst, ROWS.left_out), kept, width, apart, 4 * n)
                 row = kept
             quantise_row(row, base, j, n, width, parameter(inst, ROWS.group), parameter(inst, ROWS.scales),
                          parameter(inst, ROWS.offsets))
@@ -218,7 +227,7 @@ def fused_input(source, weight, kind, width, group, scales, offsets, eps, left_o
         in_order(source, weight, row, width)
         source = row
     if kind == FUSED_LEFT_OUT:
-        without(source, weight, left_out, row, width)
+        without(source, weight, left_out, row, width, scratch + apart_of(scales, offsets), 4)
         source = row
     quantise_row(source, scratch, 0, 1, width, group, scales, offsets)
     return scratch

@@ -1,6 +1,6 @@
-"""Gathering: rows whose logits are wanted, and columns of rows.
+"""Gathering: rows whose logits are wanted.
 
-Operands: 0 source, 1 out, 2 columns. Parameters: parameters.ROWS. Reference: reference/gather.py.
+Operands: 0 source, 1 out. Parameters: parameters.ROWS. Reference: reference/gather.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from ..abi import CTX_OUTPUTS
 from ..parameters import ROWS
 from ..registry import kernel
 from ..vector.instruction import claim, count, operand, parameter
-from ..vector.lanes import splat_f32
 from ..vector.memory import load_f32x16, load_i64, store_f32x16
-from .elementwise import in_order
 
 
 @kernel("gather_outputs")
@@ -25,19 +23,5 @@ def gather_outputs(inst, ctx, tid, n_threads):
         target = out + t * parameter(inst, ROWS.out_stride)
         for i in range(0, parameter(inst, ROWS.width), 16):
             store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
-        t = claim(ctx)
-    return 0
-
-
-@kernel("gather_columns")
-def gather_columns(inst, ctx, tid, n_threads):
-    """Copy the elements of each row that operand 2 names; zeros follow up to a whole vector."""
-    x, out, rows = operand(inst, ctx, 0), operand(inst, ctx, 1), count(ctx, parameter(inst, ROWS.rows))
-    columns, width = operand(inst, ctx, 2), parameter(inst, ROWS.width)
-    t = claim(ctx)
-    while t < rows:
-        target = out + t * parameter(inst, ROWS.out_stride)
-        store_f32x16(target + 4 * (width - 1 & -16), splat_f32(0.0))
-        in_order(x + t * parameter(inst, ROWS.in_stride), columns, target, width)
         t = claim(ctx)
     return 0

@@ -8,8 +8,8 @@ tokens.
 
 With `head_tiles`, `linear_*` multiplies one matrix per head; each has its own columns of x and of the result.
 
-Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input. Parameters:
-parameters.LINEAR. Reference: reference/matmul.py.
+Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input, 7 columns that are
+multiplied apart. Parameters: parameters.LINEAR. Reference: reference/matmul.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..vector.scalars import div_i64
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated
+from .apart import adding_apart, nothing_apart
 from .dot_products import asking, distance_of, matmul_of
 from .elementwise import fused_input
 
@@ -90,6 +91,7 @@ class Addresses(NamedTuple):
     out: int
     bias: int
     scratch: int
+    apart: int
 
 
 def in_blocks(steps):
@@ -162,9 +164,9 @@ def between(units, gap):
     return gap * min(units - 1, 1), gap * (min(units - 1, 2) & 2)
 
 
-def _rows(make_matmul, group, n, m):
+def _rows(make_matmul, group, n, m, apart=False):
     """Row tiles for the n tokens from t on, as many as are computed together: matmul, bias, residual, store."""
-    matmul = make_matmul(group, m, n)
+    matmul, add_apart = make_matmul(group, m, n), adding_apart(n, m) if apart else nothing_apart
 
     @inline
     def step(at, tile, t, tiles, following, gap):
@@ -179,6 +181,7 @@ def _rows(make_matmul, group, n, m):
         acc = matmul(at.w + tile * size, (size * pair, size * pairs), parameter(inst, LINEAR.records), base, stride,
                       base + n * parameter(inst, LINEAR.x_scales), base + n * parameter(inst, LINEAR.x_offsets),
                       following * size, inst)
+        acc = add_apart(acc, at, tile, base, pair, pairs, following)
         if bits & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, apart)
         if bits & FLAG_RESIDUAL:
@@ -188,9 +191,9 @@ def _rows(make_matmul, group, n, m):
     return m, step
 
 
-def chunk_of_rows(make_matmul, group):
-    """Do `chunk_of` for row tiles."""
-    return chunk_of(lambda n, m: _rows(make_matmul, group, n, m), group)
+def chunk_of_rows(make_matmul, group, apart=False):
+    """Do `chunk_of` for row tiles; `apart`: x may have values apart."""
+    return chunk_of(lambda n, m: _rows(make_matmul, group, n, m, apart), group)
 
 
 def in_streams(blocks, units):
@@ -236,8 +239,7 @@ def _register_matmul(name, chunk_of):
     def run(inst, ctx, tid, n_threads):
         scratch = operand(inst, ctx, 4) + tid * parameter(inst, LINEAR.scratch)
         at = Addresses(inst, operand(inst, ctx, 0), input_rows(inst, ctx, scratch), operand(inst, ctx, 2),
-                   operand(inst, ctx, 3),
-                   scratch)
+                   operand(inst, ctx, 3), scratch, operand(inst, ctx, 7))
         run_chunks(at, ctx, parameter(inst, LINEAR.tiles), parameter(inst, LINEAR.chunk),
                    count(ctx, parameter(inst, LINEAR.rows)))
         return 0
@@ -250,10 +252,10 @@ def _act(gate, up, n, kind, limit, out, stride):
         store_f32x16(out + row * stride, gated(load_f32x16(gate + 64 * row), load_f32x16(up + 64 * row), kind, limit))
 
 
-def _gated(make_matmul, group, n, m):
+def _gated(make_matmul, group, n, m, apart=False):
     """Units of a gate and an up row tile for n tokens: both tiles of a unit at once, or m gates and then their ups."""
     together, parts = (1, 1) if m == 2 and n > FEW else (m, 2)
-    matmul = make_matmul(group, m, n)
+    matmul, add_apart = make_matmul(group, m, n), adding_apart(n, m) if apart else nothing_apart
 
     @inline
     def step(at, unit, t, units, following, gap):
@@ -267,10 +269,9 @@ def _gated(make_matmul, group, n, m):
             left = 2 * following - part if part + 1 == parts else 1
             acc = matmul(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
                           scales, offsets, left * size, inst)
+            acc = add_apart(acc, at, 2 * unit + part, base, pair, pairs, left)
             if flags(inst) & FLAG_BIAS:
-                gap_of_rows = parameter(inst, LINEAR.bias_stride)
-                acc = add_block(m, acc, at.bias + t * gap_of_rows + 128 * unit + 64 * part, gap_of_rows,
-                                (64 * pair, 64 * pairs))
+                acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
             store_block(1, acc, scratch + 64 * n * m * part, 64)
         for i in range(units):
             gate = scratch + 64 * n * i
@@ -280,9 +281,9 @@ def _gated(make_matmul, group, n, m):
     return together, step
 
 
-def chunk_of_units(make_matmul, group):
-    """Do `chunk_of` for units of two row tiles."""
-    return chunk_of(lambda n, m: _gated(make_matmul, group, n, m), group)
+def chunk_of_units(make_matmul, group, apart=False):
+    """Do `chunk_of_rows` for units of two row tiles."""
+    return chunk_of(lambda n, m: _gated(make_matmul, group, n, m, apart), group)
 
 
 MATMULS = {
@@ -293,5 +294,5 @@ MATMULS = {
 }
 """Makers of matmuls and group sizes, by the suffixes of kernel names."""
 for _suffix, (_make_matmul, _group) in MATMULS.items():
-    _register_matmul(f"linear_{_suffix}", chunk_of_rows(_make_matmul, _group))
-    _register_matmul(f"gated_{_suffix}", chunk_of_units(_make_matmul, _group))
+    _register_matmul(f"linear_{_suffix}", chunk_of_rows(_make_matmul, _group, _group > 0))
+    _register_matmul(f"gated_{_suffix}", chunk_of_units(_make_matmul, _group, _group > 0))

@@ -243,7 +243,7 @@ def _register_head(name, make_matmul, group):
     @kernel(name)
     def run(inst, ctx, tid, n_threads):
         scratch = operand(inst, ctx, 7) + tid * parameter(inst, SCREEN.scratch)
-        matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch)
+        matmul = Addresses(inst, operand(inst, ctx, 0), operand(inst, ctx, 1), operand(inst, ctx, 2), 0, scratch, 0)
         tokens, tiles = count(ctx, parameter(inst, SCREEN.rows)), parameter(inst, SCREEN.tiles)
         chunk = parameter(inst, SCREEN.chunk)
         if count(ctx, COUNT_SAMPLES) == 0:  # there are no estimates

@@ -57,11 +57,9 @@ class _Linear(NamedTuple):
     expert_bytes: int
     """Experts: bytes from one expert's matrix to the next's, where they are not in slots."""
     left_out: int
-    """FUSED_LEFT_OUT: elements of the source, named by operand 6, that become zeros."""
-    bias_stride: int
-    """Gated: bytes from the addend of one token's matmuls to the next's; 0 = a bias."""
+    """FUSED_LEFT_OUT, FLAG_APART: elements of the source, named by operand 6, that are zeros in x and values apart."""
     halved: int
     """Whether a single token goes through half as many row tiles at once as kernels are made for (Isa.streams)."""
 
 
-LINEAR = _Linear(*range(28))
+LINEAR = _Linear(*range(27))

@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
     ordered: int
     """quantize: whether elements are taken in the order of operand 2."""
     left_out: int
-    """quantize: elements, named by operand 2, that become zeros; 0 = none."""
+    """quantize: elements, named by operand 2, that become zeros and values apart of the row; 0 = none."""
 
 
 class _Values(NamedTuple):

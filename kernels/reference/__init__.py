@@ -35,7 +35,7 @@ from .experts.experts import (
 )
 from .experts.experts_resolve import experts_resolve_reference
 from .experts.route import choose_experts, route_reference, sort_routes_reference
-from .gather import gather_columns_reference, gather_reference
+from .gather import gather_reference
 from .matmul import ACTIVATION_FUNCTIONS, gated_reference, gated_values, linear_reference, linear_values
 from .neuron_ffn.ffn import neuron_down_reference, neuron_gated_reference
 from .neuron_ffn.neuron_mask import scores_reference, signs_reference
@@ -59,7 +59,6 @@ REFERENCES: dict[str, Reference] = {
     "quantize": quantize_reference,
     "rms_norm_f32": rms_norm_f32_reference,
     "rms_norm_q8": rms_norm_q8_reference,
-    "gather_columns": gather_columns_reference,
     "gather_outputs": gather_reference,
     "norm_f32": norm_f32_reference,
     "norm_q8": norm_q8_reference,

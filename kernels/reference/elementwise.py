@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..abi import COUNT_SEVERAL, FUSED_LEFT_OUT, FUSED_NORM, FUSED_ORDERED, unpack_token_tiles
 from ..parameters import ROWS
 from .expected import Expected
-from .q8 import q8_blocks, read_q8
+from .q8 import q8_blocks, read_q8, values_apart
 from .tolerances import TINY, TOLERANCES
 from .view import InstructionView, float_of
 
@@ -88,15 +88,21 @@ def _source(view: InstructionView) -> Floats:
 
 
 def quantize_reference(view: InstructionView) -> list[Expected]:
-    """The reference of ``quantize``: rows, in an order or without outliers, or each head of them to rows of its own."""
+    """The reference of ``quantize``: rows, in an order or with values apart, or each head of them to its own rows."""
     p, found = view.parameters(ROWS), []
     for head in range(max(p.heads, 1)):
         shape, at = (view.count(p.rows), p.width), 4 * p.width * head
         x = view.array(0, np.float32, shape, (p.in_stride, 4), at=at)
         x = x[:, view.array(2, np.int32, (p.width,))] if p.ordered else x
         if p.left_out:
+            columns = view.array(2, np.int32, (p.left_out,))
+            apart = values_apart(view.address(1), len(x), p.out_stride, 2 * p.offsets - p.scales, p.left_out,
+                                 unpack_token_tiles(p.token_tiles))
+            starts = np.cumsum([0, *map(len, apart)])
+            found += [Expected("apart", block, x[start : start + len(block)][:, columns])
+                      for start, block in zip(starts, apart, strict=False)]
             x = x.copy()
-            x[:, view.array(2, np.int32, (p.left_out,))] = 0
+            x[:, columns] = 0
         found += quantised_rows(view, x, exact=True, skipped=head * p.head_out)
     return found
 
@@ -119,6 +125,16 @@ def rms_norm_f32_reference(view: InstructionView) -> list[Expected]:
 def rms_norm_q8_reference(view: InstructionView) -> list[Expected]:
     """The reference of ``rms_norm_q8``."""
     return quantised_rows(view, _normalised(view).astype(np.float32), exact=False)
+
+
+def apart_input(view: InstructionView, p: Any) -> NDArray[np.float64]:
+    """Return the values apart of a matmul's x, (T, columns): of the rows, or of a fused input as `quantised_input`."""
+    if p.fused and not view.count(COUNT_SEVERAL):
+        row = view.array(5, np.float32, (p.width,))
+        return row[None, view.array(6, np.int32, (p.left_out,))].astype(np.float64)
+    blocks = values_apart(view.address(1), view.count(p.rows), p.x_stride, 2 * p.x_offsets - p.x_scales, p.left_out,
+                          unpack_token_tiles(p.token_tiles))
+    return np.concatenate(blocks).astype(np.float64)
 
 
 def quantised_input(

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.quant import layouts
 
-from ..abi import FLAG_BIAS, FLAG_RESIDUAL
+from ..abi import FLAG_APART, FLAG_BIAS, FLAG_RESIDUAL
 from ..parameters import ACTIVATIONS, LINEAR
-from .elementwise import quantised_input
+from .elementwise import apart_input, quantised_input
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import InstructionView, float_of
@@ -116,7 +116,7 @@ def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
               head: int = 0) -> tuple[Doubles, Doubles, Doubles]:
     """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be.
 
-    Of a `head` those of its own.
+    Of a `head` those of its own. Values apart and their weights are further columns.
     """
     p, stored = view.parameters(LINEAR), view.stored(dtype, group)
     cols = p.records * stored.padded_columns(1)
@@ -128,15 +128,17 @@ def _operands(view: InstructionView, dtype: str, group: int, tiles: int,
         shape = view.count(p.rows), cols
         x = view.array(1, np.float32, shape, (p.x_stride, 4), at=head * p.head_x).astype(np.float64)
         near = np.zeros_like(x)
+    if view.flags & FLAG_APART:
+        shape = layouts.TILE_ROWS * tiles, p.left_out
+        data = view.array(7, np.uint8, (64 * tiles * (-(-p.left_out // 2)),))
+        apart = layouts.unpack_tile16(data, "f16", 0, shape)
+        x, w = np.hstack([x, apart_input(view, p)]), np.hstack([w, apart.astype(np.float64)])
+        near = np.hstack([near, np.zeros((len(x), p.left_out))])
     return x, w, near
 
 
-def _bias(view: InstructionView, rows: int, stride: int = 0, tokens: int = 1) -> Doubles | float:
-    """Return the bias, or the addend of each token's row."""
-    if not view.flags & FLAG_BIAS:
-        return 0.0
-    shape, strides = ((tokens, rows), (stride, 4)) if stride else ((rows,), None)
-    return view.array(3, np.float32, shape, strides).astype(np.float64)
+def _bias(view: InstructionView, rows: int) -> Doubles | float:
+    return view.array(3, np.float32, (rows,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
 
 
 def _heads(view: InstructionView, dtype: str, group: int) -> list[Expected]:
@@ -179,8 +181,8 @@ def gated_reference(dtype: str, group: int) -> Callable[[InstructionView], list[
         rows = layouts.TILE_ROWS * p.tiles
         x, w, near = _operands(view, dtype, group, 2 * p.tiles)
         gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
-        bias = np.broadcast_to(_bias(view, 2 * rows, p.bias_stride, len(x)), (len(x), 2 * rows))
-        biases = bias.reshape(len(x), p.tiles, 2, layouts.TILE_ROWS).transpose(2, 0, 1, 3).reshape(2, len(x), rows)
+        bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
+        biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
         y, tolerance = gated_values(x, gate, up, names[p.activation], *biases, near=near,
                                        limit=float_of(p.limit))
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))

@@ -59,13 +59,33 @@ def read_q8(blocks: list[Q8Block]) -> tuple[NDArray[np.int8], NDArray[np.float32
             np.concatenate([b.scales for b in blocks]))
 
 
-def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, token_tiles: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Rows of codes (T, values, padding included) and scales (T, groups) as memory: uint8 (T, row bytes)."""
-    stride, padded, offsets = q8_row_bytes(codes.shape[1], group)
+def values_apart(address: int, n_tokens: int, stride: int, skipped: int, width: int, token_tiles: tuple[int, ...]
+                 ) -> list[NDArray[np.float32]]:
+    """Live views of the values apart, (n, width), of each block of n tokens.
+
+    Parameters
+    ----------
+    skipped : int
+        Their offset in a row.
+    """
+    return [memory(address + first * stride + n * skipped, np.float32, (n, width), (4, 4 * n))
+            for first, n in token_blocks(n_tokens, token_tiles)]
+
+
+def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, token_tiles: tuple[int, ...],
+             apart: NDArray[Any] | None = None) -> NDArray[np.uint8]:
+    """Rows of codes (T, values, padding included), scales (T, groups) and values apart (T, columns) as memory: uint8
+    (T, row bytes)."""
+    apart = np.zeros((len(codes), 0), np.float32) if apart is None else apart
+    stride, padded, offsets = q8_row_bytes(codes.shape[1], group, apart.shape[1])
     out = np.zeros((len(codes), stride), np.uint8)
     totals = codes.reshape(len(codes), padded // group, group).sum(axis=2).astype(np.int32)
     for block in q8_blocks(out.ctypes.data, len(codes), stride, padded, offsets, group, token_tiles):
         rows = slice(block.first, block.first + len(block.codes))
         block.codes[:] = codes[rows].reshape(block.codes.shape)
         block.scales[:], block.offsets[:] = scales[rows], -8 * totals[rows]
+    first = 0
+    for own in values_apart(out.ctypes.data, len(codes), stride, 2 * offsets - padded, apart.shape[1], token_tiles):
+        own[:] = apart[first : first + len(own)]
+        first += len(own)
     return out

@@ -163,6 +163,23 @@ def fma_splat(context, acc, v, x, stride):
     return acc(acc, v, x, stride), lower
 
 
+@intrinsic(prefer_literal=True)
+def fma_column(context, acc, m, address, apart, x):
+    """acc[i, t] + the 16 f16 at address of row tile i of m (`simd.row_tile`) * the f32 at x + 4 t."""
+    count = literal(m)
+    if count is None or not isinstance(acc, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        tokens, halves = acc.n // count, ir.VectorType(I16, 16)
+        column = [emit_widen_f16(b, b.load(pointer(b, row_tile(b, args[2], args[3], i)), typ=halves, align=2))
+                  for i in range(count)]
+        values = [splat(b, b.load(pointer(b, args[4], 4 * t), typ=F32, align=4), VF) for t in range(tokens)]
+        return per_row(b, acc, args[0], lambda b, v, k: emit_fma(b, column[k // tokens], values[k % tokens], v))
+
+    return acc(acc, m, address, apart, x), lower
+
+
 def _outer_fma(name, llvm, align, widen):
     """Intrinsic ``(acc, n, address, p, stride)``: acc[i, t] + vector i at address (16 stored elements) * the f32 of t.
 

@@ -62,10 +62,12 @@ def token_tiles(isa: str) -> tuple[int, ...]:
     return next(i.token_tiles for i in available() if i.name == isa)
 
 
-def q8_memory(codes: np.ndarray, scales: np.ndarray, group: int, isa: str) -> np.ndarray:
+def q8_memory(codes: np.ndarray, scales: np.ndarray, group: int, isa: str, apart: np.ndarray | None = None
+              ) -> np.ndarray:
     """Rows of activations as an instruction set's kernels read them, bytes (T, row bytes); 0xFF after each block."""
-    data = write_q8(codes, scales, group, token_tiles(isa))
+    data = write_q8(codes, scales, group, token_tiles(isa), apart)
     used, flat = codes.shape[1] + 8 * scales.shape[1], data.reshape(-1)
+    used += 0 if apart is None else 4 * apart.shape[1]
     for first, n in abi.token_blocks(len(codes), token_tiles(isa)):
         flat[first * data.shape[1] + n * used : (first + n) * data.shape[1]] = 0xFF
     return data

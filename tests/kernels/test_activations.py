@@ -71,28 +71,30 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, heights: tupl
 
 
 def run_fused(isa: str, kind: int, bench: Bench, name: str, operands: list[int], width: int, group: int,
-              parameters: list[int]) -> dict[str, np.ndarray]:
-    """Run a product whose last two operands are source and norm or order: on rows quantised before, then by itself.
+              parameters: list[int], source: int = -2) -> dict[str, np.ndarray]:
+    """Run a product with operands source and norm or order: on rows quantised before, then by itself.
 
     The bits are the same, and the rows are not read in the second case.
     """
-    stride, scales, offsets = abi.q8_row_bytes(width, group)
+    left_out = LEFT_OUT * (kind == abi.FUSED_LEFT_OUT)
+    stride, scales, offsets = abi.q8_row_bytes(width, group, left_out)
+    flags = abi.FLAG_APART * (left_out > 0)
     floats = 4 * (-(-width // 16) * 16)
     rows = fill(ROWS, width=width, in_stride=floats, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
                 offsets=offsets, group=group, eps=1e-5, scratch=floats,
-                ordered=int(kind == abi.FUSED_ORDERED), left_out=LEFT_OUT * (kind == abi.FUSED_LEFT_OUT),
+                ordered=int(kind == abi.FUSED_ORDERED), left_out=left_out,
                 token_tiles=abi.pack_token_tiles(token_tiles(isa)))
     bench.tokens([0])
     bench.array(operands[1], np.uint8, (stride,))[:] = 0xFF
     scratch = bench.scratch(floats)
     maker = "rms_norm_q8" if kind == abi.FUSED_NORM else "quantize"
-    bench.run(isa, maker, [operands[-2], operands[1], operands[-1], scratch], rows, keep=True)
+    bench.run(isa, maker, [operands[source], operands[1], operands[source + 1], scratch], rows, keep=True)
     bench.counts[abi.COUNT_SEVERAL] = 1  # a forward pass of several: the rows are there
-    want = bench.run(isa, name, operands, parameters)
+    want = bench.run(isa, name, operands, parameters, flags)
     bench.counts[abi.COUNT_SEVERAL] = 0
     bench.array(operands[1], np.uint8, (stride,))[:] = 0xFF
     for threads in (1, 2):
-        found = bench.run(isa, name, operands, parameters, 0, threads)
+        found = bench.run(isa, name, operands, parameters, flags, threads)
         for array, values in want.items():
             np.testing.assert_array_equal(found[array], values, err_msg=array)
     return want
@@ -101,16 +103,16 @@ def run_fused(isa: str, kind: int, bench: Bench, name: str, operands: list[int],
 def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, kind: int
                    ) -> tuple[list[int], dict[str, int | float]]:
     """Operands of source and norm, order or outliers, and the parameters of a fused input; NaN follows the source."""
-    stride, scales, offsets = abi.q8_row_bytes(width, group)
+    left_out = LEFT_OUT * (kind == abi.FUSED_LEFT_OUT)
+    stride, scales, offsets = abi.q8_row_bytes(width, group, left_out)
     floats = rng.standard_normal(-(-width // 16) * 16 + 16).astype(np.float32)
     floats[width:] = np.nan
     some = {abi.FUSED_ORDERED: width, abi.FUSED_LEFT_OUT: LEFT_OUT}.get(kind)
     weight = bench.put("constants", rng.permutation(width)[:some].astype(np.int32) if some else
                        rng.standard_normal(width).astype(np.float32))
-    left_out = {"left_out": LEFT_OUT} if kind == abi.FUSED_LEFT_OUT else {}
     return [bench.put("activations", floats), weight], {
         "width": width, "group": group, "eps": 1e-5, "x_stride": stride, "x_scales": scales, "x_offsets": offsets,
-        "fused": kind, **left_out}
+        "fused": kind, **({"left_out": left_out} if left_out else {})}
 
 
 @pytest.mark.slow(keep=14)
@@ -122,13 +124,14 @@ def test_a_single_token_that_matmuls_quantise_for_themselves(dtype: str, group: 
     rng, width = np.random.default_rng(group), whole(dtype, width)
     own = WeightType(dtype, group).input_group
     for gated in (False, True):
-        matmul = random_matmul(rng, dtype, group, 96, width, 1, gated=gated)
+        apart = LEFT_OUT * (kind == abi.FUSED_LEFT_OUT)
+        matmul = random_matmul(rng, dtype, group, 96, width, 1, apart=apart, gated=gated)
         operands, fused = fused_operands(rng, matmul.bench, width, own, kind)
         scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
-        operands = [*matmul.operands[:4], matmul.bench.scratch(scratch, 2), *operands]
+        operands = [*matmul.operands[:4], matmul.bench.scratch(scratch, 2), *operands, *matmul.operands[7:]]
         for isa in isas(matmul.name):
             parameters = matmul.parameters(isa, scratch=scratch, **fused)
-            run_fused(isa, kind, matmul.bench, matmul.name, operands, width, own, parameters)
+            run_fused(isa, kind, matmul.bench, matmul.name, operands, width, own, parameters, 5)
 
 
 @pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM])

@@ -70,16 +70,21 @@ class Activations(NamedTuple):
     scales: np.ndarray | None = None
     """(T, groups) of codes."""
     group: int = 0
+    apart: np.ndarray | None = None
+    """(T, columns) of floats."""
 
     def layout(self) -> tuple[int, int, int]:
         """Row bytes, operands of the scales and the offsets."""
-        return abi.q8_row_bytes(self.values.shape[1], self.group) if self.group else (4 * self.values.shape[1], 0, 0)
+        apart = 0 if self.apart is None else self.apart.shape[1]
+        width = self.values.shape[1]
+        return abi.q8_row_bytes(width, self.group, apart) if self.group else (4 * width, 0, 0)
 
     def memory(self, isa: str, rows: slice) -> np.ndarray:
         """Some of the rows as the kernels of an instruction set read them, bytes."""
         if self.scales is None:
             return self.values[rows].reshape(-1).view(np.uint8)
-        return q8_memory(self.values[rows], self.scales[rows], self.group, isa).reshape(-1)
+        apart = None if self.apart is None else self.apart[rows]
+        return q8_memory(self.values[rows], self.scales[rows], self.group, isa, apart).reshape(-1)
 
 
 def activations(x: np.ndarray, group: int) -> Activations:
@@ -111,9 +116,14 @@ class MatMul:
             self.bench.put("constants", np.zeros(16 * tiles, np.float32) if bias is None else bias),
             self.bench.scratch(abi.GATED_SCRATCH_BYTES, 3) if gated else 0,
         ]
+        if x.apart is not None:
+            columns = np.random.default_rng(1).standard_normal((rows, x.apart.shape[1])).astype(np.float32)
+            self.operands += [0, 0, self.bench.put("weights", layouts.pack_tile16(columns, "f16"))]
+            parameters["left_out"] = columns.shape[1]
         if out is not None:
             self.out()[:] = out
-        self.flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_RESIDUAL * (out is not None)
+        self.flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_RESIDUAL * (out is not None) \
+            | abi.FLAG_APART * (x.apart is not None)
         self.values = {
             "tiles": out_tiles, "tile_bytes": tile_bytes, "records": tile_bytes // line, "x_stride": stride,
             "x_scales": scales, "x_offsets": offsets, "out_stride": self.out_stride, "rows": abi.COUNT_TOKENS,
@@ -158,11 +168,15 @@ class MatMul:
                               reference=expected)["out"]
 
 
-def random_matmul(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, **more) -> MatMul:
+def random_matmul(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, apart: int = 0, **more) -> MatMul:
+    """A matmul of random operands; `apart` columns are multiplied as floats besides."""
     cols = whole(dtype, cols)
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
     weights = random_weights(rng, dtype, group, rows, cols)
-    return MatMul(dtype, group, weights, rows, activations(x, WeightType(dtype, group).input_group), **more)
+    made = activations(x, WeightType(dtype, group).input_group)
+    if apart:
+        made = made._replace(apart=(100 * rng.standard_normal((tokens, apart))).astype(np.float32))
+    return MatMul(dtype, group, weights, rows, made, **more)
 
 
 @pytest.mark.slow(keep=18)
@@ -232,15 +246,24 @@ def test_gated_agrees_with_its_reference(dtype: str, group: int, activation: str
 
 
 @pytest.mark.slow(keep=8)
-@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "gated"))
-def test_gated_adds_rows_of_tokens_before_the_activation(dtype: str, group: int) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("dtype", "group"), weight_types(QUANTISED, "linear", "gated"))
+def test_values_apart_are_multiplied_as_floats(dtype: str, group: int, gated: bool) -> None:
+    """Beside a bias and, of a linear layer, a residual; a row has the same bits in any block."""
     rng = np.random.default_rng(group)
-    for tokens in TOKENS:
-        onto = rng.standard_normal((tokens, 96)).astype(np.float32)
-        matmul = random_matmul(rng, dtype, group, 96, 65, tokens, gated=True, bias=onto, bias_stride=4 * 96,
-                               activation=ACTIVATIONS["silu"])
+    bias, out = rng.standard_normal(96).astype(np.float32), rng.standard_normal((33, 96)).astype(np.float32)
+    more = {"gated": True, "activation": ACTIVATIONS["silu"]} if gated else {"out": out}
+    for apart in (1, 6):
+        matmul = random_matmul(rng, dtype, group, 96, 65, 33, apart=apart, bias=bias, **more)
         for isa in isas(matmul.name):
-            matmul.run(isa, threads=2)
+            if gated:
+                whole = matmul.run(isa)
+                for first, tokens in ((0, 1), (5, 2), (30, 3), (7, 4), (19, 14)):
+                    matmul.run(isa, first, tokens, threads=2, chunk=2, bits=whole)
+            else:
+                for tokens in (33, 7, 4, 3, 2, 1):
+                    matmul.out()[:] = out
+                    matmul.run(isa, 0, tokens, threads=2)
 
 
 @pytest.mark.slow(keep=4)

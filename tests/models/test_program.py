@@ -24,8 +24,8 @@ MODELS = {
     "f16 f32": (QWEN, "f16", 32, "tile16", "f32"), "f32 int8": (WINDOWED, "f32", 32, "tile16", "int8"),
     "neuron q4": (RELU, "q4", 32, "neuron", "int8"), "neuron int8": (TINY, "int8", 128, "neuron", "int8"),
 }
-IDLE = {"bias", "by", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "pruned", "means",
-        "sinks", "slopes"}
+IDLE = {"apart", "bias", "by", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "pruned",
+        "means", "sinks", "slopes"}
 """Operands that an instruction may do without."""
 REGIONS = {"weights", "constants", "activations", "kv", "logits", "scratch"}
 

@@ -14,7 +14,6 @@ from edgeinfer.graph import (
     MatMul,
     NormedSum,
     NormPart,
-    OutlierColumns,
     Quantize,
     RmsNorm,
     Sample,
@@ -174,15 +173,13 @@ def _(op: SigmoidGate, at: Lowering) -> None:
 
 @lower.register
 def _(op: Quantize, at: Lowering) -> None:
+    if op.left_out:
+        raise UnsupportedModelError(f"The columns of outliers of {op.left_out.name.removesuffix('_columns')} are "
+                                    "stored apart, which is not exported to ONNX; convert the model without "
+                                    "--outliers.")
     if op.order is None:
         return at.same(op.out, op.x)
     at.set(op.out, at.node("Gather", at.value(op.x), at.store(weights.order(op.order)), axis=-1))
-
-
-@lower.register
-def _(op: OutlierColumns, at: Lowering) -> None:
-    raise UnsupportedModelError(f"The columns of outliers of {op.columns.name.removesuffix('_columns')} are stored "
-                                "apart, which is not exported to ONNX; convert the model without --outliers.")
 
 
 @lower.register

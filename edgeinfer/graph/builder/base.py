@@ -10,7 +10,6 @@ from ...quant import WeightType
 from ..config import ModelConfig
 from ..ops.base import Op
 from ..ops.matmul import Linear, LinearPart
-from ..ops.rows import OutlierColumns
 from ..tensors import Tensor
 from ..weight_types import ORDER
 from ..weights import Source, Weight, as_source
@@ -60,12 +59,9 @@ class BuilderBase:
         if room or onto:
             return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=first, onto=onto,
                                        layer=self.layer))
-        if left_out := self._left_out(weight):
-            residual = self._op(Linear(out=out, x=self._columns(x, left_out), weight=self._outliers(weight),
-                                       bias=biases, residual=residual, layer=self.layer))
-            out, biases = self._after(residual), None
+        left_out, outliers = self._outliers(weight)
         return self._op(Linear(out=out, x=x, weight=weight, bias=biases, residual=residual, in_ffn=in_ffn,
-                               left_out=left_out, layer=self.layer))
+                               left_out=left_out, outliers=outliers, layer=self.layer))
 
     def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                       bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
@@ -124,25 +120,16 @@ class BuilderBase:
         self._types[order.name] = ORDER
         return weight
 
-    def _left_out(self, weight: Weight) -> Weight | None:
-        """Return the vector of the columns of outliers that are stored apart from a matrix, if there are any."""
+    def _outliers(self, weight: Weight) -> tuple[Weight, Weight] | tuple[None, None]:
+        """Return the columns of outliers that are stored apart from a matrix, their numbers first, if there are any."""
         if not (n := self._types[weight.name].outliers):
-            return None
+            return None, None
         columns = Weight(weight.columns_name, (n,), "vector", _shared(weight.sources[:1]))
-        self._weights[columns.name], self._types[columns.name] = columns, ORDER
-        return columns
-
-    def _outliers(self, weight: Weight) -> Weight:
-        """Return the matrix of these columns."""
-        shape = weight.shape[0], self._types[weight.name].outliers
+        shape = weight.shape[0], n
         apart = Weight(weight.outliers_name, shape, "outliers", _shared(weight.sources), weight.combine)
-        self._weights[apart.name], self._types[apart.name] = apart, self._type_of(apart)
-        return apart
-
-    def _columns(self, x: Tensor, columns: Weight) -> Tensor:
-        """Return these elements of the rows x."""
-        out = replace(self._tensor("outliers", columns.shape[0]), rows=x.rows)
-        return self._op(OutlierColumns(out=out, x=x, columns=columns, layer=self.layer))
+        self._weights |= {columns.name: columns, apart.name: apart}
+        self._types |= {columns.name: ORDER, apart.name: self._type_of(apart)}
+        return columns, apart
 
     def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                 combine: str = "concat") -> Weight:

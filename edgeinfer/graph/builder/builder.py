@@ -126,13 +126,10 @@ class GraphBuilder(AttentionWords, ExpertWords, RecurrentWords):
         biases = None
         if bias:
             biases = self._vector(name + "_bias", bias, (size,) * 2, combine="interleave16")
-        weight, onto = self._ordered(weight), None
-        if left_out := self._left_out(weight):
-            onto = self._op(Linear(out=self._tensor("gate_up", weight.shape[0]), x=self._columns(x, left_out),
-                                   weight=self._outliers(weight), bias=biases, layer=self.layer))
-            biases = None
-        return self._op(GatedLinear(out=self._tensor("f", size), x=x, weight=weight, bias=biases, onto=onto,
-                                    left_out=left_out, activation=c.hidden_act, limit=c.hidden_act_limit,
+        weight = self._ordered(weight)
+        left_out, outliers = self._outliers(weight)
+        return self._op(GatedLinear(out=self._tensor("f", size), x=x, weight=weight, bias=biases, left_out=left_out,
+                                    outliers=outliers, activation=c.hidden_act, limit=c.hidden_act_limit,
                                     layer=self.layer))
 
     def plain_ffn(self, x: Tensor, name: str, up: str | Source, down: str | Source, residual: Tensor,

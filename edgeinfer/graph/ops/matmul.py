@@ -38,14 +38,16 @@ class MatMul(Op):
     order: Weight | None = None
     """Order of the source's elements in x."""
     left_out: Weight | None = None
-    """Columns of x that are outliers, zeros in it: another matmul of floats has added them."""
+    """Columns of x that are outliers: zeros among its codes, floats at the end of its rows."""
+    outliers: Weight | None = None
+    """Matrix of these columns, floats."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
-        """Matrix and bias, whole. The norm's weight is counted where it is normally read."""
-        return tuple(Read.whole(weight, types) for weight in (self.weight, self.bias) if weight)
+        """Matrices and bias, whole. The norm's weight is counted where it is normally read."""
+        return tuple(Read.whole(weight, types) for weight in (self.weight, self.bias, self.outliers) if weight)
 
     def operations(self) -> float:
-        """Two for each weight, without padding."""
+        """Two for each weight, without padding; columns of outliers are counted in the matrix, too."""
         return 2 * parameters(self.weight)
 
     def activation_values(self) -> float:
@@ -58,7 +60,7 @@ class MatMul(Op):
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """A gate and an up tile, and the row of a fused input: quantised, and normed before that."""
-        row = abi.q8_row_bytes(self.x.width, self.x.group_size)[0] if self.source else 0
+        row = abi.q8_row_bytes(self.x.width, self.x.group_size, self.x.apart)[0] if self.source else 0
         floats = 4 * round_up(self.x.width, 16) if self.norm or self.order or self.left_out else 0
         return Scratch(abi.GATED_SCRATCH_BYTES + row + floats)
 
@@ -75,6 +77,8 @@ class MatMul(Op):
         """The matrix's columns are the input's, in the type that its matmuls take."""
         yield from other_width("the matrix has columns:", self.weight.shape[-1], self.x)
         yield from _type(self.x, types[self.weight.name])
+        if self.outliers and self.x.dtype == "q8" and self.outliers.shape[1] != self.x.apart:
+            yield f"the matrix has columns of outliers: {self.outliers.shape[1]}, but {self.x} has {self.x.apart} apart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +132,6 @@ class GatedLinear(MatMul):
     activation: str
     limit: float = 0.0
     """Limit of fatrelu and swiglu_oai."""
-    onto: Tensor | None = None
-    """Rows that are added to x G^T and x U^T, in the matrix's order; instead of a bias."""
     ffn = True
 
     @property
@@ -141,8 +143,6 @@ class GatedLinear(MatMul):
         """Half of the matrix's rows, without their padding, are the output's."""
         yield from super().faults(types)
         yield from other_width("gate and up have rows, padded:", self.weight.shape[0] // 2, self.out, 16)
-        if self.onto:
-            yield from other_width("gate and up have rows:", self.weight.shape[0], self.onto)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,7 +210,7 @@ class Quantize(RowOp):
     order: Weight | None = None
     """Permutation of the elements, for a matrix whose columns are in another order (act-order of GPTQ)."""
     left_out: Weight | None = None
-    """Elements that are outliers, for a matrix that has zeros in these columns: zeros are quantised instead."""
+    """Elements that are outliers: zeros are quantised instead, and they follow as floats."""
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """A row in its order, or with zeros, before it is quantised."""
@@ -228,23 +228,10 @@ class Quantize(RowOp):
             yield from other_width("the input has rows of", self.x.width, self.out)
         if self.x.dtype != "f32":
             yield f"{self.x} is quantised already"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutlierColumns(RowOp):
-    """Some elements of each row: those that a matrix of outlier columns multiplies."""
-
-    KERNELS = ("gather_columns",)
-    x: Tensor
-    columns: Weight
-
-    def faults(self, types: Types) -> Iterator[str]:
-        """The elements are as many as the output has, and were floats."""
-        yield from other_width("there are columns:", self.columns.shape[0], self.out)
-        if types[self.columns.name] != ORDER:
-            yield f"the columns {self.columns.name} are stored as {types[self.columns.name]}"
-        if self.x.dtype != "f32":
-            yield f"{self.x} is quantised already"
+        if self.left_out and types[self.left_out.name] != ORDER:
+            yield f"the columns {self.left_out.name} are stored as {types[self.left_out.name]}"
+        if self.out.apart != (self.left_out.shape[0] if self.left_out else 0):
+            yield f"{self.out} has {self.out.apart} elements apart"
 
 
 @dataclass(frozen=True, kw_only=True)

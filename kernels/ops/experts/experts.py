@@ -151,7 +151,7 @@ def _register_gated(name, chunk_of):
                 there = location_of(inst, ctx, expert_of(work, after // chunks), LOCATION_GATE_UP)
                 following = base + div_i64(there - location, size) + after % chunks * chunk
             at = Addresses(inst, operand(inst, ctx, 0) + location - base * size, work.x + first * work.stride,
-                       operand(inst, ctx, 2) + first * stride - 64 * base, operand(inst, ctx, 3), scratch)
+                       operand(inst, ctx, 2) + first * stride - 64 * base, operand(inst, ctx, 3), scratch, 0)
             chunk_of(at, base + start, base + min(start + chunk, units), following, n)
             number = after
         return 0

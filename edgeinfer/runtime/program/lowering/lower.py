@@ -63,7 +63,7 @@ def _input(op: MatMul, at: Lowering) -> dict[str, int | float]:
         kind = abi.FUSED_NORM if op.norm else abi.FUSED_ORDERED if op.order else \
             abi.FUSED_LEFT_OUT if op.left_out else abi.FUSED_QUANTISE
         more |= {"fused": kind, "width": op.x.width, "eps": op.eps or 0.0}
-        more |= {"left_out": op.left_out.shape[0]} if op.left_out else {}
+    more |= {"left_out": op.left_out.shape[0]} if op.left_out else {}
     return more | {"out_stride": at.stride(op.out), "scratch": at.plan.thread_scratch_bytes}
 
 
@@ -75,11 +75,11 @@ def _matmul(op: Linear | GatedLinear, at: Lowering, units: int, unit_tiles: int,
     chunk = matmul_chunk(unit_tiles * size, unit_tiles, units, at.threads)
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
                       token_tiles=at.token_tiles, halved=int(halves_streams()), **_input(op, at), **more)
-    onto = op.onto if isinstance(op, GatedLinear) else None
-    operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(onto or op.bias), at.scratch, at.at(op.source),
-                at.at(op.norm or op.order or op.left_out)]
+    operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(op.bias), at.scratch, at.at(op.source),
+                at.at(op.norm or op.order or op.left_out), at.at(op.outliers)]
     adds = isinstance(op, Linear) and op.residual
-    flags = (abi.FLAG_BIAS if op.bias or onto else 0) | (abi.FLAG_RESIDUAL if adds else 0)
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_RESIDUAL if adds else 0) \
+        | (abi.FLAG_APART if op.outliers else 0)
     return [at.instruction(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
@@ -96,8 +96,7 @@ def _(op: Linear, at: Lowering) -> list[Instruction]:
 
 @lower.register
 def _(op: GatedLinear, at: Lowering) -> list[Instruction]:
-    return _matmul(op, at, op.weight.shape[0] // 32, 2, activation=ACTIVATIONS[op.activation], limit=op.limit,
-                   bias_stride=at.stride(op.onto) if op.onto else 0)
+    return _matmul(op, at, op.weight.shape[0] // 32, 2, activation=ACTIVATIONS[op.activation], limit=op.limit)
 
 
 def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int], tuple[int, int]]:

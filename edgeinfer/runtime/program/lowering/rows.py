@@ -12,7 +12,6 @@ from edgeinfer.graph import (
     NormedSum,
     NormPart,
     Op,
-    OutlierColumns,
     Quantize,
     RmsNorm,
     Sample,
@@ -110,11 +109,6 @@ def _(op: Quantize, at: Lowering) -> list[Instruction]:
     operands = [at.at(op.x), at.at(op.out), at.at(op.order or op.left_out), at.scratch]
     return _rows(op, at, op.x, operands, ordered=int(op.order is not None), scratch=at.plan.thread_scratch_bytes,
                  left_out=op.left_out.shape[0] if op.left_out else 0)
-
-
-@lower.register
-def _(op: OutlierColumns, at: Lowering) -> list[Instruction]:
-    return _rows(op, at, op.x, [at.at(op.x), at.at(op.out), at.at(op.columns)])
 
 
 @lower.register
