@@ -114,6 +114,19 @@ def test_types_are_mixed_within_a_weight_without_loss(tmp_path: Path) -> None:
             "head": "q4g32"}
 
 
+@pytest.mark.parametrize("gate, up", [("Q4_1", "Q8_0"), ("Q4_1", "Q5_0")])
+def test_gate_and_up_of_unlike_types_become_one_type(tmp_path: Path, gate: str, up: str) -> None:
+    source = make_checkpoint(tmp_path / "hf", hidden_size=64, intermediate_size=96)
+    tensors = write_gguf(tmp_path / "m.gguf", source, {"ffn_gate": gate, "ffn_up": up, "ffn_down": "Q4_0"})
+    report = convert(tmp_path / "m.gguf", tmp_path / "made")
+    found = {one.name: one for one in report.tensors}
+    assert found["layers.0.gate_up"].dtype == "int8" and 0 < found["layers.0.gate_up"].relative_error < 1e-4
+    assert found["layers.0.down"].exact and "2 of" in report.requantised and gate in report.requantised
+    made = weights_of(tmp_path / "made")["layers.0.gate_up"].reshape(-1, 2, 16, 64)
+    off = made[:, 1].reshape(-1, 64)[:96] - tensors["blk.0.ffn_up.weight"]
+    assert np.linalg.norm(off) < 0.01 * np.linalg.norm(tensors["blk.0.ffn_up.weight"])
+
+
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("model_type", "kinds", "stored"), [
     ("llama", {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_down": "Q6_K", "": "Q4_K"}, ["q4kg32", "q6g16"]),
