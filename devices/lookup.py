@@ -22,6 +22,7 @@ from .names import (
     meant,
     nearest,
     one_memory,
+    one_script,
     plain,
     taken_apart,
     with_memory,
@@ -52,6 +53,7 @@ def of_any_name(text: str) -> DeviceProfile | None:
     UsageError
         It is the name of several devices or counts them, or the device does not exist with that memory.
     """
+    text = one_script(text)
     if sum(map(str.isalnum, text)) < _SHORTEST or _ONLY_A_COUNT.fullmatch(text):
         return None
     if counted := _COUNTED.search(text):
@@ -73,10 +75,13 @@ def of_any_name(text: str) -> DeviceProfile | None:
 
 def no_device(text: str) -> UsageError:
     """Return the message for a name that is no device's: near names, or for that of a kind three of it."""
-    if kind := kind_of(text):
+    if not text.strip():
+        return UsageError("The name of the device is empty; give one, such as 'm4', 'rtx4090' or 'rpi5'; 'edgeinfer "
+                          "devices' lists them.")
+    if kind := kind_of(one_script(text)):
         return UsageError(f"There is no device {text!r}, which is a kind of them; write the model, such as "
                           f"{kind[0]!r}, {kind[1]!r} or {kind[2]!r}.")
-    typed = taken_apart(text)
+    typed = taken_apart(one_script(text))
     return _several(text) or UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 
 

@@ -22,19 +22,24 @@ AMOUNT = re.compile(r"(?<![\w.])(\d{1,4}) ?(gi?b|ti?b)\b|(?<![\w.])([1-46-8]|1[0
                      r"80|96|128|192|256|512) ?g\b")
 _GENERATION = re.compile(r"\b1\dth gen\b")
 _SCREEN = re.compile(r"(?<![\w.])(?:1[1-9]|2[47])(?:\.\d)? ?(?:\"|''|-? ?(?:inch|zoll|pouces|pulgadas)\b)")
-_PLUS = re.compile(r"(?<=\d)\+")
+_PLUS = re.compile(r"(?<=\w)\+(?!\w)")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _CASES = re.compile(r"\b(?:mac ?book (?:air|pro|neo)(?: 1[3-6])?|mb[ap](?: 1[3-6])?|mac (?:mini|studio|pro)|macbook|"
-                    r"i ?mac|mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|(?<!pad )mini|"
-                    r"studio|developer kit|dev kit|founders edition|(?<=\d{4} )fe|(?<=ti )fe|(?<=super )fe|"
+                    r"i ?mac(?: 2[47])?|mac|i ?pad (?:air|pro)(?: 1[13]| 12\.9| 10\.5)?|mini pc|"
+                    r"(?<!pad )(?<!board )mini|studio|"
+                    r"developer kit|dev kit|founders edition|(?<=\d{4} )fe|(?<=ti )fe|(?<=super )fe|"
                     r"graphics card|model [ab])\b")
 """Names of products that devices are built into."""
 _NOISE = frozenset("apple nvidia geforce amd radeon intel core qualcomm rockchip radxa jetson snapdragon samsung ryzen "
                    "aws amazon with and chip soc board sbc computer of unified ram memory vram processor valve asus "
-                   "google mediatek graphics used new kaggle colab runpod".split())
+                   "google mediatek graphics used new kaggle colab runpod gcp azure oracle ec2 hetzner vastai".split())
 """Words that tell no two devices apart."""
 _REWRITTEN = (
     (re.compile(r"\((?:r|tm|c)\)|[®™©]"), " "),
+    (re.compile(r"^\W*(?:gpu ?)?\d\W+(?=nvidia|tesla|quadro)|\(uuid[^)]*\)|\b(?:off|on|wddm|tcc)\W*$"), " "),
+    (re.compile(r"(?<![\w.])([468]|1[268]|24|32|36|48|64|96) ?(?:gb?)? ?[/+] ?"
+                r"(?:(?:128|256|512|1024) ?(?:gb?)?|\d ?tb?)(?!\w)"), r"\1gb "),
+    (re.compile(r"\b\d\d?(?:[- ]core|c)[- ](?:cpu)?[- ,/&+]*(?:and )?(?=\d\d?(?:[- ]core|c)[- ]gpu\b)"), " "),
     (re.compile(r"@? ?~?\b\d+(?:[.,]\d+)? ?[gm]hz\b|\b\d{1,3} ?(?:threads?|cpus|threads? cpu)\b|\b\d{1,2} ?nm\b|"
                 r"\b\d{2,3} ?w\b(?!/)|\b\d{3,6} ?mi?b\b"), " "),
     (re.compile(r"(?<=\d) ?(?:kernen?|c(?:œ|oe)urs?|n[úu]cleos|コア|核)"), " cores"),
@@ -44,14 +49,17 @@ _REWRITTEN = (
     (re.compile(r"\bmac ?book (?=\S+ air\b)"), "macbook air "),
     (re.compile(r"(?<=\bmacbook air )(\S+) air\b"), r"\1"),
     (re.compile(r"(?<=[a-z0-9])(?=[^\x00-\u024f])|(?<=[^\x00-\u024f])(?=[a-z0-9])"), " "),
+    (re.compile(r"\blaptop\b(?=.*\blaptop\b)|\bd['’]occasion\b"), " "),
+    (re.compile(r"\bmoto (?=edge|razr)"), "motorola "),
     (re.compile(r"\bw/"), "with "),
     (re.compile(r"\((?:radv|dg\d|bmg|acm|llvm)[^)]*\)"), " "),
     (re.compile(r"\b(?:with|mit|avec|con|und|et)[ -]+radeon\b(?:.*?\bgraphics\b|(?: \d{3,4}[ms])?)"), " "),
     (re.compile(r"[^\w.]+"), " "),
+    (re.compile(r"(?<=gpu )(\d)g\b"), r"\1"),
     (re.compile(r"\bi ?pad (\d{1,2})th gen(?:eration)?\b"), r"ipad \1"),
     (re.compile(r"\bi ?pad air \d (?=m\d)"), "ipad air "),
     (re.compile(r"\bmobile platform\b|\bfor galaxy\b"), " "),
-    (re.compile(r"\bryzen ([3579]) pro (?=\d{4})"), r"ryzen \1 "),
+    (re.compile(r"\b((?:ryzen|ai) [3579]) pro (?=\d{3})"), r"\1 "),
     (re.compile(r"\b(?:arm )?(?:aarch64|arm64|x86 64|amd64)\b"), " "),
     (re.compile(r"(?<=\d)(gre|xtx?|ti|super) ?(\d{1,2}) ?(gb?)\b"), r"\1 \2\3"),
     (re.compile(r"\bmax q\b"), "laptop"),
@@ -71,6 +79,25 @@ _REWRITTEN = (
 )
 """Spellings and their replacements, in order: marks, clocks and threads, words of other languages, the graphics in a
 processor, revisions, years, the ways to write a product, and the memory of those that are sold with one amount."""
+_FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: 0x20}
+_OTHER_SCRIPTS = {
+    "8 至尊版": "8 elite", "8至尊版": "8 elite", "8-至尊版": "8 elite", "至尊版": "ultra",
+    "青春版": "lite", "小米": "xiaomi", "红米": "redmi",
+    "华为": "huawei", "荣耀": "honor", "一加": "oneplus", "三星": "samsung", "苹果": "apple", "英伟达": "nvidia",
+    "英特尔": "intel", "酷睿": "core", "至强": "xeon", "锐龙": "ryzen", "霄龙": "epyc", "线程撕裂者": "threadripper",
+    "高通": "qualcomm", "骁龙": "snapdragon", "联发科": "mediatek", "天玑": "dimensity", "麒麟": "kirin",
+    "树莓派": "raspberry pi", "香橙派": "orange pi", "联想": "lenovo", "戴尔": "dell", "惠普": "hp", "华硕": "asus",
+    "微星": "msi", "技嘉": "gigabyte", "七彩虹": "colorful", "影驰": "galax", "蓝宝石": "sapphire", "铭瑄": "maxsun",
+    "零刻": "beelink", "极摩客": "gmktec", "铭凡": "minisforum", "显卡": "card", "ラズパイ": "raspberry pi",
+    "갤럭시": "galaxy", "아이폰": "iphone", "라이젠": "ryzen", "라즈베리파이": "raspberry pi",
+}
+"""Makers and products in other scripts; the longer of two that begin alike comes first."""
+_LABEL = re.compile(r"(?i)^\W*(?:model identifier|model|host|hardware|machine|product name|device|board) ?[:=]\s*|"
+                    r"\bgoogle (?=colab|cloud)|(?<=google) cloud\b")
+_NEGATED = re.compile(r"(?i)[(,;]?\s*\b(?:not|не|nicht|pas|non?[- ](?=ti\b|super\b|xt\b|x\b|oc\b)|kein\w*|sans|ohne) ?"
+                      r"(?!sure|certain|only|sicher|nur)(?:the |an? |die |der |das |la |le |el |de )*"
+                      r"(?:[rg]tx )?(?:\d{3,4} ?)?(?:ti|super|xtx?|max|pro|ultra|plus|laptop|mobile|d)\b"
+                      r"(?: version)?\s*\)?")
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
 _TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")
@@ -113,6 +140,15 @@ def unit_in_words(profile: DeviceProfile) -> str:
     unit = unit_of(profile)
     language = {"cuda": "CUDA", "metal": "Metal", "vulkan": "Vulkan", "sycl": "SYCL"}.get(profile.isa)
     return f"the {unit.upper()} ({language})" if language else f"the {unit.upper()}"
+
+
+def one_script(text: str) -> str:
+    """Return a name with full-width characters as plain ones, Chinese names of makers and products in Latin letters,
+    and without what it says that it is not: "RTX 3080 (not the Ti)".
+    """
+    for word, latin in _OTHER_SCRIPTS.items():
+        text = text.replace(word, f" {latin} ")
+    return _NEGATED.sub(" ", _LABEL.sub("", text.translate(_FULL_WIDTH))).strip()
 
 
 def plain(text: str) -> str:

@@ -48,7 +48,8 @@ _OF_CARDS = re.compile(
     r"mech|merc ?\d*|speedster|swft ?\d*|qick ?\d*|challenger|steel legend|taichi|pure|fighter|verto|gamerock|"
     r"gaming ?pro|python(?: iii)?|ichill|ghost|dual fan|workstation|"
     r"(?:acer )?(?:predator )?bifrost|founders|trinity|xlr ?8|vapor x|titan oc|sc|ko|hof|epic x|oam|"
-    r"jetstream|blower|reference|limited edition|(?:black |white )?edition|gddr\d?x?|hbm\d?e?|pcie|sxm\d?|le|x[23]|"
+    r"jetstream|blower|infinity(?: \d)?|ultra (?:w )?oc|reference|limited edition|"
+    r"(?:black |white )?edition|gddr\d?x?|hbm\d?e?|pcie|sxm\d?|le|x[23]|"
     r"low profile|"
     r"pascal|volta|turing|ampere|lovelace|hopper|blackwell|kepler|maxwell|rdna ?\d?|battlemage|alchemist)\b")
 """Makers and series of graphics cards, and further words on their boxes."""
@@ -76,7 +77,8 @@ _ENDINGS = re.compile(r"(?<=\d{3}k)[fs]\b|(?<=\d{4})f\b|(?<=\b[79]\d{3})p\b")
 """Memory and code names beside a processor; endings of those without graphics, with a higher clock or one socket."""
 _LITTLE = frozenset("de di da do du le la el un en et und der die das mit con avec com the my for on in y".split())
 _PLUS = re.compile(r"\bplus\b")
-_OF_CLOUDS = re.compile(r"\b[a-z]\d[a-z]{0,3}\.(?:\d*x?large|metal|medium|micro|small|nano)\b")
+_OF_CLOUDS = re.compile(r"\b[a-z]\d[a-z]{0,3}\.(?:\d*x?large|metal|medium|micro|small|nano)\b|\b[a-z]\d[a-z]? "
+                        r"(?:standard|high(?:gpu|mem|cpu)|(?:mega|ultra)gpu) \d+\b")
 _TIERS = frozenset("lite neo duo micro sff fold flip note tab watch embedded refresh turbo prime active play power "
                    "zoom fusion edge classic nano zero mini fe mod modded modified".split())
 """Words that may tell devices apart of which none is known."""
@@ -152,20 +154,21 @@ def _inside(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> 
     """
     for left_out in (_OF_MEMORY, _OF_GRAPHICS, AMOUNT):
         clean = left_out.sub(" ", clean)
-    words, found, i = clean.split(), list[DeviceProfile](), 0
+    words, found, computers, i = clean.split(), list[DeviceProfile](), list[DeviceProfile](), 0
     while i < len(words):
         for end in range(min(len(words), i + _LONGEST), i, -1):
             run = " ".join(words[i:end])
             typed = taken_apart(run)
             if len(typed.whole[0]) >= _SHORT and re.search(r"[a-z]", run) and names.get(typed.key) and (
                     re.search(r"\d{3}", run) or _OF_PARTS.fullmatch(run)):
-                found += [profiles[name] for name in names[typed.key]]
+                kind = computers if words[i] in _COMPUTERS else found
+                kind += [profiles[name] for name in names[typed.key]]
                 i = end - 1
                 if end < len(words) and re.fullmatch(r"v\d|x3d|[a-z]", words[end]):
                     return []
                 break
         i += 1
-    parts = _OF_PARTS.search(clean)
+    parts, found = _OF_PARTS.search(clean), found or computers  # the processor that is said, not the usual one
     return found if any(one.device_class in (*_X86, "arm-server") or parts for one in found) else []
 
 
@@ -206,9 +209,9 @@ def _shorter(clean: str) -> Iterator[tuple[Typed, Allowed]]:
     yield (replace(card, words=tuple(word for word in card.words if word not in _KINDS)),
            lambda profile: _is_card(profile) and of_kind(profile))
     if _BOARD_PARTNERS.search(clean):
-        said = [word for word in clean.split() if re.search(r"\d", word) or word in _VARIANTS or word in _COMPUTERS
-                or word in _NAMES_OF_CARDS]
-        partner = taken_apart(_OF_CARDS.sub(" ", " ".join(said)))
+        said = [word for word in _OF_CARDS.sub(" ", clean).split()
+                if re.search(r"\d", word) or word in _VARIANTS or word in _COMPUTERS or word in _NAMES_OF_CARDS]
+        partner = taken_apart(" ".join(said))
         yield partner, lambda profile: _is_card(profile) and "laptop" not in profile.name and of_kind(profile)
     kept = clean
     for left_out, classes in ((_OF_MEMORY, _X86), (_OF_GRAPHICS, _X86), (_ENDINGS, ("x86-desktop", "x86-server")),

@@ -42,8 +42,9 @@ _ROWS = re.compile("_R[48]$")
 _FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\d\b|[.-]i1(?=[.:-]|$)")
 _SIZE = re.compile(r"\d+(?:\.\d+)?[bm]")
 _SPACED = re.compile(r"(?<=\d) (?=b\b)")
-_POINT = re.compile(r"(?<=\d)_(?=\d)")
-"""A point as names write it that may not have one: internlm2_5-7b."""
+_POINT = re.compile(r"(?<=\d)(?<![a-z]\d)_(?=\d)|(?<=[a-z]\d)_(?=\d(?!\d*b))")
+"""A point as names write it that may not have one: internlm2_5-7b, but saiga_llama3_8b."""
+_FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: 0x20}
 _LLAMA = re.compile(r"(?<![a-z0-9])l(?=(?:2|3(?:\.[123])?)(?![.\w]))")
 _LEFT_OUT = (
     re.compile(r"(?<![a-z])(?:(?:nous|open|deep)[- ]?hermes|hermes|dolphin|tulu|chatqa|saiga|samantha|storm|stheno|"
@@ -115,7 +116,8 @@ def _keys() -> dict[tuple[str, ...], str]:
 
 def spoken(text: str) -> Spoken:
     """Parse the name of a model."""
-    lowered = _FILE.sub(" ", text[:MAX_CHARACTERS].strip().lower())
+    plain = text[:MAX_CHARACTERS].translate(_FULL_WIDTH).replace("通义千问", "qwen ").replace("千问", "qwen ")
+    lowered = _FILE.sub(" ", plain.strip().lower())
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)
     types = [*_TYPE.finditer(lowered)]

@@ -20,8 +20,8 @@ MEMORY = {
     "OnePlus 12 12 GB": 12, "Raspberry Pi 5": 4, "M4": 16, "iPhone 15 Pro 256GB": 8, "A100 40GB": 40, "A100": 80,
 }
 """Of names without a memory the smallest common one, and that of the device whose name it is."""
-OTHERS = """4090 ti, rx 4090, rtx 5090 ti, Raspberry Pi 6, rpi 55, Pi, Orange Pi 4, Orange Pi 3, Rock 4, RK3528, M6, M4
-Ultra, M14, M3 Max 34c, RTX A100, GB200, GB300, Orin, 8 Gen 5, 8s Gen 4, 7 Gen 3, i9-13901, i7-8651U, Ryzen
+OTHERS = """4090 ti, rx 4090, rtx 5090 ti, Raspberry Pi 6, rpi 55, Pi, Orange Pi 4, Orange Pi 7, Rock 4, RK3529, M6, M4
+Ultra, M14, M3 Max 34c, RTX A100, GB200, GB300, Orin, 8 Gen 5, 9s Gen 4, 7 Gen 9, i9-13901, i7-8651U, Ryzen
 7 8841HS, DDR3, DDR4-2400, Galaxy S26, Strix Point, Mac mini, MacBook Pro, 16GB, GPU, x, Galaxy S24,
 7600""".replace("\n", " ").split(", ")
 PAIRS = [tuple(line.split("\t")) for line in

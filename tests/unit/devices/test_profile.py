@@ -100,7 +100,7 @@ def test_titles_and_names_of_published_tables_find_the_device(typed: str, name: 
         ("rpi6", "There is no device 'rpi6'; the names next to it, 'rpi5', 'rpi4' or 'rpi3', are other devices'."),
         ("orange pi", "did you mean 'visionfive-2', 'rk3588' or "),
         ("qqqqq", "There is no device 'qqqqq'; 'edgeinfer devices' lists the known ones"),
-        ("", "There is no device ''"),
+        ("", "The name of the device is empty"),
         ("no/such.toml", "There is no profile 'no/such.toml'; give a file, or a name that 'edgeinfer devices' lists"),
     ],
 )
