@@ -216,6 +216,8 @@ def _name_machine(given: Given, known: set[str]) -> None:
             raise UsageError(f"--device {named} selects an executor, and estimate is for hardware; give --machine NAME "
                              "('edgeinfer devices' lists names).")
         return
+    if by_flag and not named.strip():
+        raise UsageError(f"--device is {named!r}; give one of {', '.join(DEVICES)}, or a machine by --machine NAME.")
     where = f"--device {named}" if by_flag else f"EDGEINFER_DEVICE={named}"
     if "machine" in known and given.machine is None:
         say(f"{where} names a machine; write --machine {named}, or set EDGEINFER_MACHINE.")

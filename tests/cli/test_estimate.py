@@ -242,7 +242,7 @@ def test_variables_for_all_commands_contradict_no_flag(monkeypatch) -> None:
     assert edgeinfer("estimate", "demo", "--json").json["device"] == "rpi5"
     assert edgeinfer("devices").code == edgeinfer("devices", "m1").code == 0
     assert "--machine applies to a single" in edgeinfer("estimate", "demo", "--all-devices", "--machine", "m1").sentence
-    assert edgeinfer("devices", "").sentence.startswith("There is no device ''")
+    assert edgeinfer("devices", "").sentence.startswith("The name of the device is empty;")
 
 
 def test_a_device_that_names_a_machine_is_taken_for_it_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +252,7 @@ def test_a_device_that_names_a_machine_is_taken_for_it_with_a_notice(monkeypatch
         assert "--device rpi5 names a machine; write --machine rpi5" in old.err
     assert "both name a machine" in edgeinfer("plan", "demo", "--device", "rpi5", "--machine", "m1").sentence
     assert "use one or the other" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
+    assert edgeinfer("estimate", "demo", "--device", " ").sentence.startswith("--device is ' '; give one of cpu, ")
     assert "--device cuda selects an executor" in edgeinfer("estimate", "demo", "--device", "cuda").sentence
     monkeypatch.setenv("EDGEINFER_DEVICE", "rpi5")
     assert edgeinfer("run", "demo", "Once", "-n", "1", "--no-stats").code == 0
