@@ -1,4 +1,4 @@
-"""Size of a bundle and duration of its conversion, as they are told before it begins."""
+"""Estimate the size of a bundle and the duration of its conversion before the conversion starts."""
 
 from __future__ import annotations
 
