@@ -24,7 +24,7 @@ MADE = ("f16", "int8", "q6", "q5m", "q5k", "q5", "q4m", "q4k", "iq4", "iq4k", "t
 """Types that edgeinfer makes of a checkpoint, the most exact first."""
 COMPARED = ("f16", "int8", "q6", "Q6_K", "q5m", "q5k", "Q5_K_M", "q5", "q4m", "q4k", "Q4_K_M", "iq4", "iq4k", "tableq",
             "IQ4_XS", "q4", "Q4_0", "mxfp4", "tableq3")
-"""All of them."""
+"""All of them, as the table has them."""
 TERNARY = ("q2", "q4", "int8", "f16")
 """Types that hold the weights of a model that was trained with three values, all exactly, the smallest first."""
 EITHER = ("Q5_K_M", "Q4_K_M")
@@ -99,16 +99,10 @@ def types_of(name: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def sized(name: str, kind: str) -> Sized:
-    """Return a built-in shape with one type of weights; a type that the table lacks takes 20 ms to describe."""
+    """Return a built-in shape with one type of weights, one of `types_of`."""
     from edgeinfer.devices import Traffic
 
     row = _table()[name]
-    if kind not in row["types"]:
-        from .describe import describe
-
-        model = describe(name, kind)
-        return replace(sized(name, "q4"), kind=kind, file_bytes=model.weight_bytes, traffic=model.traffic(KV),
-                       ternary=False)
     nbytes, *values = row["types"][kind]
     traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=True)))
     return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic,

@@ -26,6 +26,11 @@ def test_the_table_of_sizes_is_up_to_date(name: str) -> None:
     assert json.loads(json.dumps(row(name))) == kept[name], "run: python -m tests.make_sizes"
 
 
+def test_the_table_has_every_type_that_is_compared() -> None:
+    kept = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert all(list(kept[name]["types"]) == list(sizes.types_of(name, sizes.COMPARED)) for name in kept)
+
+
 def test_a_recommended_model_is_one_that_plan_lets_run_as_fast() -> None:
     out = edgeinfer("recommend", "--machine", "M4 Pro 24GB", "--ctx", 8192, "--min-speed", 20, "--json").json
     assert len(out["models"]) > 5
