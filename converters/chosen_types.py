@@ -30,16 +30,17 @@ class ChosenTypes:
         others = requested_types()
         return lambda weight: self.types[weight.name] if weight.name in self.types else others(weight)
 
-    def quantisation(self, graph: Graph) -> Quantisation:
-        """Return the quantisation for a bundle's header: the type of most weights of the layers."""
-        nbytes: Counter[WeightType] = Counter()
-        ends: dict[str, str] = {}
-        for weight in graph.weights:
-            stored = graph.types[weight.name]
-            if weight.kind in ("matrix", "experts"):
-                nbytes[stored] += stored.nbytes(weight.shape)
-            elif weight.kind in ("embedding", "head"):
-                ends[weight.kind] = stored.dtype
-        most_common = nbytes.most_common(1)[0][0]
-        group = most_common.group_size if most_common.group_size in GROUP_SIZES else GROUP_SIZES[0]
-        return Quantisation(most_common.dtype, group, ends["embedding"], ends.get("head", ends["embedding"]))
+
+def mixed_quantisation(graph: Graph) -> Quantisation:
+    """Return the quantisation for the header of a bundle of several types: the type of most weights of the layers."""
+    nbytes: Counter[WeightType] = Counter()
+    ends: dict[str, str] = {}
+    for weight in graph.weights:
+        stored = graph.types[weight.name]
+        if weight.kind in ("matrix", "experts"):
+            nbytes[stored] += stored.nbytes(weight.shape)
+        elif weight.kind in ("embedding", "head"):
+            ends[weight.kind] = stored.dtype
+    most_common = nbytes.most_common(1)[0][0]
+    group = most_common.group_size if most_common.group_size in GROUP_SIZES else GROUP_SIZES[0]
+    return Quantisation(most_common.dtype, group, ends["embedding"], ends.get("head", ends["embedding"]))

@@ -28,7 +28,7 @@ from .bit_budget import BitBudget
 from .calibration import CALIBRATION_FILE, Calibration, check_something_is_rounded, is_free, record
 from .checkpoint.directory import Checkpoint, checkpoint_fields
 from .checkpoint.json_file import CONFIG_FILE
-from .chosen_types import ChosenTypes
+from .chosen_types import ChosenTypes, mixed_quantisation
 from .gguf.checkpoint import GgufCheckpoint
 from .gguf.file import is_gguf
 from .outlook import outlook, seconds
@@ -149,7 +149,7 @@ def convert(
             mixed = chooser(reading, graph, found) if chooser else None
             if mixed:
                 graph = checkpoint.graph(reading.outliers.types(mixed.type_of()))
-                writer.quantisation = mixed.quantisation(graph)
+                writer.quantisation = mixed_quantisation(graph)
                 reserve(graph, said=True)
             if found and not found.outliers:
                 found = scaled(found, reading, graph)

@@ -30,6 +30,8 @@ from .quant import GROUP_SIZES as GROUP_SIZES
 
 KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = quant.requestable()
+MIXED_TYPES = ("q4_k_m", "q5_k_m")
+"""Files of several types that `convert --weights` makes types like those of, and `bench --shape` random weights."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self", "mtp")
 """Sources of draft tokens that one pass verifies: automatic (the draft model if given, otherwise prompt lookup), none,
 prompt lookup, the draft model, or a part of the model itself.

@@ -49,6 +49,7 @@ from edgeinfer.quant import WeightType, layouts, levels
 
 from ..checkpoint.directory import quantisation_of
 from ..checkpoint.sources import BLOCK_WEIGHTS
+from ..chosen_types import mixed_quantisation
 from ..conversion import graph_bytes
 from .random_experts import Routing
 from .random_neurons import APART, Neurons, Sparsity, random_codes, random_packed
@@ -118,7 +119,7 @@ def write_random_bundle(
             raise UsageError(f"The model has no experts, so routing ({routing:g}) makes no sense; leave it out.")
         routers = Routing(rng, config.experts.total, config.experts.active, routing)
     total, done, strides = graph_bytes(graph), 0, graph.strides
-    asked = quantisation_of(type_of, weights, group_size)
+    asked = mixed_quantisation(graph) if types else quantisation_of(type_of, weights, group_size)
     with BundleWriter(destination, config, asked, overwrite=overwrite, source=f"random weights, seed {seed}") as writer:
         writer.reserve(total)
         for weight in graph.weights:

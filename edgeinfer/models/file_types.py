@@ -18,8 +18,6 @@ BLOCK = 256
 _NARROW = {"q4k": ("q5", 32), "q5k": ("q5m", 32), "q6": ("int8", 32), "iq4k": ("iq4", 32)}
 """Types of rows that are no whole blocks of 256 columns, by the type that they replace."""
 ENDS = ("embedding", "head", "inputs")
-MIXED = ("q4_k_m", "q5_k_m")
-"""Files of several types that `convert --weights` makes types like those of."""
 _LARGER = WeightType.of("q6", 16)
 """Type of the head, and in files that end in M of half of the matrices that leave the FFN."""
 
@@ -52,7 +50,7 @@ def types_of_file(file_type: str, layers: int, tied: bool, values: bool = False)
 
 
 def mixed_types(name: str, checkpoint: Checkpoint) -> ChosenTypes:
-    """Choose the types of a file of `MIXED` for a checkpoint that is converted."""
+    """Choose the types of a file of `MIXED_TYPES` for a checkpoint that is converted."""
     from edgeinfer.converters import ChosenTypes
 
     config = checkpoint.config

@@ -18,6 +18,7 @@ from ..config import (
     KV_LAYOUTS,
     KV_TYPES,
     MAX_KLD,
+    MIXED_TYPES,
     WEIGHT_TYPES,
     GenerationConfig,
     Recipe,
@@ -103,7 +104,7 @@ def _option(name: str, metavar: str, help: str, **more: Any) -> Option:
 
 OPTIONS: tuple[Option, ...] = (
     _option("weights", "|".join(WEIGHT_TYPES),
-            "Type of weights that a checkpoint or GGUF file is converted to.",
+            "Type of weights that a checkpoint or GGUF file is converted to.", rule=choice(WEIGHT_TYPES + MIXED_TYPES),
             unset="q4; GGUF files keep their types, bundles are not converted", group=MODEL,
             commands=(_RUN, _PLAN, _ESTIMATE, _BENCH, _EVAL), common=(_RUN, _PLAN, _ESTIMATE, _BENCH)),
     _option("group_size", "|".join(map(str, GROUP_SIZES)), "Number of weights that share a scale.", kind=int,

@@ -256,6 +256,26 @@ def test_a_shape_is_written_once(
 
 
 @pytest.mark.usefixtures("small_reads")
+def test_a_shape_in_the_types_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(SMALL, hidden_size=256, intermediate_size=512, num_hidden_layers=8, windows=(0,) * 8)
+    monkeypatch.setitem(SHAPES, "small", config)
+    monkeypatch.setattr("edgeinfer.base.cache_dir.cache_root", lambda: tmp_path)
+    arguments = ["bench", "--shape", "small", "-p", "8", "-n", "2", "-r", "1", "--json", "--no-startup", "--weights"]
+    for asked, stored in (("q4_k_m", "q4k"), ("q4", "q4")):
+        assert execute([*arguments, asked]) == 0
+        assert json.loads(capsys.readouterr().out)["weights"] == stored
+    (mixed,) = (tmp_path / "bundles").glob("random-small-q4-k-m-v*")
+    with Bundle.open(mixed) as bundle:
+        assert {"q4k", "q6"} == {bundle.types[f"layers.{layer}.down"].dtype for layer in range(8)}
+    assert execute([*arguments, "q4_k_m", "--group-size", "64"]) == 2
+    assert "has a group size for each of its types; omit --group-size 64" in capsys.readouterr().err
+    assert execute(["bench", str(mixed), "--weights", "q4_k_m"]) == 2
+    assert "weights is 'q4_k_m'; choose one of q4, " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_reads")
 def test_a_model_without_tokenizer_has_no_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_random_bundle(replace(SMALL, vocab_size=64), tmp_path / "m")
     assert execute(["bench", str(tmp_path / "m"), "-p", "4", "-n", "0", "-r", "1", "--json"]) == 0

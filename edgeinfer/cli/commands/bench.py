@@ -78,7 +78,8 @@ def bench(
     repetitions: Annotated[int, typer.Option("-r", metavar="N", help="Number of repetitions of each test.")] = 5,
     shape: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Measure random weights of a built-in shape; they are cached."),
+        typer.Option(metavar="NAME", help="Measure random weights of a built-in shape, also --weights q4_k_m "
+                     "or q5_k_m; they are cached."),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also profile every instruction: time, GB/s and utilisation.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.process import peak_rss_bytes
-from ...config import CPU, DEFAULT_DRAFT_TOKENS, RuntimeConfig
+from ...config import CPU, DEFAULT_DRAFT_TOKENS, MIXED_TYPES, RuntimeConfig
 from ...errors import BudgetError, EdgeInferError, RequestError, UsageError
 from ...quant import WeightType
 from ..output import say
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...backends import Provider
     from ...bench import Case, Measurement
     from ...bundle import Bundle
+    from ...graph import ModelConfig
     from ...runner import DraftRunner, Runner
     from ...runtime import Session
 
@@ -82,16 +83,29 @@ def find_bundle(model: str | None, shape: str | None, weights: str | None, group
     """Return the model's bundle, or one with random weights of the shape, which is made unless the cache has it."""
     from ...models import Storage, cached_bundle, resolve
 
-    storage = Storage(weights, group_size, budget)
     if shape is None:
-        return resolve(model or "", progress, storage=storage)
-    weights, group_size = storage.of_checkpoint
+        return resolve(model or "", progress, storage=Storage(weights, group_size, budget))
     from edgeinfer.converters import SHAPES, write_random_bundle
 
-    config, on_progress = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")
-    stored = WeightType.of(weights, group_size).suffix.replace("_", "-")
-    return cached_bundle(f"the random model {shape}", f"random-{shape}-{stored}", lambda target: write_random_bundle(
-        config, target, weights, group_size, overwrite=True, progress=on_progress), progress=progress)
+    config = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX)
+    types, stored = _types_of_shape(config, weights, group_size)
+    return cached_bundle(f"the random model {shape}", f"random-{shape}-{stored.replace('_', '-')}",
+                         lambda target: write_random_bundle(config, target, **types, overwrite=True,
+                                                            progress=partial(progress, "write")), progress=progress)
+
+
+def _types_of_shape(config: ModelConfig, weights: str | None, group_size: int | None) -> tuple[dict[str, Any], str]:
+    """Return the types of random weights as `write_random_bundle` takes them, and their name."""
+    from ...models import Storage
+    from ...models.file_types import types_of_file
+
+    if weights not in MIXED_TYPES:
+        weights, group_size = Storage(weights, group_size).of_checkpoint
+        return {"weights": weights, "group_size": group_size}, WeightType.of(weights, group_size).suffix
+    if group_size is not None:
+        raise UsageError(f"--weights {weights} has a group size for each of its types; omit --group-size {group_size}.")
+    layers, tied = config.num_hidden_layers, config.tie_word_embeddings
+    return {"types": types_of_file(weights.upper(), layers, tied, values=True)}, weights
 
 
 def run_tests(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...base.validation import checked, choice
-from ...config import FFN_LAYOUTS
+from ...config import FFN_LAYOUTS, MIXED_TYPES
 from ...errors import UsageError, printable
 from ...quant import TYPES
 from ...registry import RULES
@@ -186,7 +186,7 @@ def _types_to_compare(text: Path | None, types: str | None) -> list[str]:
 def _chooser(bits: float | None, size: str | None, types: dict[str, Any], progress: OnStageProgress) -> Any:
     """Return the function that chooses a type for each matrix, if requested; options that fix one type are refused
     then."""
-    from ...models.file_types import MIXED, mixed_types
+    from ...models.file_types import mixed_types
 
     mixed = str(types["--weights"]).lower()
     if bits is not None and size is not None:
@@ -196,7 +196,7 @@ def _chooser(bits: float | None, size: str | None, types: dict[str, Any], progre
 
         given = f"--bits {bits:g}" if bits is not None else f"--size {size}"
         chooser: Any = BitBudget(bits, None if size is None else checked("--size", size, RULES["budget"]), progress)
-    elif mixed in MIXED:
+    elif mixed in MIXED_TYPES:
         given, chooser = f"--weights {mixed}", lambda reading, *_, **__: mixed_types(mixed, reading.checkpoint)
         types = {flag: value for flag, value in types.items() if flag != "--weights"}
     else:
