@@ -70,7 +70,11 @@ def of_any_name(text: str) -> DeviceProfile | None:
     found = of_their_makers(text, exact)
     if not exact:
         typed, found = within(text, names, known, _vocabulary)
-    return with_memory(one_memory(meant(typed, text, found), text), typed.memory_gib) if found else None
+    if not found:
+        return None
+    one, stated = one_memory(meant(typed, text, found), text), typed.memory_gib
+    sold = _product_memory().get(typed.key)
+    return with_memory(one, sold if sold in one.memory_gib and stated not in one.memory_gib else stated)
 
 
 def no_device(text: str) -> UsageError:
@@ -108,6 +112,13 @@ def _other_names() -> dict[str, tuple[str, ...]]:
     """Return names of computers and phones, and further ones of devices, by the device that is in them."""
     path = Path(__file__).with_name("other_names.json")
     return {name: tuple(others) for name, others in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+@cache
+def _product_memory() -> dict[Key, int]:
+    """Return the memory, in GiB, of phones and tablets that are sold with one amount, by their names."""
+    table = json.loads(Path(__file__).with_name("product_memory.json").read_text(encoding="utf-8"))
+    return {taken_apart(product).key: int(gib) for gib, products in table.items() for product in products}
 
 
 def _said(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -46,7 +46,13 @@ _REWRITTEN = (
     (re.compile(r"pc portable|ordinateur portable|\bportable\b|port[áa]til\b|\bnotebook\b|笔记本(?:电脑)?|筆電|ноутбук|"
                 r"노트북|ノート(?:pc|パソコン|ブック)?"), " laptop "),
     (re.compile(r"(?<=\d) ?(?:go|gigs?|гб|ギガ)\b"), " gb"),
+    (re.compile(r"\b(i ?pad pro\b.*?)(?<![\w.])[12] ?tb\b"), r"\1 16gb "),
+    (re.compile(r"\b((?:i ?pad|mac ?book|mac mini|i ?mac|mb[ap])\b.*?)(?<![\w.])(?:(?:256|512) ?gb|[1248] ?tb)\b|"
+                r"\b(i ?pad\b.*?)(?<![\w.])(?:64|128) ?gb\b|\b(mac (?:studio|pro)\b.*?)(?<![\w.])[1248] ?tb\b"),
+     r"\1\2\3 "),
+    (re.compile(r"\bgh200 480 ?gb\b"), "gh200"),
     (re.compile(r"\bmac ?book (?=\S+ air\b)"), "macbook air "),
+    (re.compile(r"(?<=\bm\d )air\b"), " "),
     (re.compile(r"(?<=\bmacbook air )(\S+) air\b"), r"\1"),
     (re.compile(r"(?<=[a-z0-9])(?=[^\x00-\u024f])|(?<=[^\x00-\u024f])(?=[a-z0-9])"), " "),
     (re.compile(r"\blaptop\b(?=.*\blaptop\b)|\bd['’]occasion\b"), " "),

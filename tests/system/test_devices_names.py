@@ -92,9 +92,27 @@ def test_another_maker_is_another_device() -> None:
 
 @pytest.mark.parametrize(("typed", "gib"), [
     ("Raspberry Pi 500", 8), ("pi 500+", 16), ("Raspberry Pi 500+ 16GB", 16), ("pi 500 8gb", 8), ("ROG Ally X", 24),
-    ("ROG Ally", 16), ("Raspberry Pi 5", 4)])
+    ("ROG Ally", 16), ("Raspberry Pi 5", 4), ("iPhone 14", 6), ("iPhone 13 mini", 4), ("Pixel 8 Pro 256GB", 12),
+    ("Galaxy S24 Ultra", 12), ("Galaxy S24 Ultra 8GB", 8), ("Google Pixel 9 Pro XL", 16)])
 def test_a_product_that_is_sold_with_one_memory_has_it(typed: str, gib: int) -> None:
     assert load_profile(typed).memory_bytes == gib << 30
+
+
+@pytest.mark.parametrize(("typed", "name", "gib"), [
+    ("iPad Pro M4 1TB", "m4", 16), ("MacBook Air M4 512GB", "m4", 16), ("MacBook Air M3 512GB 24GB", "m3", 24),
+    ("Mac Studio M3 Ultra 1TB", "m3-ultra", 96), ("Mac Studio M3 Ultra 256GB", "m3-ultra", 256), ("iPad Air M2 128GB",
+    "m2", 8), ("NVIDIA GH200 480GB", "gh200", 96), ("m2 air 24gb", "m2", 24)])
+def test_storage_and_the_memory_of_a_processor_beside_a_card_are_not_its_memory(typed: str, name: str, gib: int
+                                                                               ) -> None:
+    profile = load_profile(typed)
+    assert (profile.name, profile.memory_bytes >> 30) == (name, gib)
+
+
+def test_products_are_known_and_sold_with_their_memory() -> None:
+    table = json.loads(Path(devices_of_names.__file__).with_name("product_memory.json").read_text(encoding="utf-8"))
+    for gib, products in table.items():
+        for product in products:
+            assert load_profile(product).memory_bytes >> 30 == int(gib), product
 
 
 @pytest.mark.parametrize(("typed", "gib"), MEMORY.items())
@@ -201,7 +219,7 @@ def test_an_x_in_a_name_is_no_number_of_devices(typed: str, name: str) -> None:
 
 
 def test_words_that_no_device_has_tell_none_apart_and_those_of_several_are_refused() -> None:
-    for typed in ("OptiPlex 3080 Micro", "i7-12700HX", "Xeon E5-2697 v9", "Asus TUF RX 7700S", "RTX 4090 Ti Gamer",
+    for typed in ("OptiPlex 3080 Micro", "i7-12700HX", "Xeon E5-2697 v9", "Asus TUF RX 7900S", "RTX 4090 Ti Gamer",
                   "ThinkPad P1 i7-11800H RTX A2000", "Dell R730 2x E5-2680 v4", "i5-1135G7 4x", "EPYC 9654 2P",
                   "Raspberry Pi 5 x4", "Orange Pi 5 x8", "iPhone 15 x6"):
         with pytest.raises(UsageError):
