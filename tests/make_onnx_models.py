@@ -40,7 +40,8 @@ measured](../explanation/onnx.md) is another page.
 `slots` is `edgeinfer export` and a run with `--device cuda` or `onnx-cpu`, `pages` a run with `--kv-layout pages`
 (cuda), `genai` is `edgeinfer export --for genai`. An architecture has a yes if all its tiny models of `tests/golden`
 are lowered. Those in `slots` run on onnxruntime's CPU provider with logits within 1e-5 of the NumPy reference (f32;
-Gemma 4's mixture 3e-5), with each type of weights, and choose the 40 greedy tokens of edgeinfer's kernels:
+Gemma 4's mixture 3e-5, OLMo Hybrid and Qwen3-Next 2e-5), with each type of weights, and choose the 40 greedy tokens of
+edgeinfer's kernels:
 `python -m pytest --all tests/models/test_onnx_families.py`. `pages` run in ONNX's evaluator with a PagedAttention in
 NumPy: `tests/models/test_onnx_paged.py`.
 
@@ -77,7 +78,10 @@ CUDA = {
     "Shape": "its result is in the memory of the process; genai alone",
     "com.microsoft.GatherBlockQuantized": FLOATS,
     "com.microsoft.GroupQueryAttention": "f16; f32 on the CPU provider alone",
-    "com.microsoft.PagedAttention": "f16; no kernel on the CPU provider"}
+    "com.microsoft.PagedAttention": "f16; no kernel on the CPU provider",
+    **dict.fromkeys(("com.microsoft.GatedDeltaNet", "com.microsoft.VarlenCausalConvWithState"),
+                    "f16, f32; on the CPU provider from 1.32 on"),
+    "Softplus": FLOATS}
 
 
 def cases(model_type: str) -> Iterator[dict[str, Any]]:

@@ -71,7 +71,7 @@ def _ready(path: Path, asked: Asked, provider: Provider | None, opened: ExitStac
         config = sharing(config, bundle.config)
     tokenizer = Tokenizer.of_model(path, bundle.files, bundle.config)
     if provider:
-        asked.drafting.check_device(provider.device)
+        asked.drafting.check_device(provider.device, bool(bundle.config.recurrent))
     companion = asked.drafting.companion(bundle, tokenizer, config, asked.others["progress"], opened)
     return _Ready(bundle, tokenizer, provider, config, companion)
 

@@ -71,8 +71,8 @@ class Drafting(Protocol):
     def model(self) -> Any:
         """Name of the draft model that is opened together with the model, or None."""
 
-    def check_device(self, device: str) -> None:
-        """Raise `UsageError` where a device of onnxruntime cannot run the drafter."""
+    def check_device(self, device: str, recurrent: bool) -> None:
+        """Raise `UsageError` where a device of onnxruntime cannot run the drafter of a model."""
 
     def companion(self, bundle: Any, tokenizer: Any, config: RuntimeConfig, progress: Any, opened: Any) -> Any:
         """Return the drafter to open beside a bundle, or None: its `draft_memory` is in the plan, and `open(session)`

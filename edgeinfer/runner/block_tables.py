@@ -42,6 +42,10 @@ class Sequences(abc.ABC):
             sequence.decoded = None
         self.trim(sequence)
 
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return the most of the first n tokens that a sequence can be cut to."""
+        return n_tokens
+
     @abc.abstractmethod
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with the same tokens that goes its own way from here."""

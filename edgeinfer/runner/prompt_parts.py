@@ -52,6 +52,8 @@ def why_not_elsewhere(config: ModelConfig, ctx: int) -> str:
     """Return why an executor that runs a model cannot compute prompts for our own kernels; empty if it can."""
     if config.latent:
         return "it has latent attention, whose keys other executors store in another form"
+    if config.recurrent:
+        return "it keeps a recurrent state, which other executors do not hand over"
     if config.rope.kind in ("dynamic", "longrope") and ctx > config.rope.original_max_position_embeddings:
         return f"its rotations depend on the context; lower --ctx to {config.rope.original_max_position_embeddings}"
     return ""

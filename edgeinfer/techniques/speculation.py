@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.validation import Rule, choice, integer
-from ..config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, SPECULATIONS, GenerationConfig, Recipe, RuntimeConfig
+from ..config import CPU, DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, SPECULATIONS, GenerationConfig, Recipe, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..registry import NEVER, RULES, Option, Technique
 
@@ -51,11 +51,15 @@ class Drafting(NamedTuple):
         """The draft model that is opened beside the model."""
         return self.draft if self.kind in (AUTO, DRAFT) and not isinstance(self.draft, Recipe) else None
 
-    def check_device(self, device: str) -> None:
-        """Raise `UsageError` where a device of onnxruntime cannot run the drafter."""
+    def check_device(self, device: str, recurrent: bool) -> None:
+        """Raise `UsageError` where a device of onnxruntime cannot run the drafter of a model."""
         if self.kind in (SELF, MTP):
             raise UsageError(f"speculate is {self.kind!r}, and device {device} runs no part of a model by itself; give "
                              "a draft model, or run with device cpu.")
+        if recurrent and (self.kind not in (AUTO, OFF) or self.model):
+            raise UsageError(f"Draft tokens were asked for, and device {device} keeps no recurrent state from before "
+                             "them, to which a model with recurrent layers returns; leave --speculate and --draft out, "
+                             "or run with --device cpu.")
 
     def companion(self, bundle: Bundle, tokenizer: Tokenizer | None, config: RuntimeConfig,
                   progress: OnProgress | None, opened: ExitStack) -> Draft | SelfDraftPlan | DraftHeadPlan | None:
@@ -108,6 +112,11 @@ class Drafting(NamedTuple):
         kind, rows = asked.speculate or self.kind, runner.config
         if kind == OFF:
             return None
+        if not all(map(_returns, filter(None, (runner, draft)))):
+            if kind == AUTO and draft is None:
+                return None
+            raise RequestError(f"speculate is {kind!r}, and device {runner.device} keeps no recurrent state from "
+                               "before draft tokens; leave it out, or open the models with device='cpu'.")
         if not rows.draft_tokens:
             raise RequestError(f"speculate is {kind!r}, and the model was opened with speculate='off'; open it "
                                "without.")
@@ -142,6 +151,11 @@ def _drafter(kind: str, runner: Runner, draft: Runner | None, kept: list[Any]) -
         how = "with draft=MODEL" if kind == DRAFT else f"with speculate={kind!r}"
         raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
     return PromptLookup()
+
+
+def _returns(runner: Runner) -> bool:
+    """Return whether a runner can forget draft tokens: elsewhere than in our kernels states go on."""
+    return runner.device == CPU or not runner.model.recurrent
 
 
 def _head_beside(model: ModelDescription) -> DraftMemory:

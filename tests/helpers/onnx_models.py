@@ -101,31 +101,43 @@ def cpu_session(model: Path) -> Any:
 
 
 class Slots:
-    """A model of attention gqa with KV of some sequences; `feed` runs it over new tokens of some of them."""
+    """A model of attention gqa with KV and states of some sequences; `feed` runs it over new tokens of some of them."""
 
     def __init__(self, model: Path, flavour: Flavour, slots: int = 1):
         self._session, self.lengths = cpu_session(model), [0] * slots
-        self._past = {value.name: np.zeros((slots, *value.shape[1:2], flavour.ctx, *value.shape[3:]),
-                                           FLOATS[flavour.dtype])
-                      for value in self._session.get_inputs() if value.name.startswith("past_")}
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._past = {value.name: self._zeros(value, flavour, slots) for value in self._session.get_inputs()
+                      if value.name.startswith("past_")}
 
-    def feed(self, tokens: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> list[np.ndarray]:
-        """All outputs for every new token: several of one slot, or one each of several."""
+    @staticmethod
+    def _zeros(value: Any, flavour: Flavour, slots: int) -> np.ndarray:
+        shape = [flavour.ctx if size == "slot" else size for size in value.shape[1:]]
+        return np.zeros((slots, *shape), FLOATS[{"tensor(float16)": "f16", "tensor(float)": "f32"}[value.type]])
+
+    def feed(self, tokens: Sequence[Sequence[int]], slots: Sequence[int] | None = None,
+             idle: Sequence[int] = ()) -> list[np.ndarray]:
+        """All outputs for every new token: several of one slot, or one each of several; `idle` slots stay as they are.
+        """
         chosen = list(slots if slots is not None else range(len(tokens)))
         ids = np.array(tokens, np.int64)
         ends = np.array([self.lengths[slot] for slot in chosen]) + ids.shape[1]
         given = {"input_ids": ids, "seqlens_k": (ends - 1).astype(np.int32),
-                 "total_sequence_length": np.array([ends.max()], np.int32), "output_rows": np.arange(ids.size)}
+                 "total_sequence_length": np.array([ends.max()], np.int32), "output_rows": np.arange(ids.size),
+                 "cumulative_sequence_length": ids.shape[1] * np.arange(len(ids) + 1, dtype=np.int32),
+                 "active": np.array([slot not in idle for slot in chosen], np.int32)}
         names = [value.name for value in self._session.get_outputs()]
         past = {name: values[chosen] for name, values in self._past.items()}
+        given = {name: values for name, values in given.items() if name in self._inputs}
         found = dict(zip(names, self._session.run(names, given | past), strict=True))
         for name, values in self._past.items():
-            values[chosen] = found[name.replace("past_key_values", "present")]
+            values[chosen] = found[name.replace("past_key_values", "present").replace("past", "present")]
         for slot, end in zip(chosen, ends, strict=True):
-            self.lengths[slot] = int(end)
+            self.lengths[slot] = int(end) - (slot in idle)
         return [found[name] for name in names if not name.startswith("present")]
 
     def chunks(self, ids: Sequence[int], size: int, slot: int = 0) -> np.ndarray:
         """Logits after every token of a prompt that goes through in chunks, from the slot's beginning."""
         self.lengths[slot] = 0
+        for name, values in self._past.items():
+            values[slot] = values[slot] if name.startswith("past_key_values") else 0
         return np.concatenate([self.feed([ids[i : i + size]], [slot])[0] for i in range(0, len(ids), size)])

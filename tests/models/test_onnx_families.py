@@ -12,6 +12,7 @@ import pytest
 
 from edgeinfer.backends import PROVIDERS, Flavour, device_planner, export, verify_export
 from edgeinfer.backends.onnx.flavour import Heads, kv_layers
+from edgeinfer.backends.onnx.lower_graph import lower_graph
 from edgeinfer.backends.onnx.slabs import block_bytes
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
@@ -30,15 +31,18 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra '
 
 F32, F16, F16_MORE = 1e-5, 5e-3, 2.5
 """Bounds as in test_onnx_graph.py."""
-F32_MORE = {"gemma4-mixture": 3e-5, "gemma4-mixture-rows": 3e-5}
-"""Transformers' own logits in float32 are up to 9.3e-6 from those in float64 there, and others' below 6e-6."""
-F16_OF = {"gemma4-mixture-rows": 3.0}
+F32_MORE = {"gemma4-mixture": 3e-5, "gemma4-mixture-rows": 3e-5, "olmo-hybrid": 2e-5,
+            "qwen3-next-dense-layer": 2e-5}
+"""Transformers' own logits in float32 are up to 9.3e-6 from those in float64 there, and others' below 6e-6; in the
+hybrids the values of a head nearly cancel at some tokens, and a norm of that head comes next."""
+F16_OF = {"gemma4-mixture-rows": 3.0, "qwen3-5-equal-heads": 3.5}
 """The same, of rounding; 2.5 in others."""
 CLOSE = 0.002
 """Router logits that are closer may choose other experts in f16, after which nothing can be compared."""
-RECURRENT = ("bamba", "falcon-h1", "granitemoehybrid", "kimi", "lfm2", "mamba2", "nemotron", "olmo-hybrid", "qwen3-5",
-             "qwen3-next")
-NAMES = [name for name in golden_cases.names() if not name.startswith(RECURRENT)]
+CLOSE_OF = {"qwen3-next": 0.05}
+"""The same, of a router whose logits rounding to f16 changes by up to 0.1, and onnxruntime by 0.06."""
+NAMES = golden_cases.names()
+RECURRENT = frozenset(name for name in NAMES if read_config(golden_cases.config_of(name)).recurrent)
 STORED = [("q4", 32, "tile16"), ("int8", 32, "neuron"), ("f16", 32, "tile16"), ("int8", 64, "tile16"),
           ("q4", 64, "neuron"), ("f32", 32, "tile16")]
 CASES = [(name, dtype, *STORED[(i + more) % len(STORED)]) for i, name in enumerate(NAMES)
@@ -86,7 +90,7 @@ def test_the_oracles_logits(name: str, dtype: str, weights: str, group_size: int
     tolerance, rows = F32_MORE.get(name, F32), len(ids)
     if dtype == "f16":
         tolerance = max(F16, F16_OF.get(name, F16_MORE) * difference(expected_in_f16(bundle, ids), want))
-        rows = int(np.argmax(np.append(np.min(gaps, axis=0) < CLOSE, True))) if gaps else rows
+        rows = int(np.argmax(np.append(np.min(gaps, axis=0) < CLOSE_OF.get(name, CLOSE), True))) if gaps else rows
     model = opened(bundle, len(ids), dtype)
     for size in (len(ids), 7, 1) if rows else ():
         found = difference(model.chunks(ids, size, 1)[:rows], want[:rows])
@@ -123,16 +127,17 @@ def test_cuda_has_pages_unless_positions_are_a_bias(name: str) -> None:
     graph = build_graph(read_config(golden_cases.config_of(name)), requested_types("q4"), Recipe(()))
     planner, config = device_planner(graph, RuntimeConfig(ctx=64, threads=1, max_sequences=2), PROVIDERS["cuda"])
     assert (config.kv_layout == "slots") is bool(graph.config.alibi)
-    plan, layers = planner.plan(to_request(config)), kv_layers(graph.config)
+    plan, layers = planner.plan(to_request(config)), kv_layers(graph)
     blocks = plan.kv_blocks + planner.paged  # a page for idle rows
     assert plan.region("kv").nbytes == blocks * block_bytes(layers, planner.positions(plan.request), "f16")
     assert len(layers) == graph.config.num_hidden_layers - 3 * (name == "gemma4")
     assert name != "deepseek-v2" or set(layers.values()) == {Heads(5, 1, 54)}
 
 
-def test_a_pool_of_its_own_size_is_refused_where_there_are_no_pages() -> None:
-    graph = build_graph(read_config(golden_cases.config_of("mpt")), requested_types("q4"), Recipe(()))
-    with pytest.raises(UsageError, match="--kv-memory is for pages, and this model has ALiBi"):
+@pytest.mark.parametrize(("name", "why"), [("mpt", "has ALiBi"), ("lfm2", "keeps a recurrent state of each sequence")])
+def test_a_pool_of_its_own_size_is_refused_where_there_are_no_pages(name: str, why: str) -> None:
+    graph = build_graph(read_config(golden_cases.config_of(name)), requested_types("q4"), Recipe(()))
+    with pytest.raises(UsageError, match=f"--kv-memory is for pages, and this model {why}"):
         device_planner(graph, RuntimeConfig(ctx=64, threads=1, kv_memory=1 << 24), PROVIDERS["cuda"])
 
 
@@ -150,10 +155,10 @@ def test_architectures_that_transformers_lacks(model_type: str, tmp_path: Path) 
         assert difference(opened(bundle, 64, "f32").chunks(ids, 7, 1), expected(bundle, ids)) < F32
 
 
-@pytest.mark.slow(keep=9)
-@pytest.mark.parametrize("name", [name for name in golden_cases.names() if name.startswith(RECURRENT)])
-def test_recurrent_models_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    bundle = written(name, tmp_path, weights="f32")
-    with pytest.raises(UnsupportedModelError, match=r"keeps a recurrent state, .* run it with --device cpu\.$"):
-        export(bundle, tmp_path / "m.onnx", Flavour())
-    assert not list(tmp_path.glob("m.onnx*"))
+@pytest.mark.parametrize(("flavour", "why"), [
+    (Flavour(target="genai"), "and an export for onnxruntime-genai describes K and V alone, .* with --for session"),
+    (Flavour(attention="paged"), "which slots hold and pages do not; export with --attention gqa, or run with")])
+def test_recurrent_models_are_for_slots(flavour: Flavour, why: str) -> None:
+    graph = build_graph(read_config(golden_cases.config_of("lfm2")), requested_types("q4"), Recipe(()))
+    with pytest.raises(UnsupportedModelError, match=f"keeps a recurrent state.*{why}"):
+        lower_graph(graph, flavour.checked(graph.config))

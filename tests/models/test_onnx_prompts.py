@@ -130,7 +130,8 @@ def test_each_head_of_the_slabs_that_are_read_is_copied_once(layout: Layout) -> 
     for head in range(slabs.heads_apart((0, 1, 2, 3))):
         slabs.bind_read(binding, 1, 2, 7, head, (0, 1, 2, 3))
     per_head = 5 * 16
-    assert [binding.elements[past] for past, _ in slabs.names] == [per_head, per_head, 3 * per_head, 3 * per_head, 0, 0]
+    copied = [per_head, per_head, 3 * per_head, 3 * per_head, 0, 0]
+    assert [binding.elements[slab.past] for slab in slabs.slabs] == copied
 
 
 @pytest.mark.parametrize(("kv", "value", "why"), [

@@ -26,6 +26,7 @@ from tests.models.test_onnx_runner import F32, runner
 @pytest.mark.parametrize(("options", "said"), [
     ({"kv": "int8"}, "--kv int8 is not available on device onnx-cpu: onnxruntime's int8 KV has constant scales"),
     ({"lazy": Schedule.parse("keep=0.5")}, "--lazy is not available on device onnx-cpu"),
+    ({"state_memory": 1 << 20}, "--state-memory is not available on device onnx-cpu"),
     ({"mlock": True}, "--mlock is not available"), ({"mmap": False}, "--no-mmap is not available"),
     ({"recipe": recipe_with(attention="eps:0.01")},
      "has no pass attention:eps=0.01: leave it out, or run with --device"),

@@ -12,13 +12,13 @@ import pytest
 
 from edgeinfer.backends import PROVIDERS, provider_of
 from edgeinfer.backends.onnx import devices, driver, packages
+from edgeinfer.backends.onnx.lowering import lower
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.converters import convert
 from edgeinfer.errors import UsageError
+from edgeinfer.graph import Op
 from edgeinfer.llm import open as opening
 from edgeinfer.llm.api import LLM
 from edgeinfer.runtime import Session
-from tests.helpers import golden_cases
 from tests.helpers.command_line import edgeinfer
 from tests.helpers.fake_gpu import Driver, Management
 from tests.helpers.sessions import TINY, write_model
@@ -54,11 +54,10 @@ def test_auto_takes_the_cpu_for_what_cuda_lacks(gpu_wheel: SimpleNamespace, no_v
                                                 lacking: str, capsys: pytest.CaptureFixture[str],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU that works; which of them it took is said, with the reason."""
+    path = write_model(tmp_path, replace(TINY, vocab_size=320), "f32")  # with a tokenizer
     if lacking == "model":
-        convert(golden_cases.write_checkpoint(golden_cases.load("lfm2"), tmp_path / "c"), path := tmp_path / "b")
-    else:
-        path = write_model(tmp_path, replace(TINY, vocab_size=320), "f32")  # with a tokenizer
-    kv, why = (("f16", "keeps a recurrent state") if lacking == "model"
+        monkeypatch.setattr("edgeinfer.backends.onnx.lower_graph.lower", lower.dispatch(Op))
+    kv, why = (("f16", "has no equivalent in ONNX") if lacking == "model"
                else ("f32", "--kv f32 is not available on device cuda"))
     given = (path, "-c", "64", "-t", "1", "--kv", kv, "--json")
     ran = edgeinfer("run", given[0], "a", "-n", "2", "--speculate", "off", *given[1:], "--device", "auto")

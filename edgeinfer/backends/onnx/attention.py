@@ -13,11 +13,12 @@ from . import weights
 from .flavour import HEAD_STEP, Heads, kv_layers, layers_read
 from .lowering import MICROSOFT, Lowering, Value, lower
 from .positions import alibi, rotated, scaled_queries, tables, turned_width
+from .states import states_of
 
 
 def declare(at: Lowering) -> None:
     """Add the inputs and outputs that every model of the flavour has, and values shared by all layers."""
-    layers = kv_layers(at.graph.config)
+    layers = kv_layers(at.graph)
     if at.flavour.attention == "paged":
         at.inputs += [Value("input_ids", "i64", ("tokens",)), Value("cumulative_sequence_length", "i32", ("ends",)),
                       Value("past_seqlens", "i32", ("sequences",)),
@@ -46,6 +47,17 @@ def declare(at: Lowering) -> None:
     for kind, values, where in (("past_key_values", at.inputs, past), ("present", at.outputs, present)):
         values += [Value(f"{kind}.{i}.{kv}", at.dtype, ("batch", heads.kv, where, heads.stored_dim))
                    for i, heads in layers.items() for kv in ("key", "value")]
+    _declare_states(at)
+
+
+def _declare_states(at: Lowering) -> None:
+    """Add the state of recurrent layers, and which slots run."""
+    if not (states := states_of(at.graph, at.dtype)):
+        return
+    at.inputs += [Value("cumulative_sequence_length", "i32", ("ends",)), Value("active", "i32", ("batch",))]
+    for state in states:
+        at.inputs.append(Value(state.past, state.kind, ("batch", *state.shape)))
+        at.outputs.append(Value(state.present, state.kind, ("batch", *state.shape)))
 
 
 class _Turn(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runner import Segment
+from edgeinfer.runner import Segment, Sequence
 
 from .caller import NO_GRAPH
 from .sessions import Sessions
@@ -30,6 +30,15 @@ class Call(NamedTuple):
     """Rows of the forward pass whose logits it gives."""
     logits: Callable[[], NDArray[np.float32]]
     """Returns these rows, once it ran; NaN, in one column, where the tokens of all of them were chosen instead."""
+    changes: tuple[Sequence, ...] = ()
+    """Sequences whose recurrent states it changes."""
+    commit: Callable[[], None] | None = None
+    """Moves these states to their slot, once it ran; None: they are changed there while it runs."""
+
+    @property
+    def in_place(self) -> bool:
+        """True if it cannot be undone, nor cancelled."""
+        return bool(self.changes) and not self.commit
 
 
 class Calls(abc.ABC):

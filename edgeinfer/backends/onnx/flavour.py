@@ -14,11 +14,16 @@ seqlens_k                          int32 (B,)                 positions of each 
 total_sequence_length              int32 (1,), on the CPU     the largest of seqlens_k + 1, or the slots' length P
 output_rows                        int64 (R,)                 rows b S + s whose logits are wanted
 past_key_values.L.{key,value}      X (B, G, P, D)             the slots: bind one buffer as past and as present
+cumulative_sequence_length         int32 (B + 1,)             recurrent models: 0, S, 2 S, ..., B S
+active                             int32 (B,)                 recurrent models: 0 = leave the state of a slot as it is
+past_inputs.L                      X (B, channels, width - 1) last inputs of a layer's convolution
+past_matrices.L                    f32 (B, heads, value, key) matrices of a layer's heads
 =================================  =========================  ======================================================
 
 Outputs are ``logits`` float32 (R, V) and ``present.L.{key,value}`` X (B, G, P, D); with `top_k` also ``top_logits``
 float32 (R, k), falling, and ``top_ids`` int64 (R, k): rows whose logits are not all finite are NaN there. Positions
-follow from seqlens_k.
+follow from seqlens_k. Recurrent layers have the outputs ``present_inputs.L`` and ``present_matrices.L``, of the same
+shapes as the inputs, which are zeros before the first token of a sequence.
 
 Target ``genai`` (onnxruntime-genai): input_ids int64 (B, S), attention_mask int64 (B, S + past), the same past and
 present, and logits X (B, S, V) of all tokens.
@@ -48,7 +53,7 @@ from typing import NamedTuple
 from edgeinfer.base.dataclass import dataclass
 from edgeinfer.base.validation import checked, choice, integer
 from edgeinfer.errors import UsageError
-from edgeinfer.graph import ModelConfig
+from edgeinfer.graph import Graph, ModelConfig
 
 TARGETS = ("session", "genai")
 DTYPES = ("f16", "f32")
@@ -126,10 +131,10 @@ class Heads(NamedTuple):
         return self.stored_dim != self.dim
 
 
-def kv_layers(config: ModelConfig) -> dict[int, Heads]:
+def kv_layers(graph: Graph) -> dict[int, Heads]:
     """Return the heads of each layer that has K and V of its own."""
-    return {i: Heads(config.num_attention_heads, config.kv_count(i), config.head_size(i))
-            for i in range(config.num_hidden_layers) if config.kv_layer(i) == i}
+    config, stored = graph.config, {op.kv.layer for op in graph.ops if op.kv and op.kv.stores}
+    return {i: Heads(config.num_attention_heads, config.kv_count(i), config.head_size(i)) for i in sorted(stored)}
 
 
 def layers_read(config: ModelConfig) -> set[int]:

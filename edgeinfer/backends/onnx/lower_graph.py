@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Graph
 
-from . import experts, latent, matmul, rows  # noqa: F401 (they register their operations)
+from . import experts, latent, matmul, recurrent, rows  # noqa: F401 (they register their operations)
 from .attention import declare
 from .flavour import Flavour
 from .lowering import Lowering, lower
@@ -19,12 +19,20 @@ def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
     UnsupportedModelError
         An operation has no equivalent in ONNX.
     """
-    if recurrent := next((op for op in graph.ops if op.state_bytes), None):
-        raise UnsupportedModelError(f"The operation {recurrent.label} keeps a recurrent state, and the slots and pages "
-                                    "of this backend hold K and V alone, so the model cannot be exported; run it with "
-                                    "--device cpu.")
+    if any(op.state_bytes for op in graph.ops):
+        _check_recurrent(flavour)
     at = Lowering(graph, flavour)
     declare(at)
     for op in graph.ops:
         lower(op, at)
     return at
+
+
+def _check_recurrent(flavour: Flavour) -> None:
+    """Refuse flavours that have no place for the state of recurrent layers."""
+    if flavour.target == "genai":
+        raise UnsupportedModelError("The model keeps a recurrent state, and an export for onnxruntime-genai describes "
+                                    "K and V alone, so the model cannot be exported for it; export with --for session.")
+    if flavour.attention == "paged":
+        raise UnsupportedModelError("The model keeps a recurrent state, which slots hold and pages do not; export with "
+                                    "--attention gqa, or run with --kv-layout slots.")

@@ -106,7 +106,10 @@ class Lowering:
 
     def store(self, stored: Stored) -> str:
         """Add an initializer unless it is there, and return its name."""
-        return self.stored.setdefault(stored.name, stored).name
+        found = self.stored.setdefault(stored.name, stored)
+        if found[:3] != stored[:3]:
+            raise ValueError(f"Two tensors of the model have the name {stored.name}: {found[1:3]} and {stored[1:3]}.")
+        return stored.name
 
     def vector(self, weight: Weight) -> str:
         """Return the initializer of a norm or bias."""

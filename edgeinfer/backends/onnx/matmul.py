@@ -39,7 +39,16 @@ def _(op: LinearPart, at: Lowering) -> None:
     y = at.matmul(at.value(op.x), at.whole(op.weight))
     if op.bias:
         y = at.biased(y, at.vector(op.bias))
-    at.set(op.out, at.node("Concat", at.value(op.onto), y, axis=-1) if op.onto else y)
+    at.set(op.out, at.node("Concat", _up_to(op, at), y, axis=-1) if op.onto else y)
+
+
+def _up_to(op: LinearPart, at: Lowering) -> str:
+    """Return the columns of the parts before, with zeros up to the tile in which this one begins."""
+    assert op.onto
+    x, before = at.value(op.onto), next(one for one in at.graph.ops if one.out == op.onto)
+    assert isinstance(before, LinearPart)
+    gap = op.first - before.first - before.weight.shape[0]
+    return at.node("Pad", x, at.constant(0, gap), "", at.constant(-1)) if gap else x
 
 
 def gate_and_up(op: GatedLinear | ExpertsGated, n: int, at: Lowering) -> str:
@@ -68,7 +77,7 @@ def _(op: NeuronGated, at: Lowering) -> None:
     x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
     parts = []
     for i, which in enumerate(("gate", "up") if op.weight.shape[1] == 3 else ("up",)):
-        name = op.weight.name.removesuffix("ffn") + which
+        name = f"{op.weight.name}.{which}"
         part = at.quantised(x, weights.gates(op.weight, stored, i, name, at.dtype), op.weight.shape[2])
         if op.bias:
             part = at.biased(part, at.store(weights.vector(op.bias, at.dtype, i * n, n, f"{name}_bias")))
@@ -80,7 +89,7 @@ def _(op: NeuronGated, at: Lowering) -> None:
 @lower.register
 def _(op: NeuronDown, at: Lowering) -> None:
     stored, (neurons, parts, hidden) = at.graph.types[op.weight.name], op.weight.shape
-    matrix = weights.down(op.weight, stored, op.weight.name.removesuffix("ffn") + "down", at.dtype)
+    matrix = weights.down(op.weight, stored, f"{op.weight.name}.down", at.dtype)
     at.remark(BY_COLUMN, stored.nbytes((neurons, parts, hidden)) // parts, matrix.nbytes)
     f = at.norm(op.f, op.f_norm, op.eps) if op.f_norm else at.value(op.f)
     _added(at.node("MatMul", f, at.store(matrix)), op, at)

@@ -36,8 +36,9 @@ from .lower_graph import lower_graph
 from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
 from .sizes import Sizes, written_out
-from .slabs import FLOATS, Layout, block_bytes
+from .slabs import FLOATS, STATE_BLOCKS, Layout, block_bytes
 from .slots import LAYOUT as SLOT_LAYOUT
+from .states import states_of
 from .step import step_outputs, step_sizes
 from .topk_sampling import RETURNED_LOGITS
 
@@ -64,7 +65,8 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
         raise UsageError(f"--kv {config.kv} is not available on device {device}: {why}; choose "
                          f"{' or '.join(provider.kv)}, or run with --device cpu.")
     others = [(one.options[0].flag, True) for one, _ in each(config.techniques)]
-    for name, asked in (*others, ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
+    for name, asked in (*others, ("--mlock", config.mlock), ("--no-mmap", not config.mmap),
+                        ("--state-memory", config.state_memory)):
         if asked:
             raise UsageError(f"{name} is not available on device {device}; leave it out, or run with --device cpu.")
     layout = config.kv_layout or default_layout(config, provider)
@@ -108,10 +110,11 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
     UnsupportedModelError
         It cannot run the model: an operation or a type of weights has no equivalent in ONNX.
     """
-    if graph.config.alibi and config.kv_layout is None:
+    if (graph.config.alibi or graph.config.recurrent) and config.kv_layout is None:
         if provider.page_positions and own_pool(config):
-            raise UsageError("--kv-memory is for pages, and this model has ALiBi, for which PagedAttention has no "
-                             "input; lower --ctx instead.")
+            why = "has ALiBi, for which PagedAttention has no input" if graph.config.alibi else \
+                "keeps a recurrent state of each sequence, in a slot"
+            raise UsageError(f"--kv-memory is for pages, and this model {why}; lower --ctx instead.")
         config = replace(config, kv_layout=SLOTS)
     config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
     planner = DevicePlanner(graph, provider, config.kv_layout)
@@ -177,7 +180,7 @@ class DevicePlanner:
             return replace(request, kv_tokens=None)
         if request.kv_memory is None:
             return request
-        page = block_bytes(kv_layers(self.graph.config), self.positions(request), request.kv)
+        page = block_bytes(kv_layers(self.graph), self.positions(request), request.kv)
         pages = max(1, request.kv_memory // page - self.spare)
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
@@ -188,6 +191,7 @@ class DevicePlanner:
         yield from self._weights(request, here)
         kv = self._kv(request, blocks, here)
         yield kv
+        yield from self._states(request, here)
         copy = self._written_out(request, provider)
         yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
@@ -219,23 +223,32 @@ class DevicePlanner:
     def _kv(self, request: Request, blocks: int, here: str) -> Region:
         """Slots or pages."""
         positions = self.positions(request)
-        block = block_bytes(kv_layers(self.graph.config), positions, request.kv)
+        block = block_bytes(kv_layers(self.graph), positions, request.kv)
         held, kind = (held_words(request), "pages") if self.paged else ("", "slots")
         spare = ", and one for idle rows" if self.spare else ""
         return Region("kv", (blocks + self.spare) * block, f"{request.kv}, {blocks} {kind}{held} of {positions} "
                                                            f"positions, {block} bytes each{spare}", here)
 
+    def _states(self, request: Request, here: str) -> Iterator[Region]:
+        """States of recurrent layers in each slot, and twice more; see `Slabs`."""
+        if found := states_of(self.graph, request.kv):
+            each, slots = sum(one.nbytes for one in found), request.sequences + STATE_BLOCKS
+            yield Region("state", slots * each, f"recurrent state: {slots} slots x {each} bytes ({request.sequences} "
+                                                "sequences, a running prompt, an empty one)", here)
+
     def _cuda(self, request: Request, sizes: int, kv: Region) -> Iterator[Region]:
         """Memory that CUDA takes for itself, with steps of so many sizes, and that of tensors on their way to it."""
-        layers, positions = kv_layers(self.graph.config), self.positions(request)
+        layers, positions = kv_layers(self.graph), self.positions(request)
         graphs = sizes * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
         yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
                      f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
                      DEVICE)
-        widest = max(block_bytes({i: heads}, positions, request.kv) for i, heads in layers.items())
-        slab = kv.nbytes // block_bytes(layers, positions, request.kv) * widest // 2
+        widest = max((block_bytes({i: heads}, positions, request.kv) for i, heads in layers.items()), default=0)
+        slab = kv.nbytes // max(1, block_bytes(layers, positions, request.kv)) * widest // 2
+        slab = max(slab, *(one.nbytes * (request.sequences + STATE_BLOCKS)
+                           for one in states_of(self.graph, request.kv)), 0)
         yield Region("staging", 2 * self.lower(request).largest + slab,
-                     "the largest tensor, read and repacked, and K of a layer, on their way")
+                     "the largest tensor, read and repacked, and a slab of a layer, on their way")
 
     def _arena(self, request: Request, cuda: bool) -> int:
         """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
@@ -243,7 +256,7 @@ class DevicePlanner:
         outputs = request.outputs * (c.vocab_size * (4 + size) + RETURNED_LOGITS * 12)
         rows = request.tokens * row_values(c) * size + outputs
         scores = 4 * score_values(c, request.tokens, request.ctx, not cuda)
-        scores += read_again(c, self.positions(request), request.sequences) * size
+        scores += read_again(self.graph, self.positions(request), request.sequences) * size
         return rows + scores if cuda else round(ARENA_SHARE * (rows + scores))
 
     def _written_out(self, request: Request, provider: Provider) -> int:

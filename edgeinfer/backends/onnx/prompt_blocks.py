@@ -37,7 +37,7 @@ class PromptBlocks:
 
     def __init__(self, graph: Graph, slabs: Slabs, sessions: Sessions):
         self._slabs, self._sessions = slabs, sessions
-        self._layers: Mapping[int, Heads] = kv_layers(graph.config)
+        self._layers: Mapping[int, Heads] = kv_layers(graph)
         stores = {op.layer: op for op in graph.ops if isinstance(op, RopeStore)}
         self._halves = {layer for layer, heads in self._layers.items()
                         if layer in stores and heads.padded and rotated_inside(heads.dim, stores[layer])}

@@ -41,6 +41,7 @@ from .prompt_blocks import PromptBlocks
 from .sessions import Sessions
 from .slabs import Slabs
 from .slots import SlotCalls, Slots
+from .states import states_of
 from .stored import model_folder
 
 Logits = NDArray[np.float32]
@@ -95,16 +96,17 @@ class OnnxRunner(Runner):
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
         kv = self.config.kv
         with ExitStack() as opened:
-            self.slabs = Slabs(planner.layout, kv_layers(self.model), self.plan.kv_blocks + planner.spare,
-                               self.block_tokens, kv, provider)
+            self.slabs = Slabs(planner.layout, kv_layers(graph), self.plan.kv_blocks + planner.spare,
+                               self.block_tokens, kv, provider, states_of(graph, kv))
             opened.callback(self.slabs.close)
             bundle.check_contents(self.config.threads)
-            names = [past for past, _ in self.slabs.names]
-            folder = model_folder(bundle, planner.flavour(self.plan.request), names, progress)
+            folder = model_folder(bundle, planner.flavour(self.plan.request), self.slabs.copied, progress)
             self.sessions = Sessions(folder, provider.for_sequences(sequences), int(self.config.threads or 1))
             opened.pop_all()
         self._blocks = PromptBlocks(graph, self.slabs, self.sessions)
         self._arrange(planner.paged)
+        self._changed: list[Sequence] = []
+        """Sequences whose recurrent states include this pass already."""
         self._logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
 
     def _arrange(self, paged: bool) -> None:
@@ -115,7 +117,7 @@ class OnnxRunner(Runner):
             self.kv = Pages(self.plan.kv_blocks, self.block_tokens, copy)
             self._calls = PageCalls(*given, int(self.config.ctx or 0), self.config.max_sequences)
         else:
-            self.kv = Slots(self.plan.kv_blocks, copy)
+            self.kv = Slots(self.plan.kv_blocks, copy, self.slabs.recurrent)
             self._calls = SlotCalls(*given, self.kv.pool)
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -130,8 +132,12 @@ class OnnxRunner(Runner):
         with self._turn:
             return self.kv.fork(sequence)
 
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return the most of the first n tokens that a sequence can be cut to."""
+        return self.kv.can_truncate(sequence, n_tokens)
+
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n."""
+        """Forget all tokens but the first n; raises `RequestError` if a recurrent state includes the others."""
         self.kv.truncate(sequence, n_tokens)
 
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
@@ -176,6 +182,9 @@ class OnnxRunner(Runner):
     def read_blocks(self, sequence: Sequence, first: int, complete: bool, form: BlockForm | None = None
                     ) -> Iterator[bytes]:
         """Return parts of a prompt for our own kernels; see `Runner.read_blocks`."""
+        if self.slabs.recurrent:
+            raise RequestError("This device does not hand over the recurrent state of a prompt; compute it without "
+                               "--prefill-device.")
         if form is None or form.model != computed_elsewhere(self.bundle.identity):
             raise RequestError("K and V of this prompt are for our own kernels with the same bundle alone.")
         self.kv.check_own(sequence)
@@ -201,6 +210,7 @@ class OnnxRunner(Runner):
         with self._turn:
             self.sessions.check_open()
             logits = self._logits
+            self._changed.clear()
             try:
                 for segment in segments:
                     self.kv.extend(segment.sequence, len(segment.ids))
@@ -209,8 +219,11 @@ class OnnxRunner(Runner):
                 for segment in segments:
                     segment.sequence.tokens.extend(segment.ids)
                     segment.sequence.cut = False
-            except Exception:  # of any kind where a signal handler closed the model between two of these lines
-                self.sessions.check_open()
+            except BaseException as error:
+                for sequence in self._changed:  # states from before are gone
+                    self.kv.truncate(sequence, 0)
+                if isinstance(error, Exception):  # a signal handler may have closed the model in between
+                    self.sessions.check_open()
                 raise
             finally:  # a forward pass that failed leaves room after the last token
                 for segment in segments:
@@ -244,11 +257,16 @@ class OnnxRunner(Runner):
 
     def _run(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
         """Make the calls of a forward pass, and keep their logits."""
-        for call in self._calls.of(segments):
+        for number, call in enumerate(self._calls.of(segments)):
             self.sessions.check_open()
-            if cancel is not None and cancel.asked:
+            if cancel is not None and cancel.asked and not (call.in_place and number):
                 raise CancelledError("The run was cancelled.")
-            self.sessions.run(call.binding, call.graph, cancel)
+            if call.in_place:
+                self._changed += call.changes
+            self.sessions.run(call.binding, call.graph, None if call.in_place else cancel)
+            if call.commit:
+                self._changed += call.changes
+                call.commit()
             if call.targets:
                 self._logits[call.targets] = call.logits()
 

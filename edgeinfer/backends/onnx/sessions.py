@@ -56,12 +56,12 @@ class Sessions:
         """Run the model, until `cancel` is requested; raises whatever onnxruntime does, see `translated_errors`."""
         self._run(self.model, binding, graph, cancel)
 
-    def copy(self, slabs: Slabs, source: int, target: int) -> None:
-        """Copy a block of the KV cache within the memory of its device."""
+    def copy(self, slabs: Slabs, source: int, target: int, states_alone: bool = False) -> None:
+        """Copy a block of the KV cache, or only of the states of recurrent layers, within the memory of its device."""
         self.check_open()
         with self.translated_errors():
             binding = self._copies.io_binding()
-            slabs.bind_copy(binding, source, target)
+            slabs.bind_copy(binding, source, target, states_alone)
             self._run(self._copies, binding)
 
     def read(self, slabs: Slabs, block: int, first: int, end: int, numbers: Items[int]) -> list[NDArray[Any]]:

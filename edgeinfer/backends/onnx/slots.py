@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 
 import numpy as np
 
@@ -65,11 +66,13 @@ class Slots(Sequences):
     slots : int
     copy : callable
         Copies one slot to another.
+    recurrent : bool
+        True if slots hold states, which include every token.
     """
 
-    def __init__(self, slots: int, copy: Callable[[int, int], None]):
+    def __init__(self, slots: int, copy: Callable[[int, int], None], recurrent: bool = False):
         super().__init__()
-        self.pool, self._copy = SlotPool(slots), copy
+        self.pool, self._copy, self._recurrent = SlotPool(slots), copy, recurrent
 
     def extend(self, sequence: Sequence, n_tokens: int) -> None:
         """Take a slot for a sequence that has none yet; raises `RequestError` if all are held."""
@@ -79,6 +82,18 @@ class Slots(Sequences):
     def fits(self, wanted: Items[tuple[Sequence, int]]) -> bool:
         """Slots have room for a whole context: return whether those that have none yet find one."""
         return sum(not sequence.blocks for sequence, _ in wanted) <= self.pool.n_free
+
+    def can_truncate(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return the most of the first n tokens that a sequence can be cut to: none of them if states go on."""
+        return 0 if self._recurrent and n_tokens < len(sequence) else n_tokens
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n; raises `RequestError` if states include the others."""
+        if self._recurrent and 0 < n_tokens < len(sequence):
+            raise RequestError(f"A sequence of {len(sequence)} tokens cannot be cut to {n_tokens}: its recurrent state "
+                               "has continued, and no earlier one is kept on this device. Cut it to 0, or run its "
+                               "beginning again (rollback).")
+        super().truncate(sequence, n_tokens)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with a slot of its own, which is copied at once."""
@@ -105,23 +120,38 @@ class SlotCalls(Calls):
     def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, pool: SlotPool):
         super().__init__(sessions, slabs, outputs, vocab_size)
         self._pool = pool
+        self._written: dict[int, int] = {}
+        """Tokens of this pass that slots hold already."""
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
-        """Yield single tokens first: other calls of this forward pass overwrite the idle slots that their call
-        writes."""
+        """Yield single tokens last: states are changed where they are then, when nothing is left to be cancelled."""
         row, single, several = 0, list[_Single](), list[tuple[Segment, list[int]]]()
+        self._written.clear()
         for segment in segments:
             targets = list(range(row, row := row + len(segment.outputs)))
-            if len(segment.ids) == 1:
+            if len(segment.ids) == 1 and (segment.sequence.tokens or not self.slabs.recurrent):
                 single.append((segment.sequence.blocks[0], segment, targets))
             else:
                 several.append((segment, targets))
-        for part in self._ranges(sorted(single, key=lambda item: item[0])):
-            yield self._together(part)
         for segment, targets in several:
-            end = len(segment.sequence) + len(segment.ids)
-            inputs = {"input_ids": np.array([segment.ids], np.int64), **_lengths(np.array([end], np.int32))}
-            yield self._several(inputs, list(segment.outputs), targets, segment.sequence.blocks[0], 1)
+            yield self._chunk(segment, targets)
+            self._written[segment.sequence.blocks[0]] = len(segment.ids)
+        for part in self._ranges(sorted(single, key=lambda item: item[0])):
+            yield from self._together(part)
+
+    def _chunk(self, segment: Segment, targets: list[int]) -> Call:
+        """The call of several tokens of a slot, whose states are those from before until it is complete."""
+        slot, end = segment.sequence.blocks[0], len(segment.sequence) + len(segment.ids)
+        inputs = {"input_ids": np.array([segment.ids], np.int64), **_lengths(np.array([end], np.int32))}
+        if not self.slabs.recurrent:
+            return self._several(inputs, list(segment.outputs), targets, slot, 1)
+
+        inputs |= _running(np.ones(1, np.int32), len(segment.ids))
+        call = self._several(inputs, list(segment.outputs), targets, slot, 1)
+        self.slabs.bind_states(call.binding, slot if segment.sequence.tokens else self.slabs.empty,
+                               self.slabs.unfinished)
+        return call._replace(changes=(segment.sequence,), commit=partial(
+            self.sessions.copy, self.slabs, self.slabs.unfinished, slot, states_alone=True))
 
     def _ranges(self, single: list[_Single]) -> Iterator[list[_Single]]:
         """Slots that decode together: one call takes a range, whose idle slots write a row after their end, where they
@@ -137,7 +167,7 @@ class SlotCalls(Calls):
 
     def _length(self, slot: int) -> int:
         owner = self._pool.owner(slot)
-        return len(owner.tokens) if owner else 0
+        return len(owner.tokens) + self._written.get(slot, 0) if owner else 0
 
     def _padded(self, first: int, count: int) -> int:
         """Return the number of slots of a recorded step, idle ones after the last included where these have room."""
@@ -146,9 +176,13 @@ class SlotCalls(Calls):
         full = any(self._length(slot) >= self.slabs.positions for slot in range(first + count, first + size))
         return count if full or not self.sessions.provider.graphs else size
 
-    def _together(self, part: list[_Single]) -> Call:
+    def _together(self, part: list[_Single]) -> Iterator[Call]:
         """The call of single tokens of a range of slots; where it is recorded, from slot 0 on if that can be, because
-        each range is a graph of its own."""
+        each range is a graph of its own.
+
+        Recording runs a model several times, so that a call before it, in which all slots are idle, is recorded where
+        there are states.
+        """
         first = part[0][0]
         while self.sessions.provider.graphs and first and self._length(first - 1) < self.slabs.positions:
             first -= 1
@@ -161,15 +195,34 @@ class SlotCalls(Calls):
             rows += [slot - first] * len(wanted)
             targets += wanted
             sample_specs += sampled(segment)
+        inputs = {"input_ids": ids, **lengths}
+        if self.slabs.recurrent:
+            inputs["active"] = np.isin(np.arange(first, first + count), [slot for slot, _, _ in part]).astype(np.int32)
         longest = {"total_sequence_length": np.array([self.slabs.positions], np.int32)}
 
         def bound() -> Inputs:
-            return {"input_ids": ids, **lengths, **longest, "output_rows": np.arange(count)}
+            more = _running(np.zeros(count, np.int32)) if self.slabs.recurrent else {}  # the step keeps these arrays
+            return {**inputs, **longest, **more, "output_rows": np.arange(count)}
 
         if self.sessions.provider.graphs:  # recorded with the slots' length, which gives the same and costs more here
-            del lengths["total_sequence_length"]
-        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, sample_specs, bound, first,
-                              count)
+            del inputs["total_sequence_length"]
+        given = (first, count), rows, targets, sample_specs, bound
+        if not self.slabs.recurrent:
+            yield self._step(inputs, *given)
+            return
+        if self.sessions.provider.graphs and (first, count) not in self._steps:
+            yield self._step({**inputs, "active": np.zeros(count, np.int32)}, (first, count), [], [], [], bound)
+        yield self._step(inputs, *given)._replace(changes=tuple(segment.sequence for _, segment, _ in part))
+
+    def _step(self, inputs: Inputs, key: tuple[int, int], rows: list[int], targets: list[int],
+              sample_specs: list[tuple[int, int]], bound: Callable[[], Inputs]) -> Call:
+        """The call of a range of slots, from the first and of this many."""
+        return self._one_each(key, inputs, rows, targets, sample_specs, bound, *key)
+
+
+def _running(active: np.ndarray, tokens: int = 1) -> Inputs:
+    """Return which slots change their states, and where the tokens of each begin."""
+    return {"active": active, "cumulative_sequence_length": tokens * np.arange(len(active) + 1, dtype=np.int32)}
 
 
 def _lengths(ends: np.ndarray) -> Inputs:

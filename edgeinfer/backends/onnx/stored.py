@@ -22,11 +22,13 @@ from .flavour import Flavour
 
 KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
 """Folder of the cache; files of a model, of which the last describes the others."""
+Copied = tuple[str, str, int]
 MADE_BY = ("backends/onnx", "graph", "quant")
 """Folders of the package that determine the result for a bundle."""
 
 
-def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: OnStageProgress | None = None) -> Path:
+def model_folder(bundle: Bundle, flavour: Flavour, copied: list[Copied],
+                 progress: OnStageProgress | None = None) -> Path:
     """Return the folder of a lowered model, which is written unless it is there: `MODEL` with its data, and `COPY`.
 
     Parameters
@@ -34,8 +36,8 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: O
     bundle : Bundle
     flavour : Flavour
         As `Flavour.checked` returns it.
-    names : list of str
-        Of the KV cache's slabs.
+    copied : list of (str, str, int)
+        Name, type and axes of each slab of the KV cache and of states.
     progress : callable, optional
         As for `export`.
 
@@ -63,16 +65,17 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: O
             lock.acquire(waiting)
             if not _complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                _write(bundle, flavour, names, folder, progress)
+                _write(bundle, flavour, copied, folder, progress)
     finally:
         lock.release()
     return folder
 
 
-def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: OnStageProgress | None) -> None:
+def _write(bundle: Bundle, flavour: Flavour, copied: list[Copied], folder: Path, progress: OnStageProgress | None
+           ) -> None:
     make_directories(folder)
     export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
-    (folder / COPY).write_bytes(copy_proto(names, flavour.dtype).SerializeToString(deterministic=True))
+    (folder / COPY).write_bytes(copy_proto(copied).SerializeToString(deterministic=True))
     (folder / DONE).write_text(_states(folder), encoding="utf-8")
 
 

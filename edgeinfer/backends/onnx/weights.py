@@ -208,6 +208,13 @@ def vector(weight: Weight, dtype: str, start: int = 0, count: int = 0, name: str
                                                                        .view("<f4")]))
 
 
+def convolution(weight: Weight, width: int, dtype: str) -> Stored:
+    """Return the weights of a causal convolution, (channels, 1, width): the bundle has those of each token together."""
+    shape = weight.shape[0] // width, 1, width
+    return Stored(weight.name, dtype, shape, lambda read: iter([
+        read(weight.name, 0, 4 * weight.shape[0]).view("<f4").reshape(width, -1).T]))
+
+
 def order(weight: Weight) -> Stored:
     """Return the permutation of a matrix's columns: the input element that each one multiplies."""
     return Stored(weight.name, "i32", weight.shape, lambda read: iter([read(weight.name, 0, 4 * weight.shape[0])

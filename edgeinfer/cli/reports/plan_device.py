@@ -36,7 +36,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     assert planner
     device = planner.provider.device
     if drafting:
-        drafting.check_device(device)
+        drafting.check_device(device, bool(model.config.recurrent))
     drafted = drafting.model if drafting else None
     config = _settled(found, model, bool(drafted))
     host, memory = backends.memory_of(planner.provider, config) if not card else \
