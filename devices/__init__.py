@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .power import Power, power_of
     from .profile import CLASSES, Curve, DeviceProfile, parse_profile
     from .random_reads import break_even, smallest_row
-    from .several_rows import peak_of
+    from .several_rows import RowsRun, peak_of, solve_rows
     from .speculation import drafted, least_acceptance, pass_ms, tokens_per_pass
     from .storage import MEMORY_SPREAD, equipped, slow_and_fast, spread_of, storage_report, storages
     from .store import (
@@ -33,25 +33,28 @@ if TYPE_CHECKING:
         save_profile,
     )
     from .traffic import Traffic
+    from .type_costs import REFERENCE_TYPE, TYPES, TypeShares, costs_of, drawn_gbs, solve_type
     from .units import chosen, processor_of
     from .without_profile import unlisted
 
 __all__ = [
     "CLASSES", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS",
-    "PER_MILLE", "SERVED", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate", "MixedSteps",
-    "Power", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "chosen", "classes",
-    "constants_for", "constants_of", "contradictions", "crossover", "decode_terms", "drafted", "equipped", "estimate",
-    "fastest", "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile",
-    "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name",
-    "processor_of", "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast",
-    "smallest_row", "solve_constants", "spread_of", "storage_report", "storages", "tokens_per_pass", "unlisted",
-    "with_runs",
+    "PER_MILLE", "REFERENCE_TYPE", "SERVED", "TYPES", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile",
+    "Estimate", "MixedSteps", "Power", "PromptRun", "RowsRun", "Traffic", "TypeShares", "believable", "break_even",
+    "break_even_density", "chosen", "classes", "constants_for", "constants_of", "contradictions", "costs_of",
+    "crossover", "decode_terms", "drafted", "drawn_gbs", "equipped", "estimate", "fastest", "fit_errors",
+    "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile", "machine_name",
+    "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name", "processor_of",
+    "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast", "smallest_row",
+    "solve_constants", "solve_rows", "solve_type", "spread_of", "storage_report", "storages", "tokens_per_pass",
+    "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
     "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate constants_for crossover decode_terms estimate prefill_terms",
-    "several_rows": "peak_of",
+    "several_rows": "RowsRun peak_of solve_rows",
+    "type_costs": "REFERENCE_TYPE TYPES TypeShares costs_of drawn_gbs solve_type",
     "mixed_steps": "MixedSteps",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest relative_time",

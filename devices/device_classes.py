@@ -67,6 +67,10 @@ class Constants:
     """Share of the peak that attention reaches in prompts."""
     activation_cost: float = 0.0
     """Operations of the peak that take as long as the work on one value between the matrices of a prompt."""
+    few_rows: float = 0.0
+    """Share of the peak that matrices of up to 16 rows reach; 0 if it was not measured."""
+    unhidden: float = 0.0
+    """Share of the reading of weights that arithmetic of several rows does not hide."""
     program: str = "some program"
     """Program whose speed the constants describe."""
     peak: str = "int8"

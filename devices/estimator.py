@@ -23,9 +23,10 @@ from .names import unit_in_words, unit_of
 from .neurons import relative_time
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
-from .several_rows import peak_of, weights_ms
+from .several_rows import activations_ms, peak_of, together_ms, weights_ms
 from .storage import slow_and_fast
 from .traffic import Traffic
+from .type_costs import costs_of
 
 LAYERS = 32
 """Layers that t0_ms is stated for."""
@@ -191,8 +192,10 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 
 def constants_for(profile: DeviceProfile, traffic: Traffic) -> Constants:
-    """Return a device's constants for the codes of a model, and for its experts and recurrent layers."""
-    return constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts, recurrent=traffic.state_bytes > 0)
+    """Return a device's constants for the types of a model's weights, and for its experts and recurrent layers."""
+    found = constants_of(profile, bits=traffic.pure_bits, experts=traffic.experts, recurrent=traffic.state_bytes > 0)
+    reading, arithmetic = costs_of(profile.figures, profile.bandwidth_gbs, traffic.types)
+    return replace(found, f_w=found.f_w / reading, mfu=found.mfu / arithmetic, few_rows=found.few_rows / arithmetic)
 
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
@@ -235,6 +238,8 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         efficiency = memory_efficiency(profile, traffic.row_bytes)
         terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6
     terms["weights"] = weights_ms(profile, constants, traffic.operations, dense / weights_gbs / 1e6, sequences)
+    if sequences > 1 and (values := activations_ms(profile, constants, traffic.activation_values, sequences)):
+        terms["activations"] = values
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
         terms["kv"] = sequences * (traffic.sequence_bytes_at(depth) / kv_gbs / 1e6 + attention)
@@ -263,14 +268,16 @@ def prefill_terms(
     operations = (traffic.operations - traffic.head_operations) * prompt * computed + traffic.head_operations
     matrices = operations / (constants.mfu * peak) / 1e6
     reading = (traffic.prefill_weight_bytes or traffic.weight_bytes) / (constants.f_w * profile.bandwidth_gbs) / 1e6
+    passes = math.ceil(prompt / PROMPT_CHUNK)
     between = constants.activation_cost * traffic.activation_values * prompt * computed / peak / 1e6
     attention = computed * traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
     terms = {
         "prefill_overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS,
-        "prefill_matrices": max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,
+        "prefill_matrices": together_ms(constants, reading * passes, matrices) if constants.few_rows else
+        max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,
     }
     if traffic.prompt_stored_bytes:
-        stored = traffic.prompt_stored_bytes * math.ceil(prompt / PROMPT_CHUNK) / storage_gbs(profile, 0) / 1e6
+        stored = traffic.prompt_stored_bytes * passes / storage_gbs(profile, 0) / 1e6
         terms["prefill_streaming"] = max(0.0, stored - math.fsum(terms.values()))
     return terms
 

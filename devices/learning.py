@@ -23,6 +23,7 @@ from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
 from .device_classes import Constants, constants_of
 from .profile import DeviceProfile
 from .store import local_path, local_profile, save_profile
+from .type_costs import drawn_gbs
 
 SWITCH = "EDGEINFER_LEARN"
 """Environment variable; 0 keeps the local profile as the probe saved it."""
@@ -108,7 +109,7 @@ def with_runs(
         if name in base:  # where the runs show none there is none: the others were solved with it
             solved.setdefault(name, 0.0)
     said = f"probe and {len(decodes)} runs of decoding, {len(prompts)} prompts of this machine"
-    drawn = profile.bandwidth_gbs * min(solved.get("f_w", plain.f_w), 1.0)
+    drawn = drawn_gbs(profile.figures, profile.bandwidth_gbs, solved.get("f_w", plain.f_w))
     return replace(profile, constants={**base, **solved}, sources={**profile.sources, **dict.fromkeys(solved, said)},
                    effective_gbs=None if profile.effective_gbs is None else drawn)
 

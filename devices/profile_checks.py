@@ -26,11 +26,12 @@ MAX_CLOCK = 100.0
 """Highest clock in GHz."""
 MAX_SHOWN = 60
 """Characters of a wrong value that a complaint quotes."""
-SHARES = ("f_w", "f_kv", "mfu", "mfu_attention")
+SHARES = ("f_w", "f_kv", "mfu", "mfu_attention", "few_rows", "unhidden")
 CONSTANTS = {**dict.fromkeys(SHARES, 1.0), "t0_ms": 1e4, "token_ms": 1e4, "activation_cost": 1e5, "attention_ms": 1e4}
-MAY_BE_ZERO = ("t0_ms", "token_ms", "activation_cost", "attention_ms")
+MAY_BE_ZERO = ("t0_ms", "token_ms", "activation_cost", "attention_ms", "unhidden")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
-shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers, and per
+shares of the int8 peak that a prompt's matrices and its attention reach, and matrices of up to 16 rows, the share of
+the reading of weights that arithmetic of several rows does not hide, milliseconds per token and 32 layers, and per
 token, that are spent on neither, and operations of the peak whose time a prompt spends on a value between matrices."""
 FIGURES = {"clock_ghz": (0.01, 100.0), "ecc_share": (0.01, 1.0)}
 """The least and the largest value of figures that the estimator divides by."""

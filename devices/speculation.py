@@ -10,7 +10,7 @@ from edgeinfer.errors import UsageError
 from .estimator import constants_for, decode_terms
 from .profile import DeviceProfile
 from .random_reads import storage_gbs
-from .several_rows import peak_of, weights_ms
+from .several_rows import activations_ms, peak_of, weights_ms
 from .traffic import Traffic
 
 MEASURED_SHARE = 0.01
@@ -79,6 +79,8 @@ def pass_ms(profile: DeviceProfile, traffic: Traffic, depth: int, tokens: int) -
     terms = decode_terms(profile, traffic.of_several(tokens), constants, depth)
     streaming = terms.pop("streaming", None)
     terms["weights"] = weights_ms(profile, constants, traffic.operations, terms["weights"], tokens)
+    if tokens > 1:
+        terms["activations"] = activations_ms(profile, constants, traffic.activation_values, tokens)
     if depth and peak_of(profile, constants):
         terms["kv"] += (tokens - 1) * constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
     whole = math.fsum(terms.values())

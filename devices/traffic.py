@@ -14,6 +14,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph.topn_cost import TopNCost
 
 from .neurons import GATES
+from .type_costs import TypeShares
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Traffic:
     parameters: float = 0.0
     """Weights of the model, embedding and head included (of an MoE model those active for a token): the pure figure of
     the ceiling takes `pure_bits` for each. 0 if unknown."""
+    types: TypeShares = ()
+    """Types of the matrices, with their shares of `weight_bytes` and of `operations`; without them all are q4."""
     pure_bits: float = 4.0
     """Bits of a weight's code, without scales."""
     kv_values: float = 0.0
@@ -88,7 +91,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("neuron_layers", "topn"):
+            if field.name in ("neuron_layers", "topn", "types"):
                 continue
             value = getattr(self, field.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):

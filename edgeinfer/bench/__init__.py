@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from .calibration import CALM_SHARE, SHAPES, Lengths
+    from .calibration import CALM_SHARE, SHAPES, Lengths, Shape
     from .machine import ProbeRequest, probe_machine
     from .neurons import FfnBench, FfnShape, seconds
     from .probe import CHUNK_SIZES, MachineProbe, thread_counts
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CALM_SHARE", "CHUNK_SIZES", "COUNTS", "REPLAYED_TOKENS", "SHAPES", "Case", "FfnBench", "FfnShape",
            "Lengths", "Load", "MachineProbe", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Replayed",
-           "RequestLength", "Row", "SpeculationBench", "StorageProbe", "bytes_per_token", "first_token_ms",
+           "RequestLength", "Row", "Shape", "SpeculationBench", "StorageProbe", "bytes_per_token", "first_token_ms",
            "make_cases", "make_lengths", "measure", "measure_served", "measure_serving", "measure_speculation",
            "needed_ctx", "operation_name", "operations_per_token", "parse_goodput", "probe_machine", "prompt_of",
            "read_lengths", "seconds", "thread_counts", "token_ids"]
 __getattr__ = lazily(__name__, {
-    "calibration": "CALM_SHARE SHAPES Lengths", "probe": "CHUNK_SIZES MachineProbe thread_counts",
+    "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
     "neurons": "FfnBench FfnShape seconds",
     "machine": "ProbeRequest probe_machine", "storage": "StorageProbe",
     "repetitions": "measure token_ids", "profile": "operation_name",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..base.dataclass import dataclass
 from ..base.progress import OnStageProgress
 from ..bundle import Bundle
 from ..config import RuntimeConfig
-from ..devices import DecodeRun, PromptRun
+from ..devices import REFERENCE_TYPE, DecodeRun, PromptRun, RowsRun, costs_of
 from .probe import repeated
 from .repetitions import token_ids
 from .results import GENERATE, PROMPT, Case
@@ -31,6 +33,8 @@ SLOW_GOPS, SLOW_PROMPT = 200.0, 128
 CALM_SHARE = 0.85
 """Share of the processors from which on a run counts as undisturbed; waking threads takes some."""
 PEAK_SECONDS = 0.1
+FEW_ROWS = (2, 4, 8, 16, 32)
+"""Tokens of a pass for which it matters how much of the reading arithmetic hides."""
 MAX_TRIES = 2
 """Runs made for each that counts."""
 
@@ -43,6 +47,8 @@ class Shape:
     """One of converters.SHAPES, for its widths."""
     layers: int
     vocab_size: int
+    weights: str = REFERENCE_TYPE
+    """Type of its matrices."""
 
 
 SHAPES = (Shape("smollm2-135m", 30, 49152), Shape("tinyllama-1.1b", 5, 8192), Shape("llama-2-7b", 2, 8192))
@@ -78,12 +84,15 @@ class Runs:
     prompts: list[PromptRun]
     shares: list[float]
     """Share of the processors that this process had during each run."""
+    rows: list[RowsRun] = field(default_factory=list)
 
 
 def calibrate(
-    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: OnStageProgress | None = None
+    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: OnStageProgress | None = None,
+    figures: Mapping[str, float] = MappingProxyType({}),
 ) -> Runs:
-    """Run each model: decoding without context, prompts until the context is full, decoding after it.
+    """Run each model: decoding without context, passes over a few tokens, prompts until the context is full, decoding
+    after it.
 
     Parameters
     ----------
@@ -93,6 +102,8 @@ def calibrate(
     lengths : Lengths
     progress : callable, optional
         Called with (done, total, item).
+    figures : mapping, optional
+        Costs of types of weights: the runs count bytes of the memory alone, and operations with q4, that take as long.
     """
     from ..runtime import Session
 
@@ -107,9 +118,11 @@ def calibrate(
             ctx = lengths.depth + max(lengths.generated, WARM_UP_TOKENS)
             session = Session(bundle, RuntimeConfig(ctx=ctx, threads=probe.threads))
             try:
-                runner = _Runner(session, probe, lengths)
+                runner = _Runner(session, probe, lengths, figures)
                 tell("decoding")
                 runs.decodes.extend(runner.decode())
+                tell("a few tokens")
+                runs.rows.extend(runner.few_rows())
                 tell("prompts")
                 runs.prompts.extend(runner.fill())
                 tell("decoding")
@@ -127,10 +140,11 @@ class _Runner:
     threads got of it shows in the process's own clock, since they spin while they wait.
     """
 
-    def __init__(self, session: Session, probe: MachineProbe, lengths: Lengths):
+    def __init__(self, session: Session, probe: MachineProbe, lengths: Lengths, figures: Mapping[str, float]):
         self.session, self.probe, self.lengths = session, probe, lengths
         self.shares: list[float] = []
         """Share of the processors that each run which counts had."""
+        self._costs = partial(costs_of, figures, types=session.graph.type_shares)
         self._ids = token_ids(session.model.vocab_size)
         self._threads = min(probe.threads, os.cpu_count() or 1)
         self.sequence = session.new_sequence()
@@ -140,8 +154,7 @@ class _Runner:
     def decode(self) -> list[DecodeRun]:
         """Generate some tokens at the present depth, several times, and forget them again."""
         depth, count = len(self.sequence), self.lengths.generated
-        weight_bytes = float(self.session.program.bytes_read)
-        kv_bytes = bytes_per_token(self.session, Case(GENERATE, count, depth)) - weight_bytes
+        kv_bytes = bytes_per_token(self.session, Case(GENERATE, count, depth)) - self.session.program.bytes_read
         model, until = self.session.model, time.perf_counter() + self.lengths.seconds / 3
         layers, attention = model.num_hidden_layers, _attention_operations(model, depth + (count + 1) / 2)
         tried: list[tuple[float, DecodeRun]] = []
@@ -150,8 +163,27 @@ class _Runner:
             share, seconds, reading = self._timed(
                 partial(self._generate, self._some(count)), self.probe.read_gbs, lambda both: sum(both) / 2)
             self.session.rollback(self.sequence, depth)
-            tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading, attention)))
+            tried.append((share, DecodeRun(layers, self._weight_bytes(reading), kv_bytes, seconds / count, reading,
+                                           attention)))
         return self._calmest(tried, self.lengths.repetitions)
+
+    def few_rows(self) -> list[RowsRun]:
+        """Process prompts of a few tokens, several times each, and forget them again; before there is a context."""
+        runs: list[RowsRun] = []
+        until, peak = time.perf_counter() + self.lengths.seconds / 3, self._peak()
+        self.session.checkpoint(self.sequence)
+        for count in FEW_ROWS:
+            tried: list[tuple[float, RowsRun]] = []
+            while not self._enough(tried, self.lengths.repetitions, until):
+                share, seconds, reading = self._timed(
+                    partial(self.session.prefill, self.sequence, self._some(count)), self.probe.read_gbs,
+                    lambda both: sum(both) / 2)
+                self.session.rollback(self.sequence, 0)
+                run = self._prompt_run(0, seconds, peak, count)
+                tried.append((share, RowsRun(run.layers, count, self._weight_bytes(reading), run.operations, run.values,
+                                             seconds, reading, peak)))
+            runs += self._calmest(tried, self.lengths.repetitions)
+        return runs
 
     def fill(self) -> list[PromptRun]:
         """Process prompts one after the other until the context or the time is full; each is a run of its own depth."""
@@ -165,7 +197,7 @@ class _Runner:
                 self.session.rollback(self.sequence, depth)
                 prompt = partial(self.session.prefill, self.sequence, self._some(self.lengths.prompt))
                 share, seconds, peak = self._timed(prompt, self._peak, max)
-                tried.append((share, self._prompt_run(depth, seconds, peak)))
+                tried.append((share, self._prompt_run(depth, seconds, peak, self.lengths.prompt)))
             runs += self._calmest(tried, 1)
         return runs
 
@@ -204,11 +236,15 @@ class _Runner:
         self.shares += [min(share, 1.0) for share, _ in chosen]
         return [run for _, run in chosen]
 
-    def _prompt_run(self, depth: int, seconds: float, peak: float) -> PromptRun:
-        model, count = self.session.model, self.lengths.prompt
+    def _weight_bytes(self, bandwidth_gbs: float) -> float:
+        """Return the bytes that the memory would deliver in the time of a token's weights."""
+        return self.session.program.bytes_read * self._costs(bandwidth_gbs)[0]
+
+    def _prompt_run(self, depth: int, seconds: float, peak: float, count: int) -> PromptRun:
+        model = self.session.model
         layers, operations = model.num_hidden_layers, operations_per_token(self.session, Case(PROMPT, count, depth))
         attention = _attention_operations(model, count * depth + count * (count + 1) / 2)
-        return PromptRun(layers, operations * count, attention, seconds, peak,
+        return PromptRun(layers, operations * count * self._costs(1.0)[1], attention, seconds, peak,
                          self.session.graph.activation_values * count)
 
     def _some(self, count: int) -> list[int]:

@@ -26,23 +26,27 @@ from ..devices import (
     DeviceProfile,
     believable,
     contradictions,
+    drawn_gbs,
     fit_errors,
     machine_name,
     parse_profile,
     solve_constants,
+    solve_rows,
 )
 from ..errors import BudgetError
 from ..memory_planner import available_bytes
-from .calibration import Lengths, Runs, calibrate, lengths_for
+from .calibration import SHAPES, Lengths, Runs, Shape, calibrate, lengths_for
 from .neurons import neuron_speed
 from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
 from .storage import StorageProbe, StorageSpeed
+from .type_costs import TYPED, measure_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..devices import DecodeRun, PromptRun
 
+MakeBundles = Callable[[tuple[Shape, ...]], list[Path]]
 READ_BYTES = 1 << 30
 """Memory to read; a quarter of the free memory if that is less."""
 MIN_READ_BYTES = 16 << 20
@@ -90,14 +94,14 @@ class _Findings:
         self.fields[name], self.sources[name] = value, f"probe: {source}"
 
 
-def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], progress: OnProgress) -> DeviceProfile:
+def probe_machine(request: ProbeRequest, bundles: MakeBundles, progress: OnProgress) -> DeviceProfile:
     """Measure this machine.
 
     Parameters
     ----------
     request : ProbeRequest
     bundles : callable
-        Makes the models of the calibration (calibration.SHAPES) and returns their paths; called when it is their turn.
+        Makes random models of some shapes and returns their paths; called when it is their turn.
     progress : callable
 
     Raises
@@ -119,6 +123,7 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
         _arithmetic(found, probe, request.seconds, partial(progress, "arithmetic"))
         _memory(found, probe, request.seconds, partial(progress, "memory"))
     _neurons(found, request.threads, read_bytes, partial(progress, "neurons"))
+    _types(found, request.threads, read_bytes, bundles, partial(progress, "types"))
     _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
     if not request.quick:
         with MachineProbe(request.threads, MIN_READ_BYTES) as probe:
@@ -199,14 +204,21 @@ def _how_read(speed: StorageSpeed) -> str:
             "system refuses direct I/O")
 
 
-def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: Callable[[], list[Path]],
+def _types(found: _Findings, threads: int, read_bytes: int, bundles: MakeBundles, tell: OnStageProgress) -> None:
+    """Measure how fast each type of weights is unpacked: with one thread, as many times as all multiply faster."""
+    by_threads = found.curves["int8_gops_by_threads"]
+    with MachineProbe(threads, read_bytes) as probe:
+        found.figures |= measure_types(bundles(TYPED), probe, by_threads[-1][1] / by_threads[0][1], tell)
+
+
+def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: MakeBundles,
                  tell: OnStageProgress) -> None:
     """Find the constants of our own kernels; the bandwidth and the peak of these minutes become the profile's."""
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
-    paths = bundles()
+    paths = bundles(SHAPES)
     for attempt in range(CALIBRATIONS):
         with MachineProbe(request.threads, read_bytes) as probe:
-            runs = calibrate(paths, probe, lengths, tell)
+            runs = calibrate(paths, probe, lengths, tell, found.figures)
         said = _doubts(runs)
         if not said:
             break
@@ -220,6 +232,8 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
                                        "class are taken")
     else:
         _constants(found, decodes, prompts, f"{len(paths)} random models, depths 0 to {lengths.depth}", lengths)
+        found.fields["constants"] |= (rows := solve_rows(runs.rows, found.fields["constants"]))
+        found.sources.update(dict.fromkeys(rows, f"fitted to {len(runs.rows)} passes over a few tokens"))
     bandwidth = statistics.median(run.bandwidth_gbs for run in runs.decodes)
     found.add("bandwidth_gbs", bandwidth, f"{request.threads} threads read {format_size(read_bytes)} in order; median "
                                           f"beside {len(runs.decodes)} runs")
@@ -227,7 +241,7 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
     found.add("int8_peak_gops", peak, f"{request.threads} threads, products from registers; the best reading")
     share = found.fields.get("constants", {}).get("f_w")
     if share is not None:
-        found.add("effective_gbs", bandwidth * share, "bandwidth that edgeinfer's kernels reach: f_w of the whole")
+        found.add("effective_gbs", drawn_gbs(found.figures, bandwidth, share), "what decoding of q4 reaches of it")
 
 
 def _constants(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cached_property
 from itertools import groupby
 
@@ -38,6 +39,20 @@ class Graph:
     def activation_values(self) -> float:
         """Values that go into and come out of the matrices of all layers for one token; of experts the active ones."""
         return sum(op.activation_values() for op in self.ops)
+
+    @cached_property
+    def type_shares(self) -> tuple[tuple[str, float, float], ...]:
+        """Types of the matrices, each with its shares of the bytes and of the operations of a token."""
+        nbytes, operations = defaultdict[str, float](float), defaultdict[str, float](float)
+        for op in self.ops:
+            matrices = [read for read in op.reads(self.types) if len(read.weight.shape) > 1]
+            whole = sum(parameters(read.weight) for read in matrices)
+            for read in matrices:
+                dtype = self.types[read.weight.name].dtype
+                nbytes[dtype] += read.token
+                operations[dtype] += op.operations() * parameters(read.weight) / whole
+        total = max(sum(nbytes.values()), 1.0), max(sum(operations.values()), 1.0)
+        return tuple((dtype, nbytes[dtype] / total[0], operations[dtype] / total[1]) for dtype in sorted(nbytes))
 
     @cached_property
     def stored_bytes(self) -> dict[str, int]:

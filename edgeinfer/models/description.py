@@ -170,6 +170,7 @@ class ModelDescription:
             score_bytes=sum(2 * access.operations / access.head_dim for access in chosen),
             activation_values=self.graph.activation_values,
             parameters=self.active_parameters,
+            types=self.graph.type_shares,
             pure_bits=TYPES[self.quantisation.weights].bits,
             kv_values=self.kv_values_per_position,
             pure_kv_bits=STORED_KV[kv].bits,

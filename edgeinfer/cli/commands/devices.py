@@ -27,6 +27,8 @@ from ..reports.plot import check_plot, save_plot
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
 
+    from ...bench import Shape
+
 MODELS = ".calibration-"
 """Prefix of the directories of the calibration's models."""
 OLD_SECONDS = 3600
@@ -144,9 +146,9 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
     check_writable(path.parent)
     remove_remains(path.parent)
     with ProgressLine() as progress, ExitStack() as stack:
-        def bundles() -> list[Path]:
+        def bundles(shapes: tuple[Shape, ...]) -> list[Path]:
             directory = stack.enter_context(tempfile.TemporaryDirectory(dir=path.parent, prefix=MODELS))
-            return random_bundles(Path(directory), progress)
+            return random_bundles(shapes, Path(directory), progress)
 
         request = ProbeRequest(threads or default_threads(), path.parent, quick=quick)
         if not quick:
@@ -166,18 +168,16 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
     return profile, path
 
 
-def random_bundles(directory: Path, progress: ProgressLine) -> list[Path]:
-    """Write the models of the calibration."""
+def random_bundles(wanted: tuple[Shape, ...], directory: Path, progress: ProgressLine) -> list[Path]:
+    """Write models for the probe."""
     from edgeinfer.converters import SHAPES, write_random_bundle
 
-    from ...bench import SHAPES as WANTED
-
     paths = []
-    for shape in WANTED:
+    for shape in wanted:
         config = replace(SHAPES[shape.name], num_hidden_layers=shape.layers, vocab_size=shape.vocab_size,
                          windows=SHAPES[shape.name].windows[: shape.layers], max_position_embeddings=1 << 17)
-        paths.append(directory / shape.name)
-        write_random_bundle(config, paths[-1], progress=partial(progress, "write"))
+        paths.append(directory / f"{shape.name}-{shape.weights}")
+        write_random_bundle(config, paths[-1], shape.weights, progress=partial(progress, "write"))
     return paths
 
 

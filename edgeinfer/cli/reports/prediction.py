@@ -77,20 +77,24 @@ class Predictor:
         return {"basis": found.basis, "error": found.error, "error_source": found.error_source}
 
     def decode_run(self, depth: float, seconds: float, bandwidth_gbs: float | None = None) -> DecodeRun:
-        """Return a measurement in the form that the profile stores."""
-        asked = self.traffic
-        return devices.DecodeRun(asked.layers, asked.weight_bytes, asked.kv_bytes_at(depth), seconds,
-                                 bandwidth_gbs or self.profile.bandwidth_gbs,
+        """Return a measurement in the form that the profile stores: bytes as the memory alone would deliver them in
+        the time of the model's types."""
+        asked, gbs = self.traffic, bandwidth_gbs or self.profile.bandwidth_gbs
+        reading, _ = devices.costs_of(self.profile.figures, gbs, asked.types)
+        return devices.DecodeRun(asked.layers, asked.weight_bytes * reading, asked.kv_bytes_at(depth), seconds, gbs,
                                  asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
-        """Return a measurement of a prompt as the profile learns it; None if there is no peak to compare with."""
+        """Return a measurement of a prompt as the profile learns it, its operations as many with q4 as take that long;
+        None if there is no peak to compare with."""
         peak = peak_gops or self.profile.int8_peak_gops
         if not peak:
             return None
         asked = self.traffic
+        _, arithmetic = devices.costs_of(self.profile.figures, self.profile.bandwidth_gbs, asked.types)
         operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
-        return devices.PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak,
+        attention = asked.attention_operations_of(tokens, depth)
+        return devices.PromptRun(asked.layers, operations * arithmetic, attention, seconds, peak,
                                  asked.activation_values * tokens)
 
     def _at(self, bandwidth_gbs: float | None, peak_gops: float | None) -> DeviceProfile:
