@@ -32,7 +32,7 @@ from benchmarks.harness import describe, replace_section, row, table
 SECTION = "here"
 SHAPES = ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b")
 KINDS, DEPTHS = "q4,q4_k_m,int8", "0,4096"
-PROMPT, REPETITIONS = 512, 5
+PROMPT = 512
 GENERATED = {"llama-2-7b": 16}
 """Tokens of a test that generates, where 64 take long."""
 BOUND = 0.10
@@ -90,7 +90,7 @@ def command(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def bench(shape: str, kind: str, depths: str) -> list[Test]:
+def bench(shape: str, kind: str, depths: str, repetitions: int) -> list[Test]:
     """Measure one shape in one kind of weights.
 
     Raises
@@ -99,7 +99,7 @@ def bench(shape: str, kind: str, depths: str) -> list[Test]:
         The measurement failed, or this machine has no profile with its number of threads.
     """
     report = command("bench", "--shape", shape, "--weights", kind, "-p", str(PROMPT), "-n",
-                     str(GENERATED.get(shape, 64)), "-d", depths, "-r", str(REPETITIONS), "--no-startup")
+                     str(GENERATED.get(shape, 64)), "-d", depths, "-r", str(repetitions), "--no-startup")
     if report["estimate"] is None:
         raise NoPredictionError("This machine has no profile, or one of other threads; leave --no-probe out.")
     readings = report["bandwidth_low_gbs"], report["bandwidth_high_gbs"]
@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", help="only this one; may be repeated")
     parser.add_argument("--kinds", default=KINDS, help="types of weights")
     parser.add_argument("--depths", default=DEPTHS, help="tokens before each test")
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="runs whose median counts")
     parser.add_argument("--no-probe", action="store_true", help="use the profile that is there")
     parser.add_argument("--keep", type=Path, help="add the tests to this file, and report all that it holds")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measurements" / "estimator.md")
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tests = kept(given.keep)
         for shape in given.shape or SHAPES:
             for kind in given.kinds.split(","):
-                found = bench(shape, kind, given.depths)
+                found = bench(shape, kind, given.depths, given.repetitions)
                 tests += found
                 for test in found:
                     print(f"{shape} {kind} {test.name}: {test.measured:.2f}, from the probe {test.miss_before:+.1%}, "

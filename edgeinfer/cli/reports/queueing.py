@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from math import sqrt
+from random import Random
 from typing import NamedTuple
 
 from ...base.dataclass import dataclass
@@ -13,6 +15,10 @@ from ...engine import MAX_ITL, TokenBudget, urgency
 
 ROUNDS = 4
 """Requests of each user, as many as ``bench --concurrency`` sends by default."""
+PLAYS, JITTER = 5, 0.1
+"""Plays whose medians count, and the standard deviation of a step's time in them as a share of it. How prompts are cut
+into chunks, and with it TTFT, depends on which step an answer ends in: a single play without deviations always falls
+into the same gaps, runs do not (docs/measurements/estimator.md)."""
 MANY = 1 << 30
 """More steps than any."""
 CHUNK: int = RuntimeConfig.prefill_chunk
@@ -60,11 +66,11 @@ class _Decoding(NamedTuple):
 class _Play:
     """Users, requests and clock of a schedule."""
 
-    def __init__(self, step_ms: StepMs, users: int, prompt: int, answer: int, rounds: int):
+    def __init__(self, step_ms: StepMs, users: int, prompt: int, answer: int, rounds: int, chance: Random | None):
         self._step_ms, self._prompt, self._answer = step_ms, prompt, answer
         self._budget, self._now, self._unsent = TokenBudget(MAX_ITL, CHUNK), 0.0, users * (rounds - 1)
         self._arriving, self._prompts = deque([0.0] * users), list[_Prompt]()
-        self._steps, self._decoding = 0, deque[_Decoding]()
+        self._steps, self._decoding, self._chance = 0, deque[_Decoding](), chance
 
     def run(self) -> Iterator[Served]:
         """Yield the requests in order of their ends."""
@@ -72,7 +78,7 @@ class _Play:
             self._enter()
             chunks, decoding = self._chunks(), len(self._decoding)
             steps = self._repeated(chunks)
-            took = self._took(chunks, decoding)
+            took = self._took(chunks, decoding) * self._deviation(steps)
             self._steps, self._now = self._steps + steps, self._now + took * steps
             self._budget.took(decoding, sum(tokens for tokens, _ in chunks), took / 1000)
             self._compute(chunks, steps)
@@ -105,6 +111,10 @@ class _Play:
         tokens = sum(tokens for tokens, _ in chunks)
         return self._step_ms(decoding, tokens, self._prompt - chunks[0][1].left if chunks else 0)
 
+    def _deviation(self, steps: int) -> float:
+        """Return a factor for the mean time of so many steps."""
+        return self._chance.lognormvariate(0, JITTER / sqrt(steps)) if self._chance else 1.0
+
     def _compute(self, chunks: list[tuple[int, _Prompt]], steps: int) -> None:
         """Take the tokens of prompts that were computed; a prompt that is done decodes."""
         for tokens, one in chunks:
@@ -123,7 +133,14 @@ class _Play:
             yield Served(one.arrived, one.first - one.arrived, self._now - one.arrived)
 
 
-def play(step_ms: StepMs, users: int, prompt: int, answer: int, rounds: int = ROUNDS) -> list[Served]:
+def plays(step_ms: StepMs, users: int, prompt: int, answer: int) -> list[list[Served]]:
+    """Return several plays, in which the times of steps deviate; a single user has one, without deviations."""
+    return [play(step_ms, users, prompt, answer, chance=Random(seed) if users > 1 else None)
+            for seed in range(PLAYS if users > 1 else 1)]
+
+
+def play(step_ms: StepMs, users: int, prompt: int, answer: int, rounds: int = ROUNDS, chance: Random | None = None
+         ) -> list[Served]:
     """Return the requests of users who all ask at once, and again whenever they are answered, in order of their ends.
 
     A step takes all that decode, and of the prompts as many tokens as the engine's `TokenBudget` allows, the most
@@ -135,5 +152,6 @@ def play(step_ms: StepMs, users: int, prompt: int, answer: int, rounds: int = RO
     users : who ask at the same time
     prompt, answer : tokens of a request
     rounds : requests of each user
+    chance : source of deviations from these times; without it there are none
     """
-    return list(_Play(step_ms, users, prompt, answer, rounds).run())
+    return list(_Play(step_ms, users, prompt, answer, rounds, chance).run())

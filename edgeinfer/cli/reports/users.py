@@ -6,14 +6,14 @@ Times are medians over the requests of a load, as in ``bench --concurrency``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from ...base.dataclass import dataclass
 from ...base.units import format_size
 from ...errors import UsageError
-from .queueing import Served, StepMs, play
+from .queueing import Served, StepMs, plays
 
 if TYPE_CHECKING:
     from edgeinfer.devices import Estimate, MixedSteps
@@ -86,28 +86,35 @@ def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: 
     """
     if users is None or not steps.has_prompts:
         return None
-    served = play(step_ms, users, prompt, answer)
+    served = plays(step_ms, users, prompt, answer)
     found = _row(served, users, prompt, answer) | {"step_ms": step_ms(users, 0, 0)}
     if memory is None:
         return found
     knee = next((n for n in range(2, MAX_USERS + 1) if steps.limited_by_arithmetic(n)), None)
-    good = _goodput(lambda n: served if n == users else play(step_ms, n, prompt, answer), users, prompt, answer, memory,
-                    bounds) if bounds else None
+    others = partial(plays, step_ms, prompt=prompt, answer=answer)
+    good = _goodput(lambda n: served if n == users else others(n), users, prompt, answer, memory, bounds) \
+        if bounds else None
     return {**found, "knee": knee, "memory_bytes": round(memory.of(users)), "budget_bytes": memory.budget_bytes,
             "most_users": memory.most_users, "goodput": good}
 
 
-def _row(served: list[Served], users: int, prompt: int, answer: int) -> dict[str, Any]:
-    """Return the figures of a load."""
-    seconds = max(one.arrived + one.e2el for one in served) / 1000
-    first = [one.ttft for one in served if not one.arrived]
-    middle = {metric: median(values) for metric, values in _times(served, answer).items()}
+def _row(served: list[list[Served]], users: int, prompt: int, answer: int) -> dict[str, Any]:
+    """Return the figures of a load: medians over its plays."""
+    per_second = len(served[0]) / median(map(_seconds, served))
+    first = [[one.ttft for one in play if not one.arrived] for play in served]
+    times = [{metric: median(values) for metric, values in _times(play, answer).items()} for play in served]
+    middle = {metric: median(play[metric] for play in times) for metric in times[0]}
     return {"users": users, "prompt": prompt, "answer": answer,
             **{f"{metric}_ms": ms for metric, ms in middle.items()},
-            "first_ttft_ms": {"mean": fmean(first), "last": max(first)},
-            "output_throughput": len(served) * answer / seconds,
+            "first_ttft_ms": {"mean": median(map(fmean, first)), "last": median(map(max, first))},
+            "output_throughput": answer * per_second,
             "tok_per_s_each": 1000 / middle["tpot"] if answer > 1 else 1000 / middle["e2el"],
-            "requests_per_s": len(served) / seconds}
+            "requests_per_s": per_second}
+
+
+def _seconds(served: list[Served]) -> float:
+    """Return the duration of a play."""
+    return max(one.arrived + one.e2el for one in served) / 1000
 
 
 def _times(served: list[Served], answer: int) -> dict[str, list[float]]:
@@ -116,7 +123,7 @@ def _times(served: list[Served], answer: int) -> dict[str, list[float]]:
             "e2el": [one.e2el for one in served]}
 
 
-def _goodput(play: Callable[[int], list[Served]], asked: int, prompt: int, answer: int, memory: Memory,
+def _goodput(play: Callable[[int], list[list[Served]]], asked: int, prompt: int, answer: int, memory: Memory,
              bounds: tuple[tuple[str, float], ...]) -> dict[str, Any]:
     """Return whether the users are within the bounds, and the most that the memory holds and that are."""
     def row(users: int) -> dict[str, Any]:
@@ -130,12 +137,13 @@ def _goodput(play: Callable[[int], list[Served]], asked: int, prompt: int, answe
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if met(middle) else (low, middle)
-    served, one = play(asked), row(1)
-    times = _times(served, answer)
-    within = sum(all(times[metric][i] <= most for metric, most in bounds) for i in range(len(served)))
-    seconds = max(one.arrived + one.e2el for one in served) / 1000
+    one, good = row(1), []
+    for served in play(asked):
+        times = _times(served, answer)
+        within = sum(all(times[metric][i] <= most for metric, most in bounds) for i in range(len(served)))
+        good.append(within / _seconds(served))
     return {"bounds": dict(bounds), "one": {metric: one[f"{metric}_ms"] for metric, _ in bounds}, "met": met(asked),
-            "users": low or None, "requests_per_s": within / seconds}
+            "users": low or None, "requests_per_s": median(good)}
 
 
 def users_rows(out: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from edgeinfer.cli.reports.queueing import ROUNDS, play
+from edgeinfer.cli.reports.queueing import PLAYS, ROUNDS, play, plays
 from edgeinfer.cli.reports.users import Memory, check_users, users_object, users_rows
 from edgeinfer.errors import UsageError
 
@@ -51,6 +52,17 @@ def test_users_who_ask_at_once_wait_for_the_prompts_before_theirs() -> None:
     assert max(first) <= 4 * 400 * 1.2, "decoding beside prompts costs little"
     later = [one.ttft for one in play(step_ms, 4, 200, 101) if one.arrived]
     assert max(later) < 4 * 400, "answers end one after the other, so that later prompts seldom meet"
+
+
+def test_steps_deviate_by_as_much_to_either_side() -> None:
+    """Several users' figures are medians over plays whose steps take a little more or less time; always the same."""
+    several = plays(step_ms, 4, 200, 101)
+    ends = [max(one.arrived + one.e2el for one in served) for served in several]
+    plain = max(one.arrived + one.e2el for one in play(step_ms, 4, 200, 101))
+    assert len(several) == PLAYS == len(set(ends)) and several == plays(step_ms, 4, 200, 101)
+    assert fmean(ends) == pytest.approx(plain, rel=0.03)
+    assert row(4)["tpot_ms"] == median(median(one.tpot(101) for one in served) for served in several)
+    assert plays(step_ms, 1, 200, 101) == [play(step_ms, 1, 200, 101)]
 
 
 def test_every_request_is_answered_whole() -> None:
