@@ -35,8 +35,9 @@ from edgeinfer.devices import gpu_profile, load_profile
 from edgeinfer.errors import EdgeInferError
 
 FAMILIES = ("qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "phi-3-mini", "gemma-2-2b", "gemma-3-1b", "gemma-4-e2b",
-            "deepseek-v2-lite", "smallthinker-4b-a0.6b", "olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b")
-MODELS = {"smoke": ["demo", "smollm2-135m"],
+            "deepseek-v2-lite", "smallthinker-4b-a0.6b", "olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b", "lfm2-350m",
+            "qwen3.5-0.8b", "granite-4-h-350m", "falcon-h1-0.5b", "codestral-mamba-7b")
+MODELS = {"smoke": ["demo", "smollm2-135m", "qwen3.5-0.8b:small"],
           "numerics": ["tinyllama-1.1b", *(f"{name}:small" for name in FAMILIES)],
           "speed": ["tinyllama-1.1b", "llama-2-7b"], "soak": ["tinyllama-1.1b"]}
 """Models of each stage."""

@@ -19,6 +19,7 @@ from edgeinfer.base.cache_dir import cache_root
 from edgeinfer.bench import token_ids
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
+from edgeinfer.graph import ModelConfig
 from edgeinfer.memory_planner import default_threads
 from edgeinfer.runner import Runner, Sequence
 
@@ -27,7 +28,7 @@ PROMPT, NEW = 32, 24
 CHUNK = 512
 """Tokens of a prompt in one forward pass."""
 LAYERS, WORDS = 2, 2048
-"""Of a family's small shape, by the name of a shape and ``:small``."""
+"""Of a family's small shape, by the name of a shape and ``:small``; hybrids have more layers."""
 
 
 class Golden(NamedTuple):
@@ -59,11 +60,22 @@ def _small(name: str, progress: Any) -> Path:
     from edgeinfer.models import cached_bundle
 
     whole = SHAPES[name]
-    layered: dict[str, Any] = {one.name: value[:LAYERS] for one in fields(whole)
+    layers = _layers(whole)
+    layered: dict[str, Any] = {one.name: value[:layers] for one in fields(whole)
                if isinstance(value := getattr(whole, one.name), tuple) and len(value) == whole.num_hidden_layers}
-    config = replace(whole, **layered, num_hidden_layers=LAYERS, vocab_size=WORDS, max_position_embeddings=1024)
-    return cached_bundle(f"two layers of {name}", f"small-{name}", lambda target: write_random_bundle(
+    if r := whole.recurrent:
+        layered["recurrent"] = replace(r, layers=tuple(i for i in r.layers if i < layers))
+    config = replace(whole, **layered, num_hidden_layers=layers, vocab_size=WORDS, max_position_embeddings=1024)
+    return cached_bundle(f"{layers} layers of {name}", f"small-{name}", lambda target: write_random_bundle(
         config, target, "q4", 32, overwrite=True), progress=progress)
+
+
+def _layers(config: ModelConfig) -> int:
+    """Number of the first layers that a small shape has: of a hybrid up to the first with attention."""
+    if not config.recurrent:
+        return LAYERS
+    attends = [i for i in range(config.num_hidden_layers) if i not in config.recurrent.layers]
+    return max(LAYERS, attends[0] + 1 if attends else 0)
 
 
 @contextmanager

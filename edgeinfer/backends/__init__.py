@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from .onnx.packages import check_wheels, import_onnxruntime
     from .onnx.planning import DevicePlanner, device_planner
     from .onnx.runner import OnnxRunner
+    from .onnx.states import UNTRIED_STATES
     from .onnx.verify import is_export, verify_export
 
-__all__ = ["PROVIDERS", "DevicePlanner", "ExportReport", "Flavour", "OnnxRunner", "Provider", "check_draft",
-           "check_wheels", "device_fits", "device_planner", "export", "fill_device", "fit_device", "gpu_free_bytes",
-           "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences", "plan_draft", "provider_of",
-           "read_gpu", "smaller", "verify_export", "why_not"]
+__all__ = ["PROVIDERS", "UNTRIED_STATES", "DevicePlanner", "ExportReport", "Flavour", "OnnxRunner", "Provider",
+           "check_draft", "check_wheels", "device_fits", "device_planner", "export", "fill_device", "fit_device",
+           "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences",
+           "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export", "why_not"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of why_not",
     "onnx.driver": "gpu_free_bytes read_gpu",
@@ -44,5 +45,6 @@ __getattr__ = lazily(__name__, {
                     "smaller",
     "onnx.planning": "DevicePlanner device_planner",
     "onnx.runner": "OnnxRunner",
+    "onnx.states": "UNTRIED_STATES",
     "onnx.verify": "is_export verify_export",
 })

@@ -23,6 +23,7 @@ from edgeinfer.llm import LLM
 from edgeinfer.memory_planner import to_request
 from edgeinfer.runner import Cancellation, Segment, Sequence
 from tests.helpers import golden_cases
+from tests.helpers.command_line import edgeinfer
 from tests.helpers.onnx_models import Slots, difference, expected, graph_of
 from tests.helpers.sessions import HYBRID, KIMI, config_of, running, tokens, write_model
 
@@ -244,6 +245,24 @@ def test_idle_slots_of_an_exported_model(bundle: Path, tmp_path: Path) -> None:
         found = model.feed([[5], [5]])[0]
         assert difference(found[0], expected(opened, [*ids, 3, 5])[-1]) < F32
         assert difference(found[1], expected(opened, [*ids, 5])[-1]) < F32
+
+
+@pytest.mark.parametrize("device", ["onnx-cpu", "cuda"])
+def test_the_report_of_a_plan_has_the_states(device: str, bundle: Path) -> None:
+    """Neither journal nor checkpoints; on a GPU a note says that nothing is known of results there."""
+    report = edgeinfer("plan", bundle, "-c", "64", "--device", device, "--json").json
+    state, (region,) = report["state"], [one for one in report["regions"] if one["name"] == "state"]
+    assert state["slot_bytes"] == state["matrices_bytes"] + state["convolution_bytes"] == region["bytes"] // 3
+    assert state["journal_bytes"] == state["checkpoints"] == 0 < state["matrices_bytes"]
+    assert "there are no checkpoints" in state["said"]
+    assert any("have not been run on a GPU" in note for note in report["notes"]) is (device == "cuda")
+
+
+def test_a_run_on_a_gpu_says_that_it_is_untried(bundle: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("edgeinfer.backends.onnx.runner.CUDA", "onnx-cpu")
+    with runner(bundle):
+        assert "Recurrent layers have not been run on a GPU by edgeinfer yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [{"speculate": "lookup"}, {"draft": "demo"}])

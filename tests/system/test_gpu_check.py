@@ -12,6 +12,7 @@ import pytest
 
 from edgeinfer.backends import PROVIDERS, Provider
 from edgeinfer.backends.onnx import devices
+from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BudgetError, UsageError
 from tests.helpers.onnx_pages import at
 
@@ -23,6 +24,19 @@ DEMO = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--minutes", "60"
 
 def rows_of(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.slow
+def test_recurrent_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid has so many layers that attention is among them; whatever a state forbids is not asked for."""
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
+    out = tmp_path / "rows"
+    assert gpu_check.main(["--device", "onnx-cpu", "--models", "lfm2-350m:small", "--stage", "smoke", "numerics",
+                           "--minutes", "60", "--out", str(out)]) == 0
+    rows = rows_of(out)
+    assert {row["verdict"] for row in rows if row["wanted"]} == {"ok"} and len(rows) > 12
+    with Bundle.open(next((tmp_path / "bundles").glob("small-lfm2-350m*"))) as bundle:
+        assert bundle.config.num_hidden_layers == 3 and bundle.config.recurrent.layers == (0, 1)  # type: ignore
 
 
 @pytest.mark.slow

@@ -229,10 +229,16 @@ class DevicePlanner:
         return Region("kv", (blocks + self.spare) * block, f"{request.kv}, {blocks} {kind}{held} of {positions} "
                                                            f"positions, {block} bytes each{spare}", here)
 
+    def state_bytes(self, request: Request) -> tuple[int, int]:
+        """Return the bytes of a slot that recurrent layers have in matrices, and in inputs of convolutions."""
+        found = states_of(self.graph, request.kv)
+        matrices = sum(one.nbytes for one in found if one.is_matrix)
+        return matrices, sum(one.nbytes for one in found) - matrices
+
     def _states(self, request: Request, here: str) -> Iterator[Region]:
         """States of recurrent layers in each slot, and twice more; see `Slabs`."""
-        if found := states_of(self.graph, request.kv):
-            each, slots = sum(one.nbytes for one in found), request.sequences + STATE_BLOCKS
+        if each := sum(self.state_bytes(request)):
+            slots = request.sequences + STATE_BLOCKS
             yield Region("state", slots * each, f"recurrent state: {slots} slots x {each} bytes ({request.sequences} "
                                                 "sequences, a running prompt, an empty one)", here)
 

@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.base.process import say
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import CUDA, Recipe, RuntimeConfig
 from edgeinfer.errors import CancelledError, RequestError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
@@ -41,7 +42,7 @@ from .prompt_blocks import PromptBlocks
 from .sessions import Sessions
 from .slabs import Slabs
 from .slots import SlotCalls, Slots
-from .states import states_of
+from .states import UNTRIED_STATES, states_of
 from .stored import model_folder
 
 Logits = NDArray[np.float32]
@@ -103,6 +104,8 @@ class OnnxRunner(Runner):
             folder = model_folder(bundle, planner.flavour(self.plan.request), self.slabs.copied, progress)
             self.sessions = Sessions(folder, provider.for_sequences(sequences), int(self.config.threads or 1))
             opened.pop_all()
+        if provider.device == CUDA and self.slabs.recurrent:
+            say(UNTRIED_STATES)
         self._blocks = PromptBlocks(graph, self.slabs, self.sessions)
         self._arrange(planner.paged)
         self._changed: list[Sequence] = []

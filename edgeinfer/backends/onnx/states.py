@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from edgeinfer.graph import CausalConv, Graph, Op, StateRule
 
+UNTRIED_STATES = ("Recurrent layers have not been run on a GPU by edgeinfer yet: compare their results first, with "
+                  "benchmarks/gpu_check.py --stage smoke numerics.")
 SIZES = {"f16": 2, "f32": 4}
 
 
@@ -20,6 +22,11 @@ class State(NamedTuple):
     kind: str
     """f16 or f32."""
     shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for the matrices of a rule, False for the inputs of a convolution."""
+        return len(self.shape) == 3
 
     @property
     def nbytes(self) -> int:

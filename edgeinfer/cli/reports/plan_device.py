@@ -14,6 +14,7 @@ from ..output import alternative_object, not_ours
 from .on_gpu import gpu_here, speed_object
 from .plan_object import DEVICE_MEMORY, SYSTEM_MEMORY, plan_fields, share
 from .serving import serving_object
+from .state import device_state
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
@@ -62,7 +63,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
         "estimate": speed, "notes": [*_notes(device, card, memory, config, model), *remarks],
         "neurons": None, **reports(Reported("plan", found.config, model=model)),
-        "windows": None, "state": None, "decision": None, "from_storage": None,
+        "windows": None, "state": device_state(planner, alone, held), "decision": None, "from_storage": None,
         "serving": serving_object(alone, planner.positions(alone.request)) if found.config.fill_budget else None,
     }
     if report["fits"] is False:
@@ -135,6 +136,8 @@ def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: 
         if memory is None:
             notes.append("No GPU was found here: only this process's side is compared with the available memory, and "
                          "run is refused. Give a card's name to plan for it, such as --machine rtx4090.")
+        if model.config.recurrent:
+            notes.append(backends.UNTRIED_STATES)
     elif not card and (why := backends.why_not(device)):
         notes.append(f"run is refused here: {why}")
     if card and config.budget_bytes is None:
