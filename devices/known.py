@@ -31,9 +31,15 @@ def all_rows() -> dict[str, tuple[Path, dict[str, Any]]]:
 def by_own_name(name: str) -> DeviceProfile | None:
     """Return the profile of a name without parsing files in which the name does not occur; None if there is none."""
     for path in (*_paths(), *_paths("processors")):
-        if name in path.read_text(encoding="utf-8") and name in _rows(path):
+        text = _text(path)
+        if (f'"{name}"' in text or f"[{name}]" in text) and name in _rows(path):
             return profile_of(path, name)
     return None
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @cache

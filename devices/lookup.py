@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from edgeinfer.errors import UsageError
 
 from .kinds import kind_of
-from .known import all_rows, profile_of
+from .known import all_rows, by_own_name
 from .names import (
     AMOUNT,
+    UNITS,
     Key,
     Typed,
     cheap_key,
-    keys_of,
     meant,
     nearest,
     one_memory,
     one_script,
     plain,
     taken_apart,
+    unit_of,
     with_memory,
 )
 from .profile import DeviceProfile
@@ -64,12 +64,11 @@ def of_any_name(text: str) -> DeviceProfile | None:
             raise several
     if _COUNTED_IN_WORDS.search(text) and (several := _several(text, _COUNTED_IN_WORDS)):
         raise several
-    typed, known = taken_apart(text), _candidates(text)
-    names = _index(known)
-    exact = [known[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
+    typed, called = taken_apart(text), partial(_called, {*_NUMBERS.findall(plain(text)), *_NUMBERS.findall(text)})
+    exact = called(typed.key) or called(typed.whole)
     found = of_their_makers(text, exact)
     if not exact:
-        typed, found = within(text, names, known, _vocabulary)
+        typed, found = within(text, called, _vocabulary)
     if not found:
         return None
     one, stated = one_memory(meant(typed, text, found), text), typed.memory_gib
@@ -107,6 +106,30 @@ def _single(text: str) -> DeviceProfile | None:
         return None
 
 
+def _called(numbers: set[str], key: Key) -> list[DeviceProfile]:
+    """Return the devices of a name that was taken apart; a few names are those of several.
+
+    One name of each has no numbers but those typed: its key may leave some out, as of an iPhone SE the year.
+    """
+    found = {one.name: one for one in _of_words(key)}
+    for unit in UNITS:  # "m4 gpu", or "m4gpu"
+        at = key.index(unit) if unit in key else len(key)
+        rest = (*key[:at], *key[at + 1:]) if len(key) > 1 else (key[0].removesuffix(unit),) if key else ()
+        if rest != key:
+            found |= {one.name: one for one in _of_words(rest) if unit_of(one) == unit}
+    return [one for one in found.values() if any(said <= numbers for said in _numbers(one))]
+
+
+def _of_words(words: Key) -> list[DeviceProfile]:
+    return [found for name in _names().get(" ".join(words), "").split() if (found := by_own_name(name))]
+
+
+@cache
+def _names() -> dict[str, str]:
+    """Return the devices of all names; ``python -m tests.make_device_names`` takes the names apart."""
+    return dict(json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8")))
+
+
 @cache
 def _other_names() -> dict[str, tuple[str, ...]]:
     """Return names of computers and phones, and further ones of devices, by the device that is in them."""
@@ -121,54 +144,31 @@ def _product_memory() -> dict[Key, int]:
     return {taken_apart(product).key: int(gib) for gib, products in table.items() for product in products}
 
 
-def _said(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    return name, row["title"], *row.get("aliases", ()), *_other_names().get(name, ())
+def names_of(name: str, title: str, aliases: Iterable[str]) -> tuple[str, ...]:
+    """Return all names of a device as they are written."""
+    return name, title, *aliases, *_other_names().get(name, ())
+
+
+def _numbers(profile: DeviceProfile) -> set[frozenset[str]]:
+    """Return the numbers in each name of a device, amounts of memory left out."""
+    return {frozenset(_NUMBERS.findall(AMOUNT.sub("", said.lower())))
+            for said in names_of(profile.name, profile.title, profile.aliases)}
+
+
+def _all_names() -> Iterator[tuple[str, bool, tuple[str, ...]]]:
+    """Yield every device, whether it is listed, and its names."""
+    for name, (path, row) in all_rows().items():
+        yield name, path.parent.name == "profiles", names_of(name, row["title"], row.get("aliases", ()))
 
 
 @cache
 def _vocabulary() -> frozenset[str]:
     """Return the words in names of devices."""
-    return frozenset(_LETTERS.findall(" ".join(said for name, (_, row) in all_rows().items()
-                                               for said in _said(name, row)).lower()))
-
-
-@cache
-def _numbers() -> dict[str, tuple[frozenset[str], ...]]:
-    """Return the numbers in each name of each device, amounts of memory left out."""
-    return {name: tuple({frozenset(_NUMBERS.findall(AMOUNT.sub("", said.lower()))) for said in _said(name, row)})
-            for name, (_, row) in all_rows().items()}
-
-
-def _candidates(text: str) -> dict[str, DeviceProfile]:
-    """Return the devices with at least one name all of whose numbers occur in the text."""
-    numbers, rows = {*_NUMBERS.findall(plain(text)), *_NUMBERS.findall(text)}, all_rows()
-    return {name: profile_of(rows[name][0], name) for name, needed in _numbers().items()
-            if any(one <= numbers for one in needed)}
-
-
-def _index(known: Mapping[str, DeviceProfile]) -> dict[Key, tuple[str, ...]]:
-    """Devices by all that they may be called; a few names are those of several."""
-    found: dict[Key, tuple[str, ...]] = {}
-    for name in known:
-        for key in _keys(name):
-            found[key] = (*found.get(key, ()), name)
-    return found
-
-
-@cache
-def _keys(name: str) -> frozenset[Key]:
-    return frozenset(keys_of(profile_of(all_rows()[name][0], name), _other_names().get(name, ())))
+    return frozenset(_LETTERS.findall(" ".join(said for _, _, names in _all_names() for said in names).lower()))
 
 
 def _near(typed: Typed) -> dict[Key, str]:
     """Return names that may be meant: of listed devices, and of processors whose numbers begin like one."""
     begins = tuple(word[:3] for word in typed.words if word.isdigit() and len(word) > 2)
-
-    def names() -> Iterator[tuple[str, str]]:
-        for name, (path, row) in all_rows().items():
-            listed = path.parent.name == "profiles"
-            for said in _said(name, row):
-                if listed or any(number.startswith(begins) for number in _NUMBERS.findall(said)):
-                    yield said, name
-
-    return {cheap_key(said): name for said, name in names()}
+    return {cheap_key(said): name for name, listed, names in _all_names() for said in names
+            if listed or any(number.startswith(begins) for number in _NUMBERS.findall(said))}

@@ -104,10 +104,9 @@ _NEGATED = re.compile(r"(?i)[(,;]?\s*\b(?:not|не|nicht|pas|non?[- ](?=ti\b|sup
                       r"(?!sure|certain|only|sicher|nur)(?:the |an? |die |der |das |la |le |el |de )*"
                       r"(?:[rg]tx )?(?:\d{3,4} ?)?(?:ti|super|xtx?|max|pro|ultra|plus|laptop|mobile|d)\b"
                       r"(?: version)?\s*\)?")
+UNITS = ("cpu", "gpu", "npu")
 _UNITS = {"cuda": "gpu", "metal": "gpu", "vulkan": "gpu", "sycl": "gpu", "npu": "npu"}
 """Units that a program's language runs on; else the processor."""
-_TIER = re.compile(r"\b(ultra|ai|ryzen) [3579] ")
-"""Tiers of processors that many leave out: Ultra 155H."""
 _STORES = (64, 128, 256, 512, 1024)
 _POCKET = ("arm-phone", "apple-cpu")
 """Sizes that a name states of a phone's storage, and classes of phones."""
@@ -177,17 +176,6 @@ def taken_apart(text: str) -> Typed:
 def cheap_key(text: str) -> Key:
     """Return a name's words in no order, as they are written: enough to find names that are spelled like it."""
     return tuple(sorted(word for word in _WORDS.findall(text.lower().replace("_", " ")) if word not in _NOISE))
-
-
-def keys_of(profile: DeviceProfile, others: Iterable[str] = ()) -> set[Key]:
-    """Return all that a device may be called: by its name, title, aliases and others, with and without its unit."""
-    unit, found = unit_of(profile), set()
-    said = (profile.name, profile.title, *profile.aliases, *others)
-    for text in dict.fromkeys((*said, *(_TIER.sub(r"\1 ", text.lower()) for text in said))):
-        typed = taken_apart(text)
-        for one in (typed, replace(typed, words=(*typed.words, unit))):
-            found |= {one.key, one.whole}
-    return found - {(), ("",), (unit,)}
 
 
 def one_memory(profile: DeviceProfile, text: str) -> DeviceProfile:

@@ -7,14 +7,14 @@ a laptop, a "9950X 16-Core Processor" has 16 cores, and the graphics card of a l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from .names import AMOUNT, Key, Typed, plain, taken_apart
 from .profile import DeviceProfile
 
-Names = Mapping[Key, tuple[str, ...]]
+Called = Callable[[Key], list[DeviceProfile]]
 Allowed = Callable[[DeviceProfile], bool]
 CARDS = ("cuda-consumer", "cuda-datacentre", "radeon", "arc")
 _LAPTOPS = ("x86-laptop", "arm-laptop", "apple-gpu", "igpu")
@@ -98,15 +98,14 @@ _SHORT = 4
 """Characters that a device's name needs in that of a computer: a Surface with a Core m3 is not an Apple M3."""
 
 
-def within(text: str, names: Names, profiles: Mapping[str, DeviceProfile], vocabulary: Callable[[], Container[str]]
+def within(text: str, called: Called, vocabulary: Callable[[], Container[str]]
            ) -> tuple[Typed, list[DeviceProfile]]:
     """Return the devices that a name means that says more, and the name without that; none if it means none.
 
     Parameters
     ----------
     text : as it was typed
-    names : devices by all that they may be called
-    profiles : those devices
+    called : returns the devices of a name that was taken apart
     vocabulary : returns the words in names of devices
     """
     clean, cores = plain(text), 0
@@ -117,7 +116,7 @@ def within(text: str, names: Names, profiles: Mapping[str, DeviceProfile], vocab
         for typed, allowed in ((taken_apart(clean), lambda profile: True), *_shorter(clean)):
             if len(typed.whole[0]) < least or (least > 1 and typed.whole[0].isdigit()):
                 continue
-            found = [profiles[name] for name in names.get(typed.key) or names.get(typed.whole) or ()]
+            found = called(typed.key) or called(typed.whole)
             if found := [one for one in of_their_makers(text, found) if allowed(one) and cores in (0, *_cores_of(one))]:
                 return typed, found
         return None
@@ -125,9 +124,9 @@ def within(text: str, names: Names, profiles: Mapping[str, DeviceProfile], vocab
     if found := shorter(clean):
         return found
     typed = taken_apart(clean)
-    inside = _said_twice(typed.words, names, profiles)
+    inside = _said_twice(typed.words, called)
     if not inside and not _SEVERAL.search(_OF_MEMORY.sub(" ", clean)):
-        inside = _inside(clean, names, profiles) or _in_a_computer(clean, names, profiles)
+        inside = _inside(clean, called) or _in_a_computer(clean, called)
     inside = [one for one in {one.name: one for one in inside}.values() if cores in (0, *_cores_of(one))]
     if len(inside) == 1:  # of several the maker of one is said
         inside = of_their_makers(text, inside)
@@ -147,7 +146,7 @@ def _without_unknown(clean: str, vocabulary: Container[str]) -> str:
     return "" if kept == words or not _COMPUTERS.isdisjoint(words) else " ".join(kept)
 
 
-def _inside(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+def _inside(clean: str, called: Called) -> list[DeviceProfile]:
     """Return the processor whose number stands in a name, whatever else it says; all devices if it has several.
 
     The longest run of words that is a device's name counts. A number and a letter that hang together are one word, so
@@ -160,10 +159,10 @@ def _inside(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> 
         for end in range(min(len(words), i + _LONGEST), i, -1):
             run = " ".join(words[i:end])
             typed = taken_apart(run)
-            if len(typed.whole[0]) >= _SHORT and re.search(r"[a-z]", run) and names.get(typed.key) and (
+            if len(typed.whole[0]) >= _SHORT and re.search(r"[a-z]", run) and called(typed.key) and (
                     re.search(r"\d{3}", run) or _OF_PARTS.fullmatch(run)):
                 kind = computers if words[i] in _COMPUTERS else found
-                kind += [profiles[name] for name in names[typed.key]]
+                kind += called(typed.key)
                 i = end - 1
                 if end < len(words) and re.fullmatch(r"v\d|x3d|[a-z]", words[end]):
                     return []
@@ -173,12 +172,12 @@ def _inside(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> 
     return found if any(one.device_class in (*_X86, "arm-server") or parts for one in found) else []
 
 
-def _said_twice(words: Key, names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+def _said_twice(words: Key, called: Called) -> list[DeviceProfile]:
     """Return the devices of which two names follow each other, such as a name and the number of the part."""
     for i in range(1, len(words)):
-        first = names.get(tuple(sorted(words[:i])), ())
-        if same := [name for name in names.get(tuple(sorted(words[i:])), ()) if name in first]:
-            return [profiles[name] for name in same]
+        first = called(tuple(sorted(words[:i])))
+        if same := [one for one in called(tuple(sorted(words[i:]))) if one in first]:
+            return same
     return []
 
 
@@ -246,7 +245,7 @@ def _cores_of(profile: DeviceProfile) -> tuple[int, int]:
     return profile.cores, sum(number for number, _ in profile.processor.values())
 
 
-def _in_a_computer(clean: str, names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+def _in_a_computer(clean: str, called: Called) -> list[DeviceProfile]:
     """Return the device that the name of a computer ends, or begins, with; all if it has several."""
     words = [*taken_apart(clean).words]
     brands = [i for i, word in enumerate(re.findall(r"\d+(?:\.\d+)?|[^\W\d_]+", clean)) if word in _COMPUTERS]
@@ -255,25 +254,25 @@ def _in_a_computer(clean: str, names: Names, profiles: Mapping[str, DeviceProfil
     words = [word for word in words if word not in _KINDS and word not in _COMPUTERS]
     runs = [words[i:] for i in range(len(words))] if brands[0] == 0 else [words[:i] for i in range(len(words), 0, -1)]
     for run in runs:
-        found = _of(run, names, profiles)
+        found = _of(run, called)
         if found and len("".join(run)) >= _SHORT:
             others = words[:-len(run)] if brands[0] == 0 else words[len(run):]
-            return [*found, *_further(others, names, profiles)]
+            return [*found, *_further(others, called)]
     return []
 
 
-def _of(run: Sequence[str], names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+def _of(run: Sequence[str], called: Called) -> list[DeviceProfile]:
     """Return the devices of some words in the name of a computer: of cards those for laptops, and no Macs."""
-    found = [profiles[name] for name in names.get(tuple(sorted(run)), ())]
+    found = called(tuple(sorted(run)))
     if any(map(_is_card, found)):
-        found = [profiles[name] for name in names.get(tuple(sorted((*run, "laptop"))), ())]
+        found = called(tuple(sorted((*run, "laptop"))))
     return [one for one in found if not one.device_class.startswith("apple")]
 
 
-def _further(words: Sequence[str], names: Names, profiles: Mapping[str, DeviceProfile]) -> list[DeviceProfile]:
+def _further(words: Sequence[str], called: Called) -> list[DeviceProfile]:
     """Return the devices that the other words of a computer's name mean, too."""
     for n in range(len(words), 1, -1):
         for i in range(len(words) - n + 1):
-            if len("".join(words[i:i + n])) >= _SHORT and (found := _of(words[i:i + n], names, profiles)):
+            if len("".join(words[i:i + n])) >= _SHORT and (found := _of(words[i:i + n], called)):
                 return found
     return []

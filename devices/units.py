@@ -15,7 +15,6 @@ from .names import unit_of
 from .profile import DeviceProfile
 from .store import LOCAL
 
-UNITS = ("cpu", "gpu", "npu")
 FOREIGN = ("riscv-sbc",)
 """Classes of processors that numba does not compile for: their speed is another program's."""
 _ENDINGS = ("-cpu", "-igpu", "-npu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -295,3 +296,9 @@ def test_the_table_of_models_is_that_of_the_program() -> None:
     from tests.make_models import models
 
     assert MODELS.read_text(encoding="utf-8") == models(), "run: python -m tests.make_models"
+
+
+def test_the_table_of_device_names_is_up_to_date() -> None:
+    from tests.make_device_names import TABLE, table
+
+    assert json.loads(TABLE.read_text(encoding="utf-8")) == table(), "run: python -m tests.make_device_names"

@@ -47,6 +47,14 @@ def test_names_as_people_write_them() -> None:
         assert found(f"  {typed.upper()} ") == found(typed.lower().replace(" ", "-")) == found(typed), name
 
 
+def test_a_known_name_is_found_without_reading_all_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("lookup", "known"):
+        monkeypatch.delattr(f"edgeinfer.devices.{module}.all_rows")
+    for typed, name in (("NVIDIA GeForce RTX 4090", "rtx4090"), ("4090 GPU", "rtx4090"), ("m4gpu", "m4"),
+                        ("EVGA 3080 Ti FTW3", "rtx3080-ti"), ("iPhone SE 2022", "a15")):
+        assert found(typed) == name
+
+
 @pytest.mark.parametrize("typed", OTHERS)
 def test_another_device_is_not_answered_with_a_known_one(typed: str) -> None:
     with pytest.raises(UsageError, match=r"^There is no device|is the name of 2 devices"):
