@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from .traffic import Traffic
     from .type_costs import REFERENCE_TYPE, TYPES, TypeShares, costs_of, drawn_gbs, solve_type
-    from .units import chosen, processor_of
+    from .units import chosen, processor_of, programs
     from .without_profile import unlisted
 
 __all__ = [
@@ -45,9 +45,9 @@ __all__ = [
     "crossover", "decode_terms", "drafted", "drawn_gbs", "equipped", "estimate", "fastest", "fit_errors",
     "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile", "machine_name",
     "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name", "processor_of",
-    "profile_table", "profiles", "relative_time", "save_profile", "served", "slow_and_fast", "smallest_row",
-    "solve_constants", "solve_rows", "solve_type", "spread_of", "storage_report", "storages", "tokens_per_pass",
-    "unlisted", "with_runs",
+    "profile_table", "profiles", "programs", "relative_time", "save_profile", "served", "slow_and_fast",
+    "smallest_row", "solve_constants", "solve_rows", "solve_type", "spread_of", "storage_report", "storages",
+    "tokens_per_pass", "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
@@ -68,6 +68,6 @@ __getattr__ = lazily(__name__, {
     "store": "load_profile local_path local_profile machine_name processor_name profile_table "
              "save_profile",
     "traffic": "Traffic",
-    "units": "chosen processor_of",
+    "units": "chosen processor_of programs",
     "without_profile": "unlisted",
 })

@@ -114,6 +114,12 @@ def _programs(profile: DeviceProfile) -> list[str]:
     return list(profile.programs) or constants_of(replace(profile, runtime="")).program.split(" or ")
 
 
+def programs(unit: str | None = None) -> list[str]:
+    """Return the programs whose speeds are known on some device, or on a unit of one."""
+    units = (one for profile in profiles().values() for one in _units(profile) if unit in (None, unit_of(one)))
+    return sorted({name for one in units for name in (*_programs(one), OURS)}, key=str.lower)
+
+
 def _base(profile: DeviceProfile) -> str:
     """Return the name of the device without that of its unit."""
     return next((profile.name.removesuffix(end) for end in _ENDINGS if profile.name.endswith(end)), profile.name)

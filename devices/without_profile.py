@@ -13,7 +13,7 @@ from .profile_checks import MAX_CORES, MAX_GBS
 
 UNLISTED = "unlisted"
 """Name of such a device."""
-MIN_MEMORY = 64 << 20
+MIN_MEMORY, MAX_MEMORY = 64 << 20, 64 << 40
 ASSUMED_GIB = 16
 """Memory where none is given."""
 
@@ -64,8 +64,9 @@ def unlisted(bandwidth_gbs: float, cores: int, kind: str, memory_bytes: int | No
         raise UsageError(f"--bandwidth is {bandwidth_gbs:g}; it must be above 0 and at most {MAX_GBS:g} GB/s.")
     if not 1 <= cores <= MAX_CORES:
         raise UsageError(f"--cores is {cores}; it must be from 1 to {MAX_CORES}.")
-    if memory_bytes is not None and memory_bytes < MIN_MEMORY:
-        raise UsageError(f"--memory is {memory_bytes} bytes; a device has {MIN_MEMORY >> 20} MiB or more.")
+    if memory_bytes is not None and not MIN_MEMORY <= memory_bytes <= MAX_MEMORY:
+        raise UsageError(f"--memory is {memory_bytes} bytes; a device has {MIN_MEMORY >> 20} MiB to "
+                         f"{MAX_MEMORY >> 40} TiB.")
     if kind not in KINDS:
         raise UsageError(f"--class is {kind!r}; choose one of {', '.join(KINDS)}.")
     row = KINDS[kind]

@@ -58,7 +58,7 @@ def machine_of(given: Any) -> DeviceProfile | None:
     return devices.equipped(devices.chosen(profile, given.unit, given.program), storage)
 
 
-def named_nodes(nodes: str | None, link: str) -> tuple[list[DeviceProfile], Link]:
+def named_nodes(nodes: str, link: str) -> tuple[list[DeviceProfile], Link]:
     """Return the processors of machines that an option lists, and the network between them.
 
     Raises
@@ -66,8 +66,6 @@ def named_nodes(nodes: str | None, link: str) -> tuple[list[DeviceProfile], Link
     UsageError
         There are fewer than two names, one is unknown or has no processor, or the network is.
     """
-    if nodes is None:
-        raise UsageError(f"--link {link} is the network between --nodes; name them.")
     names = [name.strip() for name in nodes.split(",")]
     if len(names) < 2 or "" in names:
         raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
@@ -79,10 +77,19 @@ def devices_of(given: Any) -> list[DeviceProfile]:
     """Return all known devices as the chosen program uses them, without those where nothing is known of it.
 
     A processor that has a profile of its own, and the device that it is in, are one device for edgeinfer.
+
+    Raises
+    ------
+    UsageError
+        No device has speeds of the program, or there is no such storage.
     """
     found: dict[tuple[str, str], DeviceProfile] = {}
     for profile in devices.profiles().values():
         with suppress(UsageError):
-            one = devices.equipped(devices.chosen(profile, given.unit, given.program), getattr(given, "storage", None))
+            one = devices.chosen(profile, given.unit, given.program)
             found.setdefault((one.name, one.device_class), one)
-    return list(found.values())
+    if not found:
+        where = "device" if given.unit is None else given.unit.upper()
+        raise UsageError(f"No speed of {given.program!r:.80} is known on any {where}; known programs are "
+                         f"{', '.join(devices.programs(given.unit))}.")
+    return [devices.equipped(one, getattr(given, "storage", None)) for one in found.values()]

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import registry
 from ..base.dataclass import dataclass
-from ..base.validation import checked
+from ..base.validation import TEXT, checked, choice
 from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
-from ..registry import RULES
+from ..registry import RULES, UNITS
+from .lengths import KEYWORDS, check_lengths, lengths_of
+from .modes import MODES
+from .reports.recommendation import DEFAULT_CTX, DEFAULT_SPEED, SPEED
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
@@ -51,6 +54,8 @@ class Prediction:
     """Time of a token in the middle of the answer, else at the end of the context."""
     total_ms: float | None
     """Time of prompt and answer; None without an answer or if the prompt's time is not known."""
+    answer: int | None
+    """Tokens of the answer, fewer than asked for where the context is full; None without an answer."""
     fits: bool
     total_bytes: int
     """Memory of the run."""
@@ -58,6 +63,8 @@ class Prediction:
     """Origin of the constants."""
     joules_per_token: float | None
     """Energy of a token at the end of the context; None where no power figure of the device is published."""
+    notes: tuple[str, ...]
+    """Remarks on the context and the answer."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +140,15 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
     from .commands.plan import executor_for, planned_here
     from .reports.plan_device import planned_on
 
+    checked("model", model, RULES["model"])
+    (ctx,) = check_lengths(KEYWORDS[:1], ctx)
     device = _device(machine, unit, runtime, storage)
+    if device and storage and device.own_memory:
+        raise UsageError(f"storage {storage} has no effect {MODES['plan']['card'].where}; leave it out.")
     drafting = registry.drafting(_defaults("plan"))
     size = None if budget is None else checked("budget", budget, RULES["budget"])
     config = _config("plan", ctx=ctx, kv=kv, budget_bytes=size, draft_tokens=drafting.rows)
-    stored = weights, None
+    stored = _weights(weights), None
     found = executor_for(None, device, model, stored, config, _card_kv(kv))
     if found and found.planner:
         out = planned_on(found, describe(model, *stored, Recipe(())), drafting)
@@ -170,30 +181,29 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
         The error in one sentence.
     """
     from ..models.describe import describe
-    from .commands.estimate import DEFAULT_CTX, DEFAULT_PROMPT
     from .reports.estimate_object import Questions, estimate_object
     from .reports.on_gpu import Cards
 
-    device = _device(machine, unit, runtime, storage)
+    checked("model", model, RULES["model"])
+    ctx, prompt, answer = check_lengths(KEYWORDS, ctx, prompt, answer)
+    device = _device(machine or LOCAL, unit, runtime, storage)
     assert device
-    for name, value in (("ctx", ctx), ("prompt", prompt), ("answer", answer)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; it must be 1 or more tokens.")
     config = _config("estimate", kv=kv, draft_tokens=DEFAULT_DRAFT_TOKENS)
-    described = describe(model, weights, None, config.recipe, device)
-    length = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
+    described = describe(model, _weights(weights), None, config.recipe, device)
+    lengths = lengths_of(described.config, ctx, prompt, answer, KEYWORDS)
     cards = Cards(lambda: describe(model, weights, None, Recipe(())), config, _card_kv(kv))
     config = replace(config, recipe=described.recipe)
-    out = estimate_object(described, device, length, prompt or min(DEFAULT_PROMPT, length), kv, (1.0, None), config, 1,
-                          cards, Questions(answer=answer))
+    out = estimate_object(described, device, lengths.ctx, lengths.prompt, kv, (1.0, None), config, 1, cards,
+                          Questions(answer=answer).within(lengths))
     times: dict[str, Any] = out["answer"] or {"tpot_ms": 1000 / out["decode_tok_per_s"], "total_ms": None}
     return Prediction(
-        out["device"], out["program"], out["unit"], length, out["decode_tok_per_s"], out["low"], out["high"],
-        out["prompt"], out["prefill_tok_per_s"], out["ttft_ms"], times["tpot_ms"], times["total_ms"], out["fits"],
-        out["device_bytes"] or out["total_bytes"], out["basis"], out["energy"] and out["energy"]["joules_per_token"])
+        out["device"], out["program"], out["unit"], lengths.ctx, out["decode_tok_per_s"], out["low"], out["high"],
+        out["prompt"], out["prefill_tok_per_s"], out["ttft_ms"], times["tpot_ms"], times["total_ms"], lengths.answer,
+        out["fits"], out["device_bytes"] or out["total_bytes"], out["basis"],
+        out["energy"] and out["energy"]["joules_per_token"], lengths.notes)
 
 
-def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, use: str = "chat",
+def recommend(machine: str = LOCAL, *, ctx: int = DEFAULT_CTX, min_speed: float = DEFAULT_SPEED, use: str = "chat",
               unit: str | None = None, runtime: str | None = None) -> tuple[Recommended, ...]:
     """Return the models that fit a device and are fast enough there, the largest first.
 
@@ -215,26 +225,34 @@ def recommend(machine: str = LOCAL, *, ctx: int = 4096, min_speed: float = 5.0, 
     from ..models.uses import USES
     from .reports.recommendation import models_for
 
-    if use not in USES:
-        raise UsageError(f"use is {use!r}; choose one of {', '.join(USES)}.")
-    if not min_speed > 0 or ctx < 1:
-        raise UsageError(f"min_speed is {min_speed} and ctx {ctx}; both must be above 0.")
-    device = _device(machine, unit, runtime)
+    checked("use", use, choice(USES))
+    checked("min_speed", min_speed, SPEED)
+    (length,) = check_lengths(KEYWORDS[:1], ctx)
+    device = _device(machine or LOCAL, unit, runtime)
     assert device
     fields = Recommended.__dataclass_fields__
     return tuple(Recommended(**{name: row[name] for name in fields})
-                 for row in models_for(device, ctx, min_speed, use))
+                 for row in models_for(device, length or DEFAULT_CTX, min_speed, use))
 
 
 def _device(machine: str | None, unit: str | None, runtime: str | None, storage: str | None = None
             ) -> DeviceProfile | None:
     from edgeinfer.devices import chosen, equipped, load_profile
 
+    for name, value in (("machine", machine), ("runtime", runtime), ("storage", storage)):
+        if value is not None:
+            checked(name, value, TEXT)
+    if unit is not None:
+        checked("unit", unit, choice(UNITS))
     if machine is None:
         if unit or runtime or storage:
             raise UsageError("unit, runtime and storage select among the facts about a device; name a machine.")
         return None
     return equipped(chosen(load_profile(machine), unit, runtime), storage)
+
+
+def _weights(kind: str | None) -> str | None:
+    return None if kind is None else checked("weights", kind, RULES["weights"])
 
 
 def _defaults(command: str) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from ..config import Recipe, RuntimeConfig
 from ..errors import UsageError
 from .interface import ALWAYS, DECODED, NEVER, Drafting, Part, Reported, Settings, Technique
 from .rules import CONVERSION, MAKING, RULES, plain
-from .table import COMMANDS, GROUPS, OPTIONS, SERVING, Option, of_command
+from .table import COMMANDS, GROUPS, OPTIONS, SERVING, UNITS, Option, of_command
 
 __all__ = [
     "ALWAYS", "COMMANDS", "CONVERSION", "DECODED", "GROUPS", "MAKING", "MODULES", "NEVER", "OPTIONS", "RULES",
-    "SERVING", "Drafting", "Option", "Part", "Reported", "Settings", "Technique", "agreed", "asked_for",
+    "SERVING", "UNITS", "Drafting", "Option", "Part", "Reported", "Settings", "Technique", "agreed", "asked_for",
     "check_served", "configured", "drafting", "each", "fields", "in_use", "of_command", "options", "placer", "plain",
     "prompt_share", "recipe_with", "reports", "said", "samples", "settled", "technique", "techniques",
     "with_techniques",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import RuntimeConfig, Step
+from edgeinfer.config import Recipe, RuntimeConfig, Step
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import LAYER_RANGE, GivenRows
 from edgeinfer.memory_planner import own_pool
@@ -122,7 +122,9 @@ class StageSession(Session):
 
 def check_stage_config(config: RuntimeConfig) -> None:
     """Raise `UsageError` for settings that a range of layers cannot have."""
-    if named := [one for one, _ in in_use(config)]:
+    usual = {step.name for step in Recipe().steps}
+    further = [step.name for step in config.recipe.steps if step.name not in usual]
+    if named := [*(one for one, _ in in_use(config)), *further]:
         raise UsageError(f"A model that is split between processes cannot run with {named[0]}; leave it out.")
     if config.kv_memory is not None or (config.fill_budget and not own_pool(config)):
         raise UsageError("The KV cache of a model that is split between processes is sized by its tokens, because its "

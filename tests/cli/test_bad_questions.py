@@ -15,7 +15,7 @@ PROFILE = 'title = "A"\ndevice_class = "arm-sbc"\nmemory_bytes = 4294967296\nban
 
 
 @pytest.mark.parametrize(("asked", "sentence"), [
-    (["--machine", "rpi5", "-p", "5000", "--ctx", "4096"], "-p 5000 does not fit --ctx 4096; the prompt is part"),
+    (["--machine", "rpi5", "-p", "5000", "--ctx", "4096"], "-p 5000 does not fit a context of 4096 tokens"),
     (["--machine", "rpi5 64gb"], "exists with 1, 2, 4, 8 or 16 GB, not with 64 GB"),
     (["--machine", "rpi5 8gb", "--memory", "4GiB"], "write the memory into the name, such as 'rpi5 8GB'."),
     (["--machine", "rpi5", "--budget", "4XB"], "has the unknown unit 'XB'; units are B, kB, MB, GB, TB and KiB"),
@@ -23,7 +23,7 @@ PROFILE = 'title = "A"\ndevice_class = "arm-sbc"\nmemory_bytes = 4294967296\nban
     (["--bandwidth", "0", *LAPTOP], "--bandwidth is 0.0; it must be a number of GB/s above 0."),
     (["--bandwidth", "nan", *LAPTOP], "--bandwidth is nan; it must be a number of GB/s above 0."),
     (["--bandwidth", "1e9", *LAPTOP], "--bandwidth is 1e+09; it must be above 0 and at most 1e+06 GB/s."),
-    (["--bandwidth", "100", *LAPTOP, "--memory", "1B"], "--memory is 1 bytes; a device has 64 MiB or more."),
+    (["--bandwidth", "100", *LAPTOP, "--memory", "1B"], "--memory is 1 bytes; a device has 64 MiB to 64 TiB."),
     (["--bandwidth", "100", "--cores", "0", "--class", "laptop"], "--cores is 0; it must be 1 or more."),
     (["--machine", "l4", "--users", "65"], "--users is 65; it must be from 1 to 64, the most sequences of an engine."),
     (["--machine", "l4", "--users", "2", "--goodput", "ttft:0"], "--goodput 'ttft:0' cannot be read; write metrics"),

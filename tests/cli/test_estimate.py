@@ -80,7 +80,7 @@ def test_a_person_reads_both_figures_and_the_basis() -> None:
     shown = edgeinfer(*LLAMA, "--ctx", 8192)
     assert shown.code == 0
     for words in ("10.5 tokens/s: 58 GB/s over the 5.52 GB of a token, pure 4 bits", "4.66 bits each",
-                  "class arm-phone, ±35%", "trained for 4096 tokens", "(2.00 GiB)",
+                  "class arm-phone, ±35%", "exceeds the model's 4096, so run refuses it.", "(2.00 GiB)",
                   "faster than the dense one from 48% zeros on (29% to 66%)", "pure 4 bits: 3.37 GB"):
         assert words in " ".join(shown.out.split())
 
@@ -140,14 +140,14 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
     (("--machine", "rpi5", "--ctx", "-5"), "--ctx is -5; it must be 1 or more"),
     (("--machine", "rpi5", "--ctx", "many"), "--ctx is 'many'; it must be a whole number."),
     (("--machine", "rpi5", "-p", "9999999999"), "-p is 9999999999; it must be from 1 to"),
-    (("--machine", "rpi5", "-p", "200", "--ctx", "100"), "-p 200 does not fit --ctx 100"),
+    (("--machine", "rpi5", "-p", "200", "--ctx", "100"), "-p 200 does not fit a context of 100 tokens"),
     (("--machine", "rpi5", "--kv", "int2"), "kv is 'int2'; choose one of int8, f16, f32"),
     (("--machine", "rpi5", "--weights", "q3"), "q3"),
     (("--machine", "rpi5", "--group-size", "48"), "48"),
     (("--machine", "rpi5", "--accepted", "0.5"), "--accepted is 0.5; a forward pass yields 1 to 64 tokens"),
-    (("--machine", "rpi5", "--draft-cost", "-1"), "--draft-cost is -1; it must be a share of a token's time"),
-    (("--all-devices", "--machine", "rpi5"), "--machine applies to a single machine; omit --all-devices"),
-    (("--all-devices", "--plot", "a.svg"), "--plot applies to a single machine"),
+    (("--accepted", "2", "--draft-cost", "-1"), "--draft-cost is -1; it must be a share of a token's time"),
+    (("--all-devices", "--machine", "rpi5"), "--machine rpi5 has no effect with --all-devices, which"),
+    (("--all-devices", "--plot", "a.svg"), "--plot a.svg has no effect with --all-devices"),
     (("--machine", "rpi5", "--plot", "a.doc"), "--plot 'a.doc' has no known ending; use one of .svg, .png, .pdf"),
     pytest.param(("--machine", "rpi5", "--plot", "/nowhere/at/all.svg"),
                  "The picture /nowhere/at/all.svg cannot be written", marks=needs_matplotlib),
@@ -241,7 +241,7 @@ def test_variables_for_all_commands_contradict_no_flag(monkeypatch) -> None:
     assert edgeinfer("estimate", "demo", "--all-devices", "--json").code == 0
     assert edgeinfer("estimate", "demo", "--json").json["device"] == "rpi5"
     assert edgeinfer("devices").code == edgeinfer("devices", "m1").code == 0
-    assert "--machine applies to a single" in edgeinfer("estimate", "demo", "--all-devices", "--machine", "m1").sentence
+    assert "--machine m1 has no effect" in edgeinfer("estimate", "demo", "--all-devices", "--machine", "m1").sentence
     assert edgeinfer("devices", "").sentence.startswith("The name of the device is empty;")
 
 
@@ -251,7 +251,7 @@ def test_a_device_that_names_a_machine_is_taken_for_it_with_a_notice(monkeypatch
         assert new.json == old.json and new.json["device"] == "rpi5" and "--machine" not in new.err
         assert "--device rpi5 names a machine; write --machine rpi5" in old.err
     assert "both name a machine" in edgeinfer("plan", "demo", "--device", "rpi5", "--machine", "m1").sentence
-    assert "use one or the other" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
+    assert "--device cuda has no effect" in edgeinfer("plan", "demo", "--device", "cuda", "--machine", "m1").sentence
     assert edgeinfer("estimate", "demo", "--device", " ").sentence.startswith("--device is ' '; give one of cpu, ")
     assert "--device cuda selects an executor" in edgeinfer("estimate", "demo", "--device", "cuda").sentence
     monkeypatch.setenv("EDGEINFER_DEVICE", "rpi5")
@@ -295,8 +295,8 @@ def test_the_time_of_an_answer() -> None:
 @pytest.mark.parametrize(("more", "sentence"), [
     (["--goodput", "ttft:500"], "--goodput ttft:500 requires --users N."),
     (["--users", "4", "--goodput", "speed:5"], "--goodput 'speed:5' cannot be read"),
-    (["-n", "0"], "--answer is 0; it must be from 1 to 16777215 tokens"),
-    (["-n", "9", "--all-devices"], "-n applies to a single"),
+    (["-n", "0"], "-n is 0; it must be from 1 to 16777216 tokens"),
+    (["-n", "9", "--all-devices"], "--answer 9 has no effect with --all-devices"),
 ])
 def test_wrong_questions_are_refused(more: list[str], sentence: str) -> None:
     machine = [] if "--all-devices" in more else ["--machine", "m4"]

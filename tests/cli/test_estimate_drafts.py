@@ -128,7 +128,12 @@ def test_lookup_by_kind_of_text() -> None:
     (["--draft-tokens", "4"], "--draft-tokens 4 requires --draft MODEL."),
     (["--draft", "llama-3.2-1b", "--draft-tokens", "0"], "--draft-tokens is 0; it must be from 1 to 64."),
     (["--speculate", "self"], "--speculate is 'self'; give lookup or off, or --draft MODEL for a draft model."),
-    (["--draft", "llama-3.2-1b", "--accepted", "2"], "--draft and --accepted both set the tokens of a pass"),
+    (["--draft", "llama-3.2-1b", "--speculate", "off"], "--speculate off drafts nothing, and --draft llama-3.2-1b is"),
+    (["--draft", "llama-3.2-1b", "--draft-cost", "0.2", "--accepted", "1"], "--draft-cost 0.2 exclude each other: the"),
+    (["--users", "2", "--samples", "2"], "--users 2 and --samples 2 exclude each other: each user asks for one answer"),
+    (["--users", "2", "--speculate", "lookup"], "--users 2 and --speculate lookup exclude each other: the speed for"),
+    (["--draft-cost", "0.2"], "--draft-cost 0.2 requires --accepted N."),
+    (["--draft", "llama-3.2-1b", "--accepted", "2"], "--accepted 2 exclude each other: both set the tokens of a pass"),
     (["--draft", "qwen3-0.6b"], "give a model of the same family, which has the same tokenizer."),
     (["--draft", "lama-3.2-1b"], "llama-3.2-1b"),
     (["--draft", "tinyllama-1.1b"], "has a context of 2048 tokens, and the run one of 4096; run with --ctx 2048"),
@@ -140,4 +145,4 @@ def test_what_cannot_be_is_refused(more: list[str], sentence: str) -> None:
 
 def test_all_devices_have_no_draft() -> None:
     done = edgeinfer("estimate", "llama-3.1-8b", "--all-devices", "--draft", "llama-3.2-1b")
-    assert done.sentence == "--draft applies to a single machine; omit --all-devices."
+    assert done.sentence.startswith("--draft llama-3.2-1b has no effect with --all-devices, ")

@@ -67,14 +67,14 @@ def test_when_two_are_worse_than_one() -> None:
 
 
 @pytest.mark.parametrize(("more", "sentence"), [
-    (["--link", "1GbE"], "--link 1GbE is the network between --nodes; name them."),
+    (["--link", "1GbE"], "--link 1GbE requires --nodes NAME,..."),
     (["--nodes", "rpi5"], "--nodes is 'rpi5'; name two machines or more, as in rpi5,rpi5."),
     (["--nodes", "rpi5,"], "--nodes is 'rpi5,'; name two machines or more"),
     (["--nodes", "rpi5,m4", "--link", "0MB/s"], "--link is '0MB/s'; the rate must be above 0"),
     (["--nodes", "rpi5,m4", "--link", "string"], "--link is 'string'; give 100Mbit, 1GbE, 2.5GbE, 10GbE, wifi6, tb4"),
-    (["--nodes", "rpi5,m4", "--machine", "m4"], "leave out --machine."),
-    (["--nodes", "rpi5,m4", "--users", "2"], "leave out --users."),
-    (["--nodes", "rpi5,m4", "--all-devices"], "leave out --all-devices."),
+    (["--nodes", "rpi5,m4", "--machine", "m4"], "--machine m4 has no effect with --nodes"),
+    (["--nodes", "rpi5,m4", "--users", "2"], "--users 2 has no effect with --nodes"),
+    (["--nodes", "rpi5,m4", "--all-devices"], "--all-devices has no effect with --nodes"),
     (["--nodes", "rpi5,rpi55"], "There is no device 'rpi55'"),
     (["--nodes", "rpi5,rtx 4090"], "Nothing is known of a CPU of GeForce RTX 4090"),
 ])

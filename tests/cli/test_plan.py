@@ -202,7 +202,7 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
         (["llama-2-7b", "--ctx", "0"], 2, "--ctx is 0; it must be 1 or more."),
         (["llama-2-7b", "--ctx", "-5"], 2, "--ctx is -5; it must be 1 or more."),
         (["llama-2-7b", "--ctx", "1000000000"], 2,
-         "--ctx is 1000000000; no model has a context above 134217728 tokens."),
+         "--ctx is 1000000000; it must be from 1 to 16777216 tokens."),
         (["llama-2-7b", "--ctx", "many"], 2, "--ctx is 'many'; it must be a whole number."),
         (["llama-2-7b", "--budget", "-4GiB"], 2, "--budget: Size '-4GiB' cannot be read; write a number and a unit"),
         (["llama-2-7b", "--budget", "lots"], 2, "--budget: Size 'lots' cannot be read; write a number and a unit"),

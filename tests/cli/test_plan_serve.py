@@ -114,11 +114,12 @@ def test_without_a_budget_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch, no
 
 @pytest.mark.parametrize(("given", "said"), [
     (("--serve", "--samples", 2),
-     "--samples belongs to one request, and --serve plans for many; use --max-sequences."),
-    (("--serve", "--beams", 2), "--beams belongs to one request, and --serve plans for many; use --max-sequences."),
+     "--samples 2 has no effect with --serve, which plans for the requests of many; leave one out."),
+    (("--serve", "--beams", 2),
+     "--beams 2 has no effect with --serve, which plans for the requests of many; leave one out."),
     (("--serve", "--max-sequences", 65), "--max-sequences is 65; it must be from 1 to 64."),
     (("--serve", "--max-sequences", 0), "--max-sequences is 0; it must be from 1 to 64."),
-    (("--max-sequences", 4), "--max-sequences 4 is for serving; add --serve, or use --samples."),
+    (("--max-sequences", 4), "--max-sequences 4 requires --serve."),
     (("--kv-memory", "5"), "--kv-memory: Size '5' cannot be read; did you mean 5GiB or 5MB?"),
     (("--kv-memory", "1GiB", "--device", "onnx-cpu"),
      "--kv-memory is not offered with --kv-layout slots, where each sequence has a slot with room for a whole context; "

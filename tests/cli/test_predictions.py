@@ -41,9 +41,21 @@ def test_recommendations() -> None:
     (lambda: plan("llama-3.1-8b", "rtx 4099"), "There is no device 'rtx 4099'"),
     (lambda: plan("llama-3.1-8b", unit="gpu"), "unit, runtime and storage select among the facts about a device"),
     (lambda: plan("llama-3.1-8b", "m4", budget="much"), "much"),
-    (lambda: estimate("llama-3.1-8b", "m4", prompt=0), "prompt is 0; it must be 1 or more tokens."),
+    (lambda: estimate("llama-3.1-8b", "m4", prompt=0), "prompt is 0; it must be from 1 to 16777216 tokens."),
+    (lambda: estimate("llama-3.1-8b", "m4", ctx=100, prompt=500), "prompt 500 does not fit a context of 100 tokens"),
+    (lambda: estimate("llama-3.1-8b", "m4", prompt=1.5), "prompt is 1.5; it must be an integer, from 1 to 16777216"),
+    (lambda: estimate("llama-3.1-8b", "m4", answer=True), "answer is True; it must be an integer"),
+    (lambda: estimate("llama-3.1-8b", "m4", ctx=512, prompt=512, answer=1), "prompt 512 leaves no room for an answer"),
+    (lambda: estimate(3, "m4"), "model is 3; it must be"),  # type: ignore[arg-type]
+    (lambda: plan("llama-3.1-8b", "m4", ctx="4k"), "ctx is '4k'; it must be an integer, from 1"),  # type: ignore[arg-type]
+    (lambda: plan("llama-3.1-8b", 4), "machine is 4; it must be"),  # type: ignore[arg-type]
+    (lambda: plan("llama-3.1-8b", "m4", unit="tpu"), "unit is 'tpu'; choose one of cpu, gpu, npu."),
+    (lambda: plan("llama-3.1-8b", "m4", weights="q99"), "weights is 'q99'; choose one of"),
+    (lambda: plan("llama-3.1-8b", "rtx4090", storage="nvme"), "storage nvme has no effect on a card"),
+    (lambda: recommend("m4", min_speed=float("inf")), "min_speed is inf; it must be a finite number above 0."),
+    (lambda: recommend("m4", ctx=0), "ctx is 0; it must be from 1 to 16777216 tokens."),
     (lambda: recommend("m4", use="music"), "use is 'music'; choose one of chat, code, rag."),
-    (lambda: recommend("m4", min_speed=0), "min_speed is 0 and ctx 4096; both must be above 0."),
+    (lambda: recommend("m4", min_speed=0), "min_speed is 0; it must be a finite number above 0."),
 ])
 def test_what_is_refused(call: Any, sentence: str) -> None:
     with pytest.raises(EdgeInferError, match=sentence):

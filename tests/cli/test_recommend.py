@@ -77,7 +77,7 @@ def test_all_types_are_compared_in_one_table() -> None:
         assert planned["total_bytes"] == pytest.approx(found["total_bytes"], rel=0.02)
         assert planned["fits"] == found["fits"]
     assert edgeinfer("plan", "llama-3.1-70b", "--machine", "rpi5", "--compare").code == 3
-    for more, sentence in ((["--weights", "q4"], "--compare shows all types, and --weights q4 selects one"),
+    for more, sentence in ((["--weights", "q4"], "--weights q4 has no effect with --compare, which compares all types"),
                            (["--budget", "0"], "--budget")):
         assert sentence in edgeinfer(*asked, *more).err
     assert "'nosuch-9z'" in edgeinfer("plan", "nosuch-9z", "--compare", "--machine", "m4").sentence
@@ -130,10 +130,13 @@ def test_code_and_documents_have_other_models() -> None:
 
 @pytest.mark.parametrize(("asked", "sentence"), [
     (["--machine", "rpi5", "--for", "music"], "--for is 'music'; choose one of chat, code, rag."),
-    (["--machine", "rpi5", "--min-speed", "0"], "--min-speed is 0; it must be a finite number above 0."),
+    (["--machine", "rpi5", "--min-speed", "0"], "--min-speed is 0.0; it must be a finite number above 0."),
     (["--machine", "rpi5", "--ctx", "0"], "--ctx"),
-    (["--machine", "rpi5", "--all-devices"], "--machine names one device; omit --all-devices."),
+    (["--machine", "rpi5", "--all-devices"], "--machine rpi5 has no effect with --all-devices"),
     (["llama-3.1-8b", "--machine", "rpi5"], "'edgeinfer plan llama-3.1-8b' plans one"),
+    (["--all-devices", "--runtime", "foo"], "No speed of 'foo' is known on any device; known programs are"),
+    (["--all-devices", "--runtime", "MLC", "--unit", "npu"], "No speed of 'MLC' is known on any NPU; known programs"),
+    (["llama-3.1-8b", "--all-devices", "--for", "code"], "--for code has no effect with --all-devices and MODEL"),
     (["nosuch-9z", "--all-devices"], "'nosuch-9z' is not a built-in shape; similar names are"),
     (["--bandwidth", "0", "--cores", "8", "--class", "laptop"], "--bandwidth is '0"),
     (["--bandwidth", "120", "--cores", "8"], "--bandwidth describes a device together with --class; add it."),

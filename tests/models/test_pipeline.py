@@ -18,7 +18,7 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import BundleError, CancelledError, ClosedError, EdgeInferError, RequestError, UsageError
 from edgeinfer.graph import ExpertsConfig, ModelConfig, RecurrentConfig
 from edgeinfer.llm import open as opening
@@ -349,6 +349,7 @@ def test_what_a_process_cannot_open_is_said_here(folder: Path, tmp_path: Path) -
 def test_settings_that_stages_cannot_have_are_refused(folder: Path) -> None:
     path = write_model(folder, LLAMA)
     for options, message in (({"kv_memory": 10**6}, "sized by its tokens"),
+                             ({"recipe": Recipe.parse("early_exit:layers=2")}, "cannot run with early_exit"),
                              ({"lazy": "keep=0.5"}, "cannot run with lazy")):
         with Bundle.open(path) as bundle, pytest.raises(UsageError, match=message):
             open_pipeline(bundle, config_of(threads=1, **options), ((0, 1), (2, 3)))

@@ -126,11 +126,11 @@ def test_its_plan_is_printed(model: str, three: list[Within]) -> None:
     assert done.code == 0 and done.json["total_bytes"] == plan.total_bytes
     assert [one["bytes"] for one in done.json["regions"]] == [one.nbytes for one in plan.regions]
     for arguments, sentence in ((("onnx-cpu", "--machine", "rpi5"), "only for this machine; leave out --machine rpi5"),
-                                (("onnx-cpu", "--nodes", "rpi5,rpi5"), "computes prompts; leave out --nodes."),
-                                (("onnx-cpu", "--compare"), "computes prompts; leave out --compare."),
-                                (("onnx-cpu", "--device", "cuda"), "computes prompts; leave out --device cuda."),
-                                (("onnx-cpu", "--serve", "--max-sequences", 8), "leave out --serve."),
-                                (("onnx-cpu", "--max-sequences", 8), "leave out --max-sequences.")):
+                                (("onnx-cpu", "--nodes", "rpi5,rpi5"), "--nodes rpi5,rpi5 has no effect"),
+                                (("onnx-cpu", "--compare"), "--compare has no effect"),
+                                (("onnx-cpu", "--device", "cuda"), "--device cuda has no effect"),
+                                (("onnx-cpu", "--serve", "--max-sequences", 8), "--serve has no effect"),
+                                (("onnx-cpu", "--max-sequences", 8), "--max-sequences 8 has no effect")):
         done = edgeinfer("plan", model, "--prefill-device", *arguments)
         assert done.code == 2 and sentence in done.sentence, done
     for machine, sentence in (("rpi5", "needs an NVIDIA GPU, and --machine rpi5 is none"), ("rtx4090", "")):

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ... import registry
 from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
+from ..lengths import FLAGS, lengths_of
 from ..machines import devices_of, machine_of, named_nodes
+from ..modes import check_mode
 from ..options import NOTHING, Given, takes
 from ..output import show
 from ..reports import decision
 from ..reports.estimate import chart, print_all_devices, print_estimate
 from ..reports.estimate_fields import JSON_FIELDS as JSON_FIELDS
-from ..reports.estimate_object import all_devices_object, estimate_object
+from ..reports.estimate_object import DEFAULT_ANSWER, all_devices_object, estimate_object
 from ..reports.on_gpu import Cards
 from ..reports.storage import print_skipping
 from . import estimate_options as options
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
-
-DEFAULT_CTX, DEFAULT_PROMPT = 4096, 512
 
 
 @takes("estimate")
@@ -70,17 +70,14 @@ def estimate(
       edgeinfer estimate qwen3-8b --machine "m4 16gb" --html speed.html
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
-    if all_devices and not given.by_flag("machine") and not given.by_flag("device"):
-        given.machine = None
-    options.check_request(given, prompt, all_devices, plot, html)
-    questions = options.questions_of(given, all_devices, users, answer, goodput, explain, energy, sparsity, rows)
+    check_mode("estimate", "nodes" if nodes is not None else "all" if all_devices else
+               "here" if _is_here(given) else "machine", given)
+    options.check_request(given, prompt, answer, plot, html)
+    questions = options.questions_of(given, users, answer, goodput, explain, energy, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
-    questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate, all_devices, accepted)
+    questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate)
     drafting = accepted, draft_cost
-    if nodes is not None or link is not None:
-        options.check_alone(given, questions, {"--all-devices": all_devices, "--plot": plot, "--html": html,
-                                               "--draft": draft, "--speculate": questions.lookup,
-                                               "--accepted": accepted != 1})
+    if nodes is not None:
         _on_nodes(model, nodes, link or options.DEFAULT_LINK, prompt, answer, given)
         return
     from edgeinfer.devices import load_profile
@@ -92,10 +89,10 @@ def estimate(
     asked, stored = replace(own, max_sequences=given.n), given.stored(model)
     described, decided = describe(model, *stored, own.recipe, one), None
     cards = Cards(lambda: describe(model, *stored, Recipe(())), asked, given.kv_on(CUDA))
-    if one is not None and given.machine in (None, "local") and given.bandwidth is None:
+    if one is not None and _is_here(given):
         described, _, decided = decision.described_as_run(described, own, given.max_kld)
-    ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
-    length = prompt or min(DEFAULT_PROMPT, ctx)
+    lengths = lengths_of(described.config, given.ctx, prompt, questions.tokens, FLAGS)
+    ctx, length, questions = lengths.ctx, lengths.prompt, questions.within(lengths)
     asked = replace(asked, recipe=described.recipe, techniques=registry.settled(asked.techniques, described.layers))
     if draft is not None:
         questions = replace(questions, draft=options.draft_of(draft, described, stored, replace(asked, ctx=ctx)))
@@ -108,7 +105,11 @@ def estimate(
     show(out, given.json, print_all_devices if sparsity is None else print_skipping)
 
 
-def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answer: int | None,
+def _is_here(given: Given) -> bool:
+    return given.machine in (None, "local") and given.bandwidth is None
+
+
+def _on_nodes(model: str, nodes: str, link: str, prompt: int | None, answer: int | None,
               given: Given) -> None:
     """Report on several machines."""
     from ...models.describe import describe
@@ -119,9 +120,10 @@ def _on_nodes(model: str, nodes: str | None, link: str, prompt: int | None, answ
     config = given.runtime()
     check_stage_config(config)
     described = describe(model, *given.stored(model), config.recipe)
-    ctx = given.ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
-    out = ways_object(described, replace(config, ctx=ctx), profiles, network, prompt or min(DEFAULT_PROMPT, ctx),
-                      answer)
+    lengths = lengths_of(described.config, given.ctx, prompt, answer or DEFAULT_ANSWER, FLAGS)
+    out = ways_object(described, replace(config, ctx=lengths.ctx), profiles, network, lengths.prompt,
+                      lengths.answer or DEFAULT_ANSWER)
+    out["notes"] = list(lengths.notes)
     show(out, given.json, print_ways)
 
 

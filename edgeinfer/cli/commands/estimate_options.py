@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...base.units import parse_size
 from ...config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from ...errors import UsageError
+from ..lengths import FLAGS, check_lengths
 from ..options import Given
 from ..reports.estimate_object import Questions
 from ..reports.nodes import DEFAULT_LINK
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
 
-MAX_CTX = (1 << 24) - 1
 MAX_ACCEPTED = 64
 """Tokens of one sequence that a forward pass can check."""
 MAX_ROW_BYTES = 1 << 30
@@ -79,27 +79,11 @@ Plot = Annotated[str | None, typer.Option(
 Html = Annotated[str | None, typer.Option(
     metavar="FILE", help="Write the report with plots as one self-contained page.", show_default=False)]
 
-ONE_MACHINE = {"users": "--users", "answer": "-n", "goodput": "--goodput", "explain": "--explain", "energy": "--energy"}
-"""Questions about a single device."""
 
-
-def questions_of(given: Given, all_devices: bool, users: int | None, answer: int | None, goodput: str | None,
-                 explain: bool, energy: bool, sparsity: float | None, rows: str | None) -> Questions:
-    """Return the further questions.
-
-    Raises
-    ------
-    UsageError
-        One of them is out of range, contradicts another, or is about a single device.
-    """
-    check_users(users, 1 if answer is None else answer)
-    asked: dict[str, Any] = {"users": users, "answer": answer, "goodput": goodput, "explain": explain or None,
-                             "energy": energy or None}
-    for name, flag in ONE_MACHINE.items():
-        if asked[name] is not None and all_devices:
-            raise UsageError(f"{flag} applies to a single machine; omit --all-devices.")
-    if goodput is not None and users is None:
-        raise UsageError(f"--goodput {goodput} requires --users N.")
+def questions_of(given: Given, users: int | None, answer: int | None, goodput: str | None, explain: bool, energy: bool,
+                 sparsity: float | None, rows: str | None) -> Questions:
+    """Return the further questions; raises `UsageError` for one that is out of range."""
+    check_users(users)
     bounds: tuple[tuple[str, float], ...] = ()
     if goodput is not None:
         from ...bench import parse_goodput
@@ -114,8 +98,6 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
         raise UsageError(f"--sparsity is {sparsity:g}; it is the share of zeros, from 0 to below 1, such as 0.8.")
     if rows is None:
         return None
-    if sparsity is None:
-        raise UsageError(f"--rows {rows} requires --sparsity SHARE, such as 0.8.")
     try:
         nbytes = int(rows) if rows.isascii() and rows.isdecimal() and len(rows) < 12 else parse_size(rows)
     except UsageError:
@@ -125,16 +107,9 @@ def _row_bytes(sparsity: float | None, rows: str | None) -> int | None:
     return nbytes
 
 
-def check_request(given: Given, prompt: int | None, all_devices: bool, plot: str | None, html: str | None) -> None:
+def check_request(given: Given, prompt: int | None, answer: int | None, plot: str | None, html: str | None) -> None:
     """Refuse values that are wrong for any model and machine."""
-    for flag, value in (("--ctx", given.ctx), ("-p", prompt)):
-        if value is not None and not 1 <= value <= MAX_CTX:
-            raise UsageError(f"{flag} is {value}; it must be from 1 to {MAX_CTX} tokens.")
-    if given.ctx is not None and prompt is not None and prompt > given.ctx:
-        raise UsageError(f"-p {prompt} does not fit --ctx {given.ctx}; the prompt is part of the context.")
-    if all_devices and (given.machine is not None or plot is not None or html is not None):
-        what = "--machine" if given.machine is not None else "--plot" if plot is not None else "--html"
-        raise UsageError(f"{what} applies to a single machine; omit --all-devices.")
+    check_lengths(FLAGS, given.ctx, prompt, answer)
     if html is not None:
         from ..reports.page import check_page
 
@@ -146,7 +121,7 @@ def check_request(given: Given, prompt: int | None, all_devices: bool, plot: str
 
 
 def with_drafting(questions: Questions, draft: str | None, acceptance: float | None, draft_tokens: int | None,
-                  speculate: str | None, all_devices: bool, accepted: float) -> Questions:
+                  speculate: str | None) -> Questions:
     """Return the questions with those on speculative decoding; the draft model is described later.
 
     Raises
@@ -154,9 +129,6 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
     UsageError
         A share or number out of range, or options that contradict each other.
     """
-    for flag, value in (("--acceptance", acceptance), ("--draft-tokens", draft_tokens)):
-        if value is not None and draft is None:
-            raise UsageError(f"{flag} {value:g} requires --draft MODEL.")
     if acceptance is not None and not 0 <= acceptance <= 1:
         raise UsageError(f"--acceptance is {acceptance:g}; it is the share of draft tokens that are accepted, from 0 "
                          "to 1, such as 0.7.")
@@ -164,24 +136,10 @@ def with_drafting(questions: Questions, draft: str | None, acceptance: float | N
         raise UsageError(f"--draft-tokens is {draft_tokens}; it must be from 1 to {MAX_DRAFT_TOKENS}.")
     if speculate not in (None, "lookup", "off"):
         raise UsageError(f"--speculate is {speculate!r:.80}; give lookup or off, or --draft MODEL for a draft model.")
-    lookup = speculate == "lookup"
-    said = [flag for flag, given in (("--draft", draft is not None), ("--speculate lookup", lookup),
-                                     ("--accepted", accepted != 1)) if given]
-    if len(said) > 1:
-        raise UsageError(f"{said[0]} and {said[1]} both set the tokens of a pass; leave one out.")
-    if said and all_devices and said[0] != "--accepted":
-        raise UsageError(f"{said[0]} applies to a single machine; omit --all-devices.")
-    return replace(questions, acceptance=acceptance, draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS, lookup=lookup)
-
-
-def check_alone(given: Given, questions: Questions, more: dict[str, Any]) -> None:
-    """Refuse options that several machines have no use for; `more` are further ones by their flags."""
-    wrong = {"--machine": given.by_flag("machine"), "--bandwidth": given.bandwidth, "--unit": given.unit,
-             "--runtime": given.program, "--storage": given.storage, "--users": questions.users,
-             "--explain": questions.explain, "--energy": questions.energy, "--sparsity": questions.sparsity, **more}
-    for flag, value in wrong.items():
-        if value:
-            raise UsageError(f"--nodes compares the machines that it names for one sequence; leave out {flag}.")
+    if speculate == "off" and draft is not None:
+        raise UsageError(f"--speculate off drafts nothing, and --draft {draft} is a model that drafts; leave one out.")
+    return replace(questions, acceptance=acceptance, draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS,
+                   lookup=speculate == "lookup")
 
 
 def draft_of(name: str, model: ModelDescription, stored: tuple[str | None, int | None],

@@ -22,7 +22,9 @@ from ...config import (
 from ...errors import BudgetError, UsageError
 from ...registry import RULES
 from .. import options
+from ..lengths import FLAGS, check_lengths, cut
 from ..machines import machine_of, named_nodes
+from ..modes import check_mode
 from ..output import show
 from ..replicas import checked_prefill
 from ..reports.decision import described_as_run
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from ...registry import Drafting
 
 __all__ = ["JSON_FIELDS", "plan"]
-LONGEST_CTX = 1 << 27
-"""No model has positions beyond; a larger context is a slip."""
 SERVED_SEQUENCES = 16
 """Number of sequences that a server runs at once, unless --max-sequences sets another."""
 
@@ -109,58 +109,61 @@ def plan(
     """
     from ...models.describe import describe
 
+    check_lengths(FLAGS, given.ctx, None, None)
     if listed:
+        check_mode("plan", "list", given)
         print_names(given.json)
         return 0
     if model is None:
         raise UsageError("Missing argument 'MODEL': a GGUF file, checkpoint or bundle, an id on the hub, or a built-in "
                          "shape ('edgeinfer plan --list').")
     if prefill_device is not None:
-        _check_prefilling(prefill_device, {"--nodes": nodes, "--link": link, "--compare": compare, "--serve": serve,
-                                           "--max-sequences": max_sequences}, given)
+        check_mode("plan", "prefill", given)
         return _prefilling(model, prefill_device, given)
+    if compare:
+        check_mode("plan", "compare", given)
+        return _compared(model, given)
+    if nodes is not None:
+        check_mode("plan", "nodes", given)
+    if serve:
+        check_mode("plan", "serve", given)
     beams = 1 if serve else options.searching(given)
     drafting = registry.drafting(registry.agreed(given.techniques, given.flags, beams))
-    sequences = _served(given, max_sequences) if serve else max(given.n, beams)
-    if max_sequences is not None and not serve:
-        raise UsageError(f"--max-sequences {max_sequences} is for serving; add --serve, or use --samples.")
+    sequences = _served(max_sequences) if serve else max(given.n, beams)
     config = given.runtime(max_sequences=sequences, draft_tokens=drafting.rows, fill_budget=serve,
                            own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
-    if given.ctx is not None and given.ctx > LONGEST_CTX:
-        raise UsageError(f"--ctx is {given.ctx}; no model has a context above {LONGEST_CTX} tokens.")
-    if nodes is not None or link is not None:
-        return _on_nodes(model, nodes, link or DEFAULT_LINK, given, config)
-    if given.machine and given.device and not given.by_flag("device"):
-        given.device = None
-    elif given.machine and given.device and not given.by_flag("machine"):
-        given.machine = None
-    elif given.machine and given.device:
-        raise UsageError(f"--machine {given.machine} is a hardware profile and --device {given.device} an executor of "
-                         "this machine; use one or the other.")
+    if nodes is not None:
+        return _on_nodes(model, nodes, link or DEFAULT_LINK, given, config, drafting)
+    if given.machine and given.device:  # of variables, the one that a flag does not contradict
+        given.device, given.machine = (None, given.machine) if given.by_flag("machine") else (given.device, None)
     stored = given.stored(model)
     profile = machine_of(given)
-    if compare:
-        return _compared(model, profile, given)
+    check_mode("plan", _mode_of(profile, given.device), given)
     kv = given.kv_on(given.device or (CPU if profile is None else profile.name))
     found = executor_for(given.device, profile, model, stored, config, kv)
     if found and found.planner:
         from ..reports.plan_device import planned_on
 
-        return _printed(planned_on(found, describe(model, *stored, Recipe(())), drafting), given.json)
+        return _printed(planned_on(found, describe(model, *stored, Recipe(())), drafting), given)
     check_own_layout(config)
     refused = found.refused if found else ""
-    return _printed(planned_here(model, stored, config, given.max_kld, profile, drafting, refused), given.json)
+    return _printed(planned_here(model, stored, config, given.max_kld, profile, drafting, refused), given)
 
 
-def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -> int:
+def _mode_of(profile: DeviceProfile | None, device: str | None) -> str:
+    """Return the name of the mode of a plan for one device."""
+    if profile is None:
+        return "here" if device in (None, CPU, AUTO) else "device"
+    return "card" if profile.own_memory or devices.served(profile) else "machine"
+
+
+def _compared(model: str, given: options.Given) -> int:
     """Print a model with all types of weights and return the exit code."""
     from ...models import DEMO, is_hub_id, sizes
     from ...models.spoken import spoken
     from ..reports.comparison import compared, compared_of, print_comparison
 
-    if given.by_flag("weights"):
-        raise UsageError(f"--compare shows all types, and --weights {given.weights} selects one; leave one out.")
-    device = profile or devices.load_profile("local")
+    device = machine_of(given) or devices.load_profile("local")
     named = model != DEMO and not is_hub_id(model) and not Path(model).expanduser().exists()
     meant = spoken(model).shape if named else None
     if meant is None or meant.name not in sizes.names():
@@ -172,21 +175,9 @@ def _compared(model: str, profile: DeviceProfile | None, given: options.Given) -
     return 0 if any(row["fits"] for row in out["types"]) else BudgetError.exit_code
 
 
-def _served(given: options.Given, most: int | None) -> int:
-    """Return how many sequences a server runs at once; it has no use for the options of single requests."""
-    for name, flag in ((options.SAMPLES, "--samples"), ("beams", "--beams")):
-        if given.by_flag(name):
-            raise UsageError(f"{flag} belongs to one request, and --serve plans for many; use --max-sequences.")
+def _served(most: int | None) -> int:
+    """Return how many sequences a server runs at once."""
     return SERVED_SEQUENCES if most is None else int(checked("--max-sequences", most, RULES["max_sequences"]))
-
-
-def _check_prefilling(device: str, others: dict[str, Any], given: options.Given) -> None:
-    """Refuse options that say something else than a replica of 'serve --prefill' on a device; `others` by flag."""
-    if given.by_flag("device") and given.device != device:
-        others = {f"--device {given.device}": True, **others}
-    for flag, value in others.items():
-        if value:
-            raise UsageError(f"--prefill-device {device} plans one replica that computes prompts; leave out {flag}.")
 
 
 def _prefilling(model: str, device: str, given: options.Given) -> int:
@@ -206,23 +197,30 @@ def _prefilling(model: str, device: str, given: options.Given) -> int:
     description = describe(model, *given.stored(model), Recipe(()))
     found = executor_on(backends.PROVIDERS[device], description.graph, config)
     found = found._replace(profile=devices.served(card) if card else None)
-    return _printed(planned_on(found, description, registry.drafting(WITHOUT_DRAFTS)), given.json)
+    return _printed(planned_on(found, description, registry.drafting(WITHOUT_DRAFTS)), given)
 
 
-def _on_nodes(model: str, nodes: str | None, link: str, given: options.Given, config: RuntimeConfig) -> int:
+def _on_nodes(model: str, nodes: str, link: str, given: options.Given, config: RuntimeConfig,
+              drafting: Drafting) -> int:
     """Report on a model whose layers are on several machines, and return the exit code."""
     from ...models.describe import describe
     from ...runtime import check_stage_config
 
-    for flag, wrong in (("--machine", given.by_flag("machine")), ("--device", given.device not in (None, CPU)),
-                        ("--serve", config.fill_budget)):
-        if wrong:
-            raise UsageError(f"--nodes plans one sequence on machines that it names; leave out {flag}.")
     profiles, network = named_nodes(nodes, link)
     check_stage_config(config)
-    report = nodes_object(describe(model, *given.stored(model), config.recipe), config, profiles, network)
+    described = describe(model, *given.stored(model), config.recipe)
+    if drafting.draft_memory(described, given.stored(model), config):
+        raise UsageError("A model that is split between processes cannot run with a drafter; leave it out.")
+    report = nodes_object(described, config, profiles, network)
+    report["notes"] = _cut(report["ctx"], described.config.max_position_embeddings, given)
     show(report, given.json, print_nodes)
     return 0 if report["fits"] else BudgetError.exit_code
+
+
+def _cut(ctx: int, longest: int, given: options.Given) -> list[str]:
+    """Return the remark on an answer that does not fit the context, if one was asked for."""
+    said = given.by_flag("max_tokens") and cut(ctx, given.max_tokens, longest, FLAGS)
+    return [said] if said else []
 
 
 def executor_for(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
@@ -243,9 +241,10 @@ def executor_for(device: str | None, profile: DeviceProfile | None, name: str, s
     return executors.executor_here(str(device), provider, graph, config, kv)
 
 
-def _printed(report: dict[str, Any], json: bool) -> int:
+def _printed(report: dict[str, Any], given: options.Given) -> int:
     """Print a report and return the exit code."""
-    show(report, json, print_report)
+    report["notes"] += _cut(report["ctx"], report["model_ctx"], given)
+    show(report, given.json, print_report)
     return BudgetError.exit_code if report["fits"] is False else 0
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 import typer
 
+from ...base.validation import checked
 from ...errors import UsageError
 from ...models import sizes
 from ...models.spoken import near_shapes, spoken
 from ...models.uses import USES
+from ..lengths import FLAGS, check_lengths
 from ..machines import devices_of, machine_of
+from ..modes import check_mode
 from ..options import NOTHING, Given, takes
 from ..output import show
-from ..reports.recommendation import MAX_ROWS, models_for, print_devices, print_models, smallest
+from ..reports.recommendation import (
+    DEFAULT_CTX,
+    DEFAULT_SPEED,
+    MAX_ROWS,
+    SPEED,
+    models_for,
+    print_devices,
+    print_models,
+    smallest,
+)
 
-DEFAULT_CTX, DEFAULT_SPEED = 4096, 5.0
-MAX_CTX = 1 << 24
 JSON_FIELDS = {
     "recommend": {
         "device": "name of the profile, with `device_title`; null with --all-devices",
@@ -60,12 +69,19 @@ def recommend(
       edgeinfer recommend llama-3.1-8b --all-devices --min-speed 20
     """
     ctx = DEFAULT_CTX if given.ctx is None else given.ctx
-    _check(ctx, min_speed, use, model, all_devices, given)
+    if model and not all_devices:
+        raise UsageError(f"recommend finds models for a device; 'edgeinfer plan {model}' plans one, and --all-devices "
+                         "finds devices for it.")
+    check_mode("recommend", "one" if not all_devices else "model" if model else "all", given)
+    _check(ctx, min_speed, use)
     asked: dict[str, Any] = {"ctx": ctx, "min_speed": min_speed, "for": use}
     if all_devices:
         out = {"device": None, **asked, "model": model and _shape(model)}
         devices = devices_of(given)
         if out["model"]:
+            longest = sizes.sized(out["model"], "q4").longest
+            if ctx > longest:
+                raise UsageError(f"--ctx is {ctx}, and {out['model']} takes {longest} tokens at most; lower it.")
             out["devices"] = smallest(devices, out["model"], ctx, min_speed)
         else:
             found = [(device, next(models_for(device, ctx, min_speed, use), None)) for device in devices]
@@ -81,18 +97,11 @@ def recommend(
     show(out, given.json, print_devices if all_devices else print_models)
 
 
-def _check(ctx: int, min_speed: float, use: str, model: str | None, all_devices: bool, given: Given) -> None:
+def _check(ctx: int, min_speed: float, use: str) -> None:
     if use not in USES:
         raise UsageError(f"--for is {use!r}; choose one of {', '.join(USES)}.")
-    if not (math.isfinite(min_speed) and min_speed > 0):
-        raise UsageError(f"--min-speed is {min_speed:g}; it must be a finite number above 0.")
-    if not 1 <= ctx <= MAX_CTX:
-        raise UsageError(f"--ctx is {ctx}; it must be from 1 to {MAX_CTX} tokens.")
-    if all_devices and given.machine and given.by_flag("machine"):
-        raise UsageError("--machine names one device; omit --all-devices.")
-    if model and not all_devices:
-        raise UsageError(f"recommend finds models for a device; 'edgeinfer plan {model}' plans one, and --all-devices "
-                         "finds devices for it.")
+    checked("--min-speed", min_speed, SPEED)
+    check_lengths(FLAGS, ctx, None, None)
 
 
 def _shape(model: str) -> str:
@@ -104,5 +113,3 @@ def _shape(model: str) -> str:
         near = ", ".join(map(repr, near_shapes(model)))
         raise UsageError(f"{model!r} is not a built-in shape; similar names are {near}.")
     return meant.name
-
-

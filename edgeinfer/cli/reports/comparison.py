@@ -11,6 +11,7 @@ from ...base.units import format_size
 from ...errors import UnsupportedModelError, UsageError
 from ...models import sizes
 from ...quality.known import LOSSES, loss_words
+from ..lengths import beyond
 from ..output import folded, print_table, speed
 from .recommendation import PROMPT, one
 
@@ -86,8 +87,9 @@ def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budge
             ) -> dict[str, Any]:
     room = device.usable_bytes if budget is None else budget
     endless = replace(device, memory_bytes=1 << 49, memory_gib=())
-    rows = []
+    rows, notes = [], list[str]()
     for model in models:
+        notes = beyond(ctx, model.longest)
         found = one(endless, model, ctx)
         assert found is not None
         loss = None if model.ternary else LOSSES.get(model.kind)
@@ -101,7 +103,8 @@ def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budge
             "unit": found["unit"],
         })
     return {"model": name, "shape": shape, "device": device.name, "device_title": device.titled, "ctx": ctx,
-            "prompt": min(PROMPT, ctx), "budget_bytes": room, "quantised": False, "bundle": False, "types": rows}
+            "prompt": min(PROMPT, ctx), "budget_bytes": room, "quantised": False, "bundle": False, "types": rows,
+            "notes": notes}
 
 
 def print_comparison(out: dict[str, Any]) -> None:
@@ -133,3 +136,5 @@ def print_comparison(out: dict[str, Any]) -> None:
         f"{out['ctx']} tokens of context, half of it filled; TTFT is of a prompt of {out['prompt']}; speeds are as if "
         "all weights were in memory. KLD was measured on models of 5 million parameters, of some types on the "
         "layers alone; larger models lose less." + own)))
+    for line in out["notes"]:
+        print("\n".join(folded(line)))

@@ -117,8 +117,7 @@ def remarks_of(out: dict[str, Any]) -> Iterator[str]:
             "the speeds assume all of them in memory, because storage was not measured"
         yield (f"Not all weights fit in memory ({out['mode']}): some are read from storage, and {speeds}; 'edgeinfer "
                "plan' says how many.")
-    if out["ctx"] > out["max_ctx_of_model"]:
-        yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
+    yield from out["notes"]
     if out["file_note"]:
         yield out["file_note"]
     if out["neurons"]:
@@ -158,6 +157,8 @@ def print_all_devices(out: dict[str, Any]) -> None:
             else f"{basis}; does not fit {format_size(item['memory_bytes'])}",
         ))
     print_table(rows, right=[1, 2, 4, 5])
+    for line in out["notes"]:
+        print("\n" + "\n".join(folded(line)))
 
 
 def chart(out: dict[str, Any]) -> Chart:

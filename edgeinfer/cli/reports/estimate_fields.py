@@ -35,6 +35,8 @@ JSON_FIELDS = {
         "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
         "bytes_per_token": "read from memory for one token at the end of the context",
         "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
+        "notes": "remarks on the lengths: on a context that the model does not have, and where the context cuts an "
+        "answer off",
         "kv_bytes": "keys and values of the whole context, with their scales, as far as windows let layers keep them",
         "windows": windows.FIELD,
         "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are "

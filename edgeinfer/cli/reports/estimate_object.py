@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
+    from ..lengths import Lengths
     from .on_gpu import Cards
 
 Drafting = tuple[float, float | None]
@@ -62,6 +63,20 @@ class Questions:
     """True if energy is asked about by itself."""
     lookup: bool = False
     """True if prompt lookup is asked about."""
+    reply: int = DEFAULT_ANSWER
+    """Tokens of an answer of each user."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the lengths."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of an answer, where a question is about one."""
+        return self.answer or (DEFAULT_ANSWER if self.users else None)
+
+    def within(self, lengths: Lengths) -> Questions:
+        """Return the questions about an answer as long as the context allows."""
+        return replace(self, answer=self.answer and lengths.answer, reply=lengths.answer or DEFAULT_ANSWER,
+                       notes=lengths.notes)
 
 
 def estimate_object(
@@ -91,7 +106,7 @@ def estimate_object(
         "storage": storage_object(model, profile, run.traffic, run.plan, ctx, questions.storage),
         "skipping": _skipping(run, ctx, questions), "speculation": speculation,
         **further, "energy": energy_object(profile, curve[-1], curve[0].ttft_ms, further["answer"]),
-        "energy_asked": questions.energy,
+        "energy_asked": questions.energy, "notes": list(questions.notes),
     }
 
 
@@ -100,7 +115,7 @@ def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: in
     """Return the answers to further questions: the time of a whole answer, and the speed for several users."""
     from edgeinfer.devices import MixedSteps
 
-    tokens, traffic = questions.answer or DEFAULT_ANSWER, run.traffic
+    tokens, traffic = questions.reply, run.traffic
     depth = prompt + tokens // 2
     each = traffic.sequence_bytes_at(prompt + tokens)
     alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
@@ -139,7 +154,7 @@ def all_devices_object(
     asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
-    found, shared = [], None
+    found, shared, questions = [], None, questions or Questions()
     for profile in profiles:
         run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
         if shared is None and not run.refused and run.device_bytes is None:
@@ -149,8 +164,8 @@ def all_devices_object(
                        for depth in (ctx, 0))
         row = _device_object(run, full, empty)
         found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s,  # of all speeds of the row
-                      "skipping": _skipping(run, ctx, questions or Questions())})
-    return {**(shared or {}), "devices": found}
+                      "skipping": _skipping(run, ctx, questions)})
+    return {**(shared or {}), "notes": list(questions.notes), "devices": found}
 
 
 def _computed(run: _Run, prompt: int, asked: RuntimeConfig) -> float:

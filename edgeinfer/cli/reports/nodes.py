@@ -229,6 +229,7 @@ def _remarks(report: dict[str, Any]) -> Iterator[str]:
         if not node["fits"]:
             yield (f"{node['name']} lacks {format_size(node['total_bytes'] - node['budget_bytes'])}; add a node, or "
                    "lower --ctx.")
+    yield from report["notes"]
     if report["unlike"]:
         yield ("The nodes' instruction sets compute different bits, so 'serve --split' refuses them together; use "
                "nodes of one kind.")

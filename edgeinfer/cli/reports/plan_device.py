@@ -10,6 +10,7 @@ from ... import backends
 from ...config import CUDA, RuntimeConfig
 from ...errors import BudgetError
 from ...registry import Reported, reports
+from ..lengths import beyond
 from ..output import alternative_object, not_ours
 from .on_gpu import gpu_here, speed_object
 from .plan_object import DEVICE_MEMORY, SYSTEM_MEMORY, plan_fields, share
@@ -142,6 +143,4 @@ def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: 
         notes.append(f"run is refused here: {why}")
     if card and config.budget_bytes is None:
         notes.append("The memory of the machine around the card is not known: set it with --budget.")
-    if (config.ctx or 0) > own:
-        notes.append(f"The context of {config.ctx} tokens is longer than the model's {own}: run refuses it.")
-    return notes
+    return [*notes, *beyond(config.ctx or 0, own)]

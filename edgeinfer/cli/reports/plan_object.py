@@ -9,6 +9,7 @@ from ...base.units import format_size
 from ...config import RuntimeConfig
 from ...errors import BudgetError
 from ...registry import Reported, in_use, prompt_share, reports, settled
+from ..lengths import beyond
 from ..output import REFUSED, alternative_object, not_ours
 from .on_gpu import PROMPT, speed_object
 
@@ -213,8 +214,7 @@ class PlanReport:
         if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
             notes.append("Where neurons are read from storage, no layer falls back to dense or exact, because masks "
                          "decide that.")
-        if (self.config.ctx or 0) > own:
-            notes.append(f"The context of {self.config.ctx} tokens exceeds the model's {own}, so run refuses it.")
+        notes += beyond(self.config.ctx or 0, own)
         if found and self.profile and (remark := not_ours(found, self.profile, self.refused)):
             notes.append(remark)
         if self.profile is None:

@@ -10,13 +10,17 @@ from typing import Any
 from edgeinfer import devices
 
 from ... import registry
+from ...base.validation import checked, similar
 from ...config import DEFAULT_DRAFT_TOKENS, KV_TYPES, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ...errors import EdgeInferError, UsageError
 from ...models import sizes
+from ..lengths import MAX_TOKENS, TOKENS, Words, lengths_of
 from .page import document, estimate_body
 
 MODEL, MACHINE, CTX, PROMPT, ANSWER = "qwen3-8b", "rpi5", 4096, 512, 200
-MAX_CTX = 1 << 24
+FIELDS = ("model", "machine", "memory", "weights", "kv", "storage", "ctx", "prompt", "answer")
+WORDS = Words("a context of", "A prompt of", "the answer")
+"""The lengths as the page names them."""
 SCRIPT = ('"use strict";const form=document.forms[0];form.addEventListener("change",()=>{if(form.reportValidity())'
           'form.submit()});')
 """Asks again as soon as something is chosen; without scripts the button does."""
@@ -43,24 +47,30 @@ def _report(query: Mapping[str, str]) -> str:
     from .estimate_object import Questions, estimate_object
     from .on_gpu import Cards
 
+    for name in query:
+        if name not in FIELDS:
+            near = similar(name, FIELDS)
+            raise UsageError(f"There is no field {name!r:.80}; " + (f"did you mean {near[0]}?" if near else
+                                                                    f"there are {', '.join(FIELDS)}."))
     model = _one_of(query, "model", MODEL, sizes.names())
     device = devices.profiles()[_one_of(query, "machine", MACHINE, devices.profiles())]
     weights, kv = _one_of(query, "weights", "q4", WEIGHT_TYPES), _one_of(query, "kv", "int8", KV_TYPES)
     storage = _one_of(query, "storage", "", ("", *devices.storages())) or None
     ctx, prompt, answer = (_number(query, *one) for one in (("ctx", CTX), ("prompt", PROMPT), ("answer", ANSWER)))
-    if (gib := query.get("memory", "")) in map(str, device.memory_gib):  # else of the device that was chosen before
+    gib = _one_of(query, "memory", "", ("", *(str(gib) for each in devices.profiles().values()
+                                              for gib in each.memory_gib)))
+    if gib in map(str, device.memory_gib):  # else of the device that was chosen before
         device = replace(device, memory_bytes=int(gib) << 30)
-    if prompt > ctx:
-        raise UsageError(f"A prompt of {prompt} tokens does not fit a context of {ctx}; allow a longer one.")
     profile = devices.equipped(devices.chosen(device), storage)
     described = describe(model, weights)
+    lengths = lengths_of(described.config, ctx, prompt, answer, WORDS)
     config = registry.configured(RuntimeConfig(kv=kv, draft_tokens=DEFAULT_DRAFT_TOKENS),
                                  {one.name: one.default for one in registry.options("estimate")})
     cards = Cards(lambda: describe(model, weights, None, Recipe(())), config, None if kv == RuntimeConfig.kv else kv)
     settled = replace(config, recipe=described.recipe,
                       techniques=registry.settled(config.techniques, described.layers))
     out = estimate_object(described, profile, ctx, prompt, kv, (1.0, None), settled, 1, cards,
-                          Questions(answer=answer, storage=storage))
+                          Questions(answer=answer, storage=storage).within(lengths))
     return estimate_body({**out, "decision": None}, compared(model, model, profile, ctx, kinds=sizes.TYPES))
 
 
@@ -73,9 +83,8 @@ def _one_of(query: Mapping[str, str], name: str, default: str, known: Iterable[s
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MAX_CTX):
-        raise UsageError(f"The {name} is {text!r:.80}; it must be from 1 to {MAX_CTX} tokens.")
-    return int(text)
+    length = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else text
+    return int(checked(f"The {name}", length, TOKENS))
 
 
 def _form(query: Mapping[str, str]) -> str:
@@ -103,5 +112,5 @@ def _select(name: str, label: str, chosen: str, rows: list[tuple[str, str]]) -> 
 
 
 def _field(name: str, label: str, value: Any) -> str:
-    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{MAX_CTX}" required '
+    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{MAX_TOKENS}" required '
             f'value="{escape(str(value)[:12])}"></label>')

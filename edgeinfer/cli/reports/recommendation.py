@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...base.units import format_size
+from ...base.validation import number
 from ...models import sizes
 from ...models.uses import RAG_CTX, called
 from ...quality.known import LOSSES, loss_words
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from ...models.sizes import Sized
 
+DEFAULT_CTX, DEFAULT_SPEED = 4096, 5.0
+SPEED = number(lambda speed: 0 < speed < float("inf"), "a finite number above 0")
+"""Rule of the least tokens per second."""
 PROMPT = 2000
 """Tokens of the prompt whose first word is timed."""
 MAX_ROWS = 12
@@ -114,11 +118,11 @@ def print_devices(out: dict[str, Any]) -> None:
         return
     first = rows[0]
     print("\n".join(folded(
-        f"The least memory is {first['memory_bytes'] >> 30} GB: {first['title']} runs {first['model']} as "
+        f"The least memory is {first['memory_bytes'] / 2**30:g} GB: {first['title']} runs {first['model']} as "
         f"{first['weights']} at {speed(first['decode_tok_per_s'])} tokens/s.")) + "\n")
     table = [("device", "GB", "model", "type", "tokens/s", "80 % band")]
     for row in rows[: 2 * MAX_ROWS]:
-        table.append((row["device"], str(row["memory_bytes"] >> 30), row["model"], row["weights"],
+        table.append((row["device"], f"{row['memory_bytes'] / 2**30:g}", row["model"], row["weights"],
                       speed(row["decode_tok_per_s"]), f"{speed(row['low'])}-{speed(row['high'])}"))
     print_table(table, right=[1, 4])
     more = f"; {len(rows) - 2 * MAX_ROWS} more with --json" if len(rows) > 2 * MAX_ROWS else ""

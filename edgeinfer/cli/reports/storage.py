@@ -10,7 +10,7 @@ from edgeinfer import devices
 
 from ...base.units import format_size
 from ...quant import WeightType
-from ..output import print_table, speed
+from ..output import folded, print_table, speed
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile, Traffic
@@ -195,6 +195,8 @@ def print_skipping(out: dict[str, Any]) -> None:
         rows.append((item["device"][:16], speed(each["dense_tok_per_s"]), speed(each["decode_tok_per_s"]),
                      f"{speed(each['low'])}-{speed(each['high'])}", *point, each["verdict"]))
     print_table(rows, right=[1, 2, 4])
+    for line in out["notes"]:
+        print("\n" + "\n".join(folded(line)))
 
 
 def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:

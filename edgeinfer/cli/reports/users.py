@@ -50,12 +50,10 @@ class Memory:
         return min(MAX_USERS, 1 + int((self.budget_bytes - self.one_bytes) / max(self.sequence_bytes, 1)))
 
 
-def check_users(users: int | None, answer: int) -> None:
-    """Raise `UsageError` for numbers out of range."""
+def check_users(users: int | None) -> None:
+    """Raise `UsageError` for a number out of range."""
     if users is not None and not 1 <= users <= MAX_USERS:
         raise UsageError(f"--users is {users}; it must be from 1 to {MAX_USERS}, the most sequences of an engine.")
-    if not 1 <= answer < 1 << 24:
-        raise UsageError(f"--answer is {answer}; it must be from 1 to {(1 << 24) - 1} tokens.")
 
 
 def users_asked(users: int | None, steps: MixedSteps, estimate: Callable[[int], Estimate], prompt: int, answer: int,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ...pipeline import Link
 
 ALONE, SPLIT, APART = "alone", "split", "apart"
-DEFAULT_ANSWER = 128
 ROW_BYTES, NAME = 4, 23
 FIELD = ("with --nodes: `link`, `nodes` as in `plan --nodes`, `answer` tokens, and `ways`, the fastest first: `kind` "
          "(alone, split, or apart: the prompt on one node and tokens on another), `nodes`, `layers` of each in a "
@@ -28,7 +27,7 @@ FIELD = ("with --nodes: `link`, `nodes` as in `plan --nodes`, `answer` tokens, a
 
 
 def ways_object(model: ModelDescription, config: RuntimeConfig, profiles: list[DeviceProfile], link: Link,
-                prompt: int, answer: int | None) -> dict[str, Any]:
+                prompt: int, n: int) -> dict[str, Any]:
     """Return the JSON object of a model on several machines.
 
     Parameters
@@ -40,17 +39,15 @@ def ways_object(model: ModelDescription, config: RuntimeConfig, profiles: list[D
         In the order of the layers.
     link : Link
         Between any two of them.
-    prompt : int
-        Tokens.
-    answer : int, optional
-        Tokens of the answer.
+    prompt, n : int
+        Tokens of the prompt and of the answer.
 
     Raises
     ------
     UsageError, UnsupportedModelError
         As `nodes_object`.
     """
-    report, n = nodes_object(model, config, profiles, link, prompt), answer or DEFAULT_ANSWER
+    report = nodes_object(model, config, profiles, link, prompt)
     ways = [*_alone(model, config, profiles, report), _split(model, config, profiles, report),
             *_apart(model, config, profiles, report, link)]
     for way in ways:
@@ -170,5 +167,6 @@ def _remarks(out: dict[str, Any], link: dict[str, Any]) -> Iterator[str]:
            "on a and tokens on b: keys and values go over the link once.")
     yield ("Tokens of one sequence go through one node after the other, so a split gains memory, and speed for several "
            "sequences and long prompts alone.")
+    yield from out["notes"]
     if out["unlike"]:
         yield "The nodes' instruction sets compute different bits, so 'serve --split' refuses them together."
