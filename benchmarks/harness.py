@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ def machine() -> str:
 def measured(what: str) -> str:
     """Return the lines over a table: subject, date and machine, and this program's command without folders."""
     command = " ".join(Path(one).name if os.sep in one else one for one in sys.argv)
-    return f"{what}, {date.today()}, {machine()}:\n\n```sh\npython benchmarks/{command}\n```\n"
+    head = textwrap.fill(f"{what}, {date.today()}, {machine()}:", 120, break_on_hyphens=False)
+    return f"{head}\n\n```sh\npython benchmarks/{command}\n```\n"
 
 
 class Others:

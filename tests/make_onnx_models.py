@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from edgeinfer.backends import Flavour
 from edgeinfer.backends.onnx.codes import code_bits
@@ -15,21 +14,13 @@ from edgeinfer.backends.onnx.lower_graph import lower_graph
 from edgeinfer.backends.onnx.lowering import Lowering
 from edgeinfer.config import Recipe
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Graph, build_graph, read_config, requested_types, seeing_models, supported_architectures
+from edgeinfer.graph import Graph, build_graph, read_config, requested_types, supported_architectures
 from edgeinfer.quant import TYPES, WeightType
-from tests.golden_parts import LLAMA
-from tests.helpers import golden_cases
-from tests.models.test_smallthinker import CONFIG as SMALLTHINKER
+from tests.helpers.onnx_families import models
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "onnx-models.md"
 FLAVOURS = {"slots": Flavour(top_k=64), "pages": Flavour(attention="paged", top_k=64),
             "genai": Flavour(target="genai")}
-RELUFIED = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "m.M"}}
-OTHERS: dict[str, dict[str, Any]] = {
-    "bamboo": {**RELUFIED, "model_type": "bamboo", "hidden_act": "relu"},
-    "sparsellama": {**RELUFIED, "model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.05},
-    "smallthinker": SMALLTHINKER}
-"""Configs of architectures that transformers lacks."""
 INTRODUCTION = """# Models in ONNX
 
 This page is made from the lowering itself: `python -m tests.make_onnx_models`. [How it works and what was
@@ -84,20 +75,9 @@ CUDA = {
     "Softplus": FLOATS}
 
 
-def cases(model_type: str) -> Iterator[dict[str, Any]]:
-    """Configs of an architecture's tiny models."""
-    seen = seeing_models()
-    for name in golden_cases.names():
-        config = golden_cases.config_of(name)
-        if seen.get(config["model_type"], config["model_type"]) == model_type:
-            yield config
-    if model_type in OTHERS:
-        yield OTHERS[model_type]
-
-
 def graphs(model_type: str, weights: str = "q4") -> Iterator[Graph]:
     """Graphs of an architecture's tiny models, as they are exported."""
-    for config in cases(model_type):
+    for config in models(model_type).values():
         yield build_graph(read_config(config), requested_types(weights), Recipe(()))
 
 

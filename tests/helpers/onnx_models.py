@@ -18,6 +18,8 @@ from tests.helpers import reference
 from tests.helpers.bundles import tensor_bytes
 
 FLOATS = {"f16": np.float16, "f32": np.float32}
+CLOSE = 0.002
+"""Change of a router's logits by rounding to f16, as a share of the largest."""
 
 
 def graph_of(bundle: Bundle) -> Graph:
@@ -38,7 +40,7 @@ class _Stored(reference._State):
             values = layouts.unpack_neuron(data, stored.dtype, stored.group_size, weight.shape).astype(self.dtype)
             return [*(values[:, i] for i in range(values.shape[1] - 1)), values[:, -1].T]
         whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
-            data, stored.dtype, stored.group_size, weight.shape)
+            data, stored.dtype, stored.group_size, weight.shape, stored.levels)
         whole = whole.astype(self.dtype)
         if weight.combine == "folded16":
             return [whole.reshape(-1, 16 * whole.shape[1])[:, : shapes[0][1]]]
@@ -52,7 +54,7 @@ class _Stored(reference._State):
         stored, n = self.bundle.types[weight.name], len(weight.sources)
         data, (experts, rows) = tensor_bytes(self.bundle, weight.name), weight.sources[0].shape[:2]
         whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
-            data, stored.dtype, stored.group_size, weight.shape)
+            data, stored.dtype, stored.group_size, weight.shape, stored.levels)
         tiles = whole.astype(self.dtype).reshape(experts, -1, n, 16, *whole.shape[1:])
         return [tiles[:, :, i].reshape(experts, -1, *whole.shape[1:])[:, :rows] for i in range(n)]
 
@@ -61,6 +63,28 @@ def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
     """The oracle's logits after every token, with the weights that the bundle's codes stand for."""
     with mock.patch.object(reference, "_State", type("_OfBundle", (_Stored,), {"bundle": bundle})):
         return reference.forward(graph_of(bundle), {}, ids)
+
+
+def expected_surely(bundle: Bundle, ids: Sequence[int], close: float = CLOSE) -> tuple[np.ndarray, int]:
+    """As `expected`, and the number of tokens before the first whose experts would be others if the logits of a router
+    changed by so much, as a share of the largest: rounding may choose those, and then nothing can be compared.
+    """
+    rng, sure, original = np.random.default_rng(1), np.ones(len(ids) + 1, bool), reference.OPS["route"]
+
+    def route(state: Any, op: Any, logits: np.ndarray) -> np.ndarray:
+        size = close * np.abs(logits).max()
+        changed = list[np.ndarray]()
+        for _ in range(16):
+            original(state, op, logits + size * rng.choice((-1.0, 1.0), logits.shape))
+            changed.append(state.chosen[op.layer][0])
+        result = original(state, op, logits)
+        sure[:-1] &= np.all(np.array(changed) == state.chosen[op.layer][0], axis=(0, 2))
+        return result
+
+    with mock.patch.dict(reference.OPS, route=route):
+        logits = expected(bundle, ids)
+    sure[-1] = False
+    return logits, int(np.argmin(sure))
 
 
 def expected_in_f16(bundle: Bundle, ids: Sequence[int], kind: Any = np.float16) -> np.ndarray:
