@@ -47,6 +47,8 @@ _REWRITTEN = (
                 r"노트북|ノート(?:pc|パソコン|ブック)?"), " laptop "),
     (re.compile(r"(?<=\d) ?(?:go|gigs?|гб|ギガ)\b"), " gb"),
     (re.compile(r"\b(i ?pad pro\b.*?)(?<![\w.])[12] ?tb\b"), r"\1 16gb "),
+    (re.compile(r"\b(i ?pad pro\b.*?\bm5\b.*?)(?<![\w.])(?:256|512) ?gb\b"), r"\1 12gb "),
+    (re.compile(r"(?<=\barc 1[34]0[vt])( gpu)? ?\(\d+ ?gb\)"), r"\1"),
     (re.compile(r"\b((?:i ?pad|mac ?book|mac mini|i ?mac|mb[ap])\b.*?)(?<![\w.])(?:(?:256|512) ?gb|[1248] ?tb)\b|"
                 r"\b(i ?pad\b.*?)(?<![\w.])(?:64|128) ?gb\b|\b(mac (?:studio|pro)\b.*?)(?<![\w.])[1248] ?tb\b"),
      r"\1\2\3 "),
@@ -76,7 +78,7 @@ _REWRITTEN = (
     (re.compile(r"\bpi 500 plus\b(?!.*\dg)"), "pi 5 16gb"),
     (re.compile(r"\bpi 500\b(?! plus|.*\dg)"), "pi 5 8gb"),
     (re.compile(r"\bpi 500(?: plus)?\b"), "pi 5"),
-    (re.compile(r"\b(rog ally x)\b(?!.*\dg)"), r"\1 24gb"),
+    (re.compile(r"\b(rog (?:xbox )?ally x)\b(?!.*\dg)"), r"\1 24gb"),
     (re.compile(r"\b(orange|banana|mango)pi ?"), r"\1 pi "),
     (re.compile(r"\bsamsung (?=[saz] ?\d\d\b)"), "galaxy "),
     (re.compile(r"\br([3579]) (?=\d{4}|pro\b)"), r"ryzen \1 "),

@@ -118,6 +118,7 @@ def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | No
         raise UsageError(f"{name!r} states {stated}, and --weights {weights}; leave one of them out.")
     source, recipe = meant.shape.origin, recipe or Recipe()
     if meant.file_type is None:
+        source += f", in {stated} (for {meant.stated})" if meant.stated else ""
         return describe_config(dict(meant.shape.config), name, source, stated, group_size, recipe)
     model = read_config(dict(meant.shape.config))
     type_of = types_of_file(meant.file_type, model.num_hidden_layers, model.tie_word_embeddings)

@@ -23,9 +23,10 @@ COARSE_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K",
                 "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L", "TQ1_0", "TQ2_0")
 """File types whose levels no type of edgeinfer has: their weights are held in q4, as when a file is converted."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:ud-)?([it]?q\d(?:[_-](?:0|1|k[lst]?s?|nl|xxs|xs|s|m|l|xl|r4|r8))*|"
-                   r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|[48][ -]?bits?|w?[48]bit|w\d+a\d+|fp8|nvfp4|"
+                   r"(?:bf|fp?)(?:16|32)|mxfp4|int[48]|w?[2-8][ -]?bits?|w\d+a\d+|fp8|nvfp4|"
                    r"exl[23]|awq|gptq|i2_s)(?:[_-]moe)?(?![a-z0-9])")
 _LEVELS = re.compile("[it]?q")
+_OF_FILES = ".gguf"
 _CONTEXT = re.compile(r"(?<![\d.a-z])(\d+k|1m)(?![a-z])")
 """Types of a GGUF file, of which it has one; lengths of context."""
 _MIXED = {
@@ -34,13 +35,19 @@ _MIXED = {
     "Q6_K_XL": "Q6_K", "Q8_K_XL": "Q8_0", "Q8": "Q8_0", "IQ2_K": "IQ2_M", "IQ2_KS": "IQ2_S", "IQ2_KL": "IQ2_M",
     "IQ2_KT": "IQ2_S", "IQ3_K": "IQ3_M", "IQ3_KS": "IQ3_S", "IQ3_KT": "IQ3_S", "IQ4_K": "IQ4_XS", "IQ4_KS":
     "IQ4_XS", "IQ4_KSS": "IQ4_XS", "IQ5_K": "Q5_K_S", "IQ5_KS": "Q5_K_S", "IQ6_K": "Q6_K",
+    "Q2": "Q2_K", "Q3": "Q3_K_M", "Q5": "Q5_K_M", "Q6": "Q6_K", "IQ2": "IQ2_M", "IQ3": "IQ3_M", "IQ4": "IQ4_XS",
+    "2BIT": "Q2_K", "3BIT": "Q3_K_M", "5BIT": "Q5_K_M", "6BIT": "Q6_K",
 }
-"""Names of files that mix types by matrix, and of ik_llama.cpp's types, with the file type nearest in bits."""
+"""Names of files that mix types by matrix, of ik_llama.cpp's types, and of bits alone, with the file type nearest in
+bits."""
+_BITS_UNSAID = ("AWQ", "GPTQ")
+"""Methods whose checkpoints have 4 bits where the name says no other number."""
 _WORDS = re.compile(r"\d+(?:\.\d+)?(?:[bmkt](?![^\W\d_]))?|[^\W\d_]+")
 _ROWS = re.compile("_R[48]$")
 """Rows that a type stores together."""
 _FILE = re.compile(r"(?:-\d{5}-of-\d{5})?\.(?:gguf|bin|safetensors)$|[.-]ggml?v\d\b|[.-]i1(?=[.:-]|$)")
 _SIZE = re.compile(r"\d+(?:\.\d+)?[bm]")
+_BIT = re.compile(r"W?(\d)_?BITS?")
 _SPACED = re.compile(r"(?<=\d) (?=b\b)")
 _POINT = re.compile(r"(?<=\d)(?<![a-z]\d)_(?=\d)|(?<=[a-z]\d)_(?=\d(?!\d*b))")
 """A point as names write it that may not have one: internlm2_5-7b, but saiga_llama3_8b."""
@@ -52,7 +59,7 @@ _LEFT_OUT = (
                r"iter)"
                r"(?:[- ]?\d(?:\.\d+){0,2}(?![\d.]*[bm]\b))?(?:[- ](?:pro|theta|r1))?(?![a-z])|"
                r"(?<![a-z])(?:uncensored|abliterated|heretic|dpo|sft|orpo|kto|rlhf|qat|beta|alpha|python|reasoning|"
-               r"distilled|finetune|finetuned|merged|japanese|german|dwq|obliterated|derestricted|exp)(?![a-z])|"
+               r"distilled|deduped|finetune|finetuned|merged|japanese|german|dwq|obliterated|derestricted|exp)(?![a-z])|"
                r"(?<=a\db[- _])moe(?![a-z])|(?<=a\d\db[- _])moe(?![a-z])|(?<![a-z0-9])\d\d+x\d+(?:\.\d)?b(?![a-z0-9])"),
     re.compile(r"(?<![\d.])20[12]\d[01]\d[0-3]\d(?!\d)|(?<![\d.])(?:2[3-6](?:0[1-9]|1[0-2])|(?:0[1-9]|1[0-2])(?:[0-2]\d|3[01]))(?![\d.]*[a-z]|\d)"),
     re.compile(r"(?<![a-z])v\d{1,2}(?:\.\d)?(?!\.?\d)|(?<![\d.])(?:\d+k|1m)(?![a-z])"),
@@ -68,14 +75,15 @@ _OTHER_KINDS = frozenset(
     "embedding embeddings reranker rerank reward rm prm classifier draft drafter mtp eagle eagle3 speculator "
     "dflash dspark medusa lora adapter mmproj projector encoder vae reap pruned prune pruning slim moe merge "
     "franken upscaled expanded drop layers x minitron nemotron deepseek distill mini nano micro tiny small large "
-    "lite coder deep next air flash".split())
+    "lite coder deep next air flash molmo smolvlm".split())
 """Words of models that are no fine-tune of the model whose name stands beside them, or of another size."""
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
          "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8",
-         "i2s": "q2"}
+         "i2s": "q2", "awq": "q4", "gptq": "q4"}
 """Types of weights that edgeinfer makes, by their common names."""
-MAX_CHARACTERS = 200
+MAX_CHARACTERS, _SLIPS_FROM = 200, 4
+"""Length limit of a name, and the letters of a word in which a slip is mended."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +117,28 @@ def _words(text: str) -> list[str]:
 
 @cache
 def _keys() -> dict[tuple[str, ...], str]:
-    """Return built-in shapes by all their names."""
-    return {**{key_of(other): name for other, name in other_names().items()},
+    """Return built-in shapes by all their names but tags."""
+    return {**{key_of(other): name for other, name in other_names().items()
+               if ":" not in other and not other.endswith(_OF_FILES)},
             **{key_of(name): name for name in builtin_shapes()}}
+
+
+@cache
+def _tags() -> dict[tuple[str, ...], str]:
+    """Return built-in shapes by tags of ollama that mean another version than the same words do elsewhere."""
+    return {key_of(other): name for other, name in other_names().items() if ":" in other}
+
+
+@cache
+def _files() -> dict[tuple[str, ...], str]:
+    """Return built-in shapes by names that mean one in names of files, which people leave out the size of."""
+    return {key_of(other): name for other, name in other_names().items() if other.endswith(_OF_FILES)}
+
+
+@cache
+def _vocabulary() -> frozenset[str]:
+    """Return the words of letters in names of models."""
+    return frozenset({word for key in _keys() for word in key if word.isalpha()} | _NOISE | _OTHER_KINDS)
 
 
 def spoken(text: str) -> Spoken:
@@ -121,7 +148,8 @@ def spoken(text: str) -> Spoken:
     if exact := builtin_shapes().get(lowered):
         return Spoken(exact)
     types = [*_TYPE.finditer(lowered)]
-    found = types[-1] if types else None  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
+    bits_said = [kind for kind in types if kind[1].upper() not in _BITS_UNSAID]
+    found = [*types, *bits_said][-1] if types else None  # a file of "BF16-256x20B-Q8_0" was made from one in BF16
     two = list(dict.fromkeys(kind[0].upper() for kind in types if _LEVELS.match(kind[1])))
     if len(two) > 1:
         return Spoken(None, refused=f"{text!r} states two types of weights, {two[-2]} and {two[-1]}; leave one out.")
@@ -129,7 +157,9 @@ def spoken(text: str) -> Spoken:
     if found and not _words(rest):
         return Spoken(None, refused=f"{text!r} is a type of weights without a model; write one before it, such as "
                                     f"'llama-3.1-8b {text}'.")
-    name = _named(rest.rpartition("/")[2]) or _named(rest)
+    name = _named(rest.rpartition("/")[2]) or _named(rest) or _respelt(rest)
+    if not name and ((found and _LEVELS.match(found[1])) or "gguf" in plain.lower()):
+        name = _files().get(key_of(rest))
     shape = builtin_shapes()[name] if name else None
     if shape and (longer := _longer(rest, shape)):
         most = shape.config["max_position_embeddings"]
@@ -138,11 +168,12 @@ def spoken(text: str) -> Spoken:
                                     f"{shape.name!r} for up to {most} positions.")
     if found is None:
         return Spoken(shape)
-    stated = _ROWS.sub("", found[1].replace("-", "_").replace(" ", "").upper())
+    stated = _BIT.sub(r"\1BIT", _ROWS.sub("", found[1].replace("-", "_").replace(" ", "").upper()))
     if (kind := _MIXED.get(stated, stated)) in (*FILE_TYPES, *COARSE_TYPES):
         return Spoken(shape, file_type=kind, stated=found[0].upper())
     made = _MADE.get(stated.lower().replace("_", ""))
-    return Spoken(shape, made, unknown_type=None if made else found[1])
+    return Spoken(shape, made, unknown_type=None if made else found[1],
+                  stated=stated if stated in _BITS_UNSAID else None)
 
 
 def _longer(text: str, shape: Shape) -> str | None:
@@ -156,7 +187,7 @@ def _longer(text: str, shape: Shape) -> str | None:
 
 def _named(text: str) -> str | None:
     """Return the shape of a name without its type; at last without words that change no size."""
-    if name := _keys().get(key_of(text)):
+    if name := (_tags().get(key_of(text)) if ":" in text else None) or _keys().get(key_of(text)):
         return name
     for left_out in _LEFT_OUT:
         text = left_out.sub(" ", text)
@@ -178,6 +209,28 @@ def _amid(text: str) -> str | None:
                     and not any(map(_SIZE.fullmatch, rest))):
                 return name
     return None
+
+
+def _respelt(text: str) -> str | None:
+    """Return the shape of a name with a size in which a word of a family is misspelt by one slip: "lama 3.1 8b"."""
+    words = [_meant(word) for word in _words(text)]
+    return _named(" ".join(words)) if any(map(_SIZE.fullmatch, words)) and words != _words(text) else None
+
+
+def _meant(word: str) -> str:
+    """Return the known word that is one slip from an unknown one and begins alike; the word if none or several are."""
+    if not word.isalpha() or len(word) < _SLIPS_FROM or word in _vocabulary():
+        return word
+    near = [known for known in _vocabulary() - _OTHER_KINDS if len(known) >= _SLIPS_FROM and _one_slip(word, known)]
+    return near[0] if len(near) == 1 else word
+
+
+def _one_slip(typed: str, known: str) -> bool:
+    """Return whether words that begin alike differ by one letter, or by two that changed places."""
+    i = next((i for i, pair in enumerate(zip(typed, known, strict=False)) if pair[0] != pair[1]),
+             min(len(typed), len(known)))
+    a, b = typed[i:], known[i:]
+    return i > 0 and (b in (a[1:], a[1::-1] + a[2:]) or b[1:] in (a, a[1:]))
 
 
 def near_shapes(text: str) -> list[str]:

@@ -12,8 +12,10 @@ from edgeinfer.models.describe import describe
 from edgeinfer.models.spoken import FILE_TYPES, spoken
 from tests.helpers.command_line import edgeinfer
 
-PAIRS = [tuple(line.split("\t")) for line in
-         (Path(__file__).parents[1] / "data" / "model_names.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+PAIRS = [(line.split("\t")[0], line.split("\t")[1]) for table in ("model_names.tsv", "model_names_blind.tsv")
+         for line in (Path(__file__).parents[1] / "data" / table).read_text(encoding="utf-8").splitlines()[1:]]
+"""Names and shapes. Those of the blind table were written, with what they mean, by someone who had seen neither the
+rules nor the tables; docs/measurements/estimator.md has the shares that were right at first."""
 REFUSED = "-"
 """Answer of the table to a name that no model has, that several have, or with a type that is not known."""
 
@@ -41,6 +43,41 @@ def test_names_as_people_write_them() -> None:
 def test_a_type_in_the_name_is_the_type_of_the_weights(typed: str, kind: str) -> None:
     found = describe(typed)
     assert found.quantisation.weights == kind and "does not run" not in found.source
+
+
+@pytest.mark.parametrize(("typed", "said", "kind"), [
+    ("llama 3.2 1b Q5", "as a Q5_K_M file (for Q5)", "q5k"), ("llama 3.2 1b Q6", "as a Q6_K file (for Q6)", "q6"),
+    ("llama 3.2 1b 6bit", "as a Q6_K file (for 6BIT)", "q6"), ("llama-3.2-1b 5-bit", "as a Q5_K_M file (for 5-BIT)",
+    "q5k"), ("Llama-3.2-1B-Instruct-AWQ", "in q4 (for AWQ)", "q4"), ("llama-3.2-1b-gptq", "in q4 (for GPTQ)", "q4"),
+])
+def test_bits_without_a_type_and_methods_without_bits(typed: str, said: str, kind: str) -> None:
+    found = describe(typed)
+    assert found.source == f"built-in shape, as meta-llama/Llama-3.2-1B, {said}"
+    assert found.quantisation.weights == kind
+
+
+@pytest.mark.parametrize("typed", ["llama-3.2-1b-GPTQ-Int8", "llama-3.2-1b-8bit-gptq"])
+def test_bits_beside_a_method_are_those_of_the_weights(typed: str) -> None:
+    assert describe(typed).quantisation.weights == "int8"
+
+
+@pytest.mark.parametrize(("typed", "name"), [
+    ("lama 3.3 70b", "llama-3.1-70b"), ("quen2.5 7b", "qwen2.5-7b"), ("mitsral 7b v0.3", "mistral-7b-v0.3"),
+    ("gemmma 2 9b", "gemma-2-9b"), ("flacon 7b q8", "falcon-7b"),
+    ("lama", REFUSED), ("Molmo-7B", REFUSED), ("llava 7b", REFUSED), ("minstral 8b", REFUSED), ("amistral 7b", REFUSED),
+    ("qwom 7b", REFUSED), ("SmolVLM 1.7B", REFUSED), ("zamba 7b", REFUSED),
+])
+def test_one_slip_in_a_word_is_mended_beside_a_size(typed: str, name: str) -> None:
+    assert found(typed) == name
+
+
+@pytest.mark.parametrize(("typed", "name"), [
+    ("mistral:7b", "mistral-7b-v0.3"), ("mistral:7b-instruct-q4_0", "mistral-7b-v0.3"), ("mistral 7b", "mistral-7b"),
+    ("mistral:7b-instruct-v0.2-q4_0", "mistral-7b"), ("deepseek-r1:8b", "qwen3-8b"), ("deepseek r1 8b", REFUSED),
+    ("DeepSeek-R1-UD-IQ1_S", "deepseek-v3"), ("unsloth/DeepSeek-R1-GGUF", "deepseek-v3"), ("deepseek-r1", REFUSED),
+])
+def test_a_tag_or_a_file_means_another_model_than_its_words(typed: str, name: str) -> None:
+    assert found(typed) == name
 
 
 @pytest.mark.parametrize(("kind", "gigabytes"), list(zip(FILE_TYPES, (3.83, 3.86, 4.08, 3.64, 4.65, 4.78, 5.53, 7.16),
@@ -99,7 +136,7 @@ def test_a_hub_id_without_the_hub_is_the_shape_of_its_name(monkeypatch: pytest.M
         describe("some/model")
 
 
-@pytest.mark.parametrize("typed", [one for one, name in PAIRS if name == REFUSED
+@pytest.mark.parametrize("typed", [one for one, name in PAIRS if name == REFUSED and "/" not in one
                                    and not (spoken(one).unknown_type or spoken(one).refused)])
 def test_refusals_have_three_near_names(typed: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:

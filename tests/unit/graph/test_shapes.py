@@ -67,6 +67,9 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "miqu-103b": 103.2, "nemotron-3-super-120b-a12b": 120.6,
     "falcon-180b": 178.6, "granite-3.1-1b-a400m": 1.33, "granite-3.1-3b-a800m": 3.3, "granite-20b-code": 20.07,
     "internlm3-8b": 8.8, "ling-lite-1.5": 16.8,
+    "llama-1-7b": 6.738, "llama-1-13b": 13.016, "olmo-1b": 1.1768, "olmo-7b": 6.8881, "gpt-j-6b": 6.0534,
+    "minicpm-1b": 1.36, "minicpm-2b": 2.7249, "minicpm3-4b": 4.0742, "minicpm4-0.5b": 0.434, "devstral-2-123b": 125.03,
+    "hunyuan-0.5b": 0.539, "hunyuan-1.8b": 1.791, "chatglm3-6b": 6.2436, "distilgpt2": 0.08191, "phi-3-small": 7.39,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
           "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
@@ -81,7 +84,8 @@ ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "q
           "ling-mini-2.0": 1.43, "ling-flash-2.0": 6.15, "llama-4-scout": 17.17, "llama-4-maverick": 17.18,
           "phi-3.5-moe": 6.64, "dbrx-132b": 36.47, "qwen1.5-moe-a2.7b": 2.69, "qwen2-57b-a14b": 14.25,
           "nemotron-3-super-120b-a12b": 12.77,
-          "granite-3.1-1b-a400m": 0.429, "granite-3.1-3b-a800m": 0.883, "ling-lite-1.5": 2.75, "lfm2.5-8b-a1b": 1.686}
+          "granite-3.1-1b-a400m": 0.429, "granite-3.1-3b-a800m": 0.883, "ling-lite-1.5": 2.75, "lfm2.5-8b-a1b": 1.686,
+          "grok-1": 83.76}
 """The cards of gpt-oss, SmallThinker, GLM-4.5-Air and DeepSeek-V3 leave the embedding out (that of GLM the head too);
 those of the five before these round to 3, 3, 1.5, 1 and 3.5.
 """
