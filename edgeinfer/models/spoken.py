@@ -213,8 +213,8 @@ def _amid(text: str) -> str | None:
 
 def _respelt(text: str) -> str | None:
     """Return the shape of a name with a size in which a word of a family is misspelt by one slip: "lama 3.1 8b"."""
-    words = [_meant(word) for word in _words(text)]
-    return _named(" ".join(words)) if any(map(_SIZE.fullmatch, words)) and words != _words(text) else None
+    meant = re.sub(r"[^\W\d_]+", lambda word: _meant(word[0]), text)
+    return _named(meant) if meant != text and any(map(_SIZE.fullmatch, _words(meant))) else None
 
 
 def _meant(word: str) -> str:

@@ -27,7 +27,9 @@ Ultra, M14, M3 Max 34c, RTX A100, GB200, GB300, Orin, 8 Gen 5, 9s Gen 4, 7 Gen 9
 PAIRS = [(line.split("\t")[0], line.split("\t")[1]) for table in ("device_names.tsv", "device_names_blind.tsv")
          for line in (Path(__file__).parents[1] / "data" / table).read_text(encoding="utf-8").splitlines()[1:]]
 """Names and devices. Those of the blind table were written, with what they mean, by someone who had seen neither the
-rules nor the tables; docs/measurements/estimator.md has the shares that were right at first."""
+rules nor the tables before (lists 1 and 2), or who had added to both by then (3); docs/measurements/estimator.md has
+the shares that were right at first.
+"""
 REFUSED = "-"
 """Answer of the table to a name that no device, or more than one, has."""
 
