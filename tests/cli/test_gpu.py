@@ -64,7 +64,7 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned["max_ctx"] == 1024 and planned["max_sequences"] == 64
     auto = edgeinfer("plan", *given[:-3], "auto", "--json")
     assert "Device auto took cpu, our own kernels, because" in auto.err and auto.json["device"] is None
-    small = edgeinfer("plan", "demo", "--device", "onnx-cpu", "--budget", "200MB", "-t", "1")
+    small = edgeinfer("plan", "demo", "--device", "onnx-cpu", "--budget", "114MB", "-t", "1")
     assert small.code == 3 and "layers are not streamed on device onnx-cpu" in small.err
     seven = ("plan", "llama-2-7b", "--weights", "q4", "--device", "cuda", "--samples", "8")
     out = edgeinfer(*seven, "--json").json

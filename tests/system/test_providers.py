@@ -153,7 +153,7 @@ def test_plan_counts_the_providers_copy(no_variables: None) -> None:
     here = edgeinfer("plan", *given, "--device", "onnx-cpu").json
     named = {one["name"]: one["bytes"] for one in there["regions"]}
     assert named["compiled"] > named["prepacked"] and there["device_bytes"] == 0
-    assert there["total_bytes"] == here["total_bytes"] + named["compiled"] + 30_000_000
+    assert there["total_bytes"] > here["total_bytes"] + named["compiled"] + 50_000_000
     assert not here["notes"]
     if not packages.installed("onnxruntime-ep-openvino"):
         assert there["notes"] == [f"run is refused here: {why_not('openvino')}"]

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+from edgeinfer.config import CUDA, ONNX_CPU
 from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.memory_planner import Request
 
+from .devices import Provider
 from .flavour import Heads, kv_layers, layers_read
+from .slabs import FLOATS
+from .topk_sampling import RETURNED_LOGITS
+
+ARENA_SHARE, SCORES_SHARE = 1.6, 2.3
+"""Factors of the memory that lives together in the CPU provider's arena, which rounds up to powers of two: activations
+(1.4 to 1.5 measured), and scores that are in memory as a whole (1.7 to 2.2)."""
+PARTIAL_ARENA_SHARE = 2.25
+"""The same of both where a provider has operations on it (2.1 measured at most)."""
+
+
+def arena_bytes(graph: Graph, request: Request, provider: Provider, positions: int) -> int:
+    """Return the bytes of activations that live together, and of the CPU provider's scores; its arena is larger.
+
+    Its attention in f32 has scores in blocks (1.32), unless the model caps them or has sinks.
+    """
+    c, size = graph.config, FLOATS[request.kv]().itemsize
+    outputs = request.outputs * (c.vocab_size * (4 + size) + RETURNED_LOGITS * 12)
+    rows = request.tokens * row_values(c) * (4 if provider.device == ONNX_CPU else size) + outputs
+    whole = request.kv == "f16" or c.attention_softcap or c.attention_sinks or provider.partial
+    scores = 4 * score_values(c, request.tokens, request.ctx, provider.device != CUDA and bool(whole))
+    scores += read_again(graph, positions, request.sequences) * size
+    if provider.device == CUDA:
+        return rows + scores
+    if provider.partial:
+        return round(PARTIAL_ARENA_SHARE * (rows + scores))
+    return round(ARENA_SHARE * rows + SCORES_SHARE * scores)
 
 
 def row_values(config: ModelConfig) -> int:

@@ -82,6 +82,8 @@ class Flavour:
     and WebGPU have; empty: apart with gqa, fused with paged."""
     top_k: int = 0
     """Logits of a row that go out beside all of them, the largest with their ids; 0 = none. Of target session."""
+    nibbles: bool = False
+    """True if matrices of 8 bits are multiplied as two of 4 bits, for which the CPU provider has kernels."""
 
     @property
     def positions(self) -> int:
@@ -104,7 +106,7 @@ class Flavour:
                       integer(1, most, f"from 1 to {most}, the positions that the model knows"))
         top_k = checked("top_k", self.top_k, integer(0, 0 if self.target == "genai" else vocabulary,
                                                      f"from 0 to {vocabulary}, and 0 for genai"))
-        return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k)
+        return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k, self.nibbles)
 
 
 class Heads(NamedTuple):

@@ -16,6 +16,7 @@ from edgeinfer.quant import WeightType
 
 from . import weights
 from .flavour import Flavour
+from .nibbles import nibbles
 from .weights import Part, Quantised, Stored
 
 MICROSOFT = "com.microsoft"
@@ -165,13 +166,22 @@ class Lowering:
 
     def quantised(self, x: str, matrix: Quantised, columns: int, axes: int = 0) -> str:
         """Multiply by a quantised matrix; its offsets add the product of sums of blocks with them."""
-        found = self.codes(matrix)
-        y = self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
-                      N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)
-        if not found.offsets:
+        if self.flavour.nibbles and matrix.bits == 8:
+            high, low, zeros = nibbles(matrix, self.dtype)
+            y = self.node("Add", self._product(x, high, columns), self._product(x, low, columns, self.store(zeros)))
+        else:
+            y = self._product(x, self.codes(matrix), columns)
+        if not matrix.offsets:
             return y
-        sums = self.once(("sums", x, found.group_size), lambda: self._block_sums(x, columns, found.group_size, axes))
-        return self.node("Add", y, self.node("MatMul", sums, found.offsets.name))
+        sums = self.once(("sums", x, matrix.group_size),
+                         lambda: self._block_sums(x, columns, matrix.group_size, axes))
+        return self.node("Add", y, self.node("MatMul", sums, self.store(matrix.offsets)))
+
+    def _product(self, x: str, matrix: Quantised, columns: int, *zeros: str) -> str:
+        """Multiply by codes and scales."""
+        return self.node("MatMulNBits", x, self.store(matrix.codes), self.store(matrix.scales), *zeros,
+                         domain=MICROSOFT, K=columns, N=matrix.codes.shape[0], bits=matrix.bits,
+                         block_size=matrix.group_size)
 
     def _block_sums(self, x: str, columns: int, group: int, axes: int) -> str:
         """Sums of each block of a row: (..., groups)."""

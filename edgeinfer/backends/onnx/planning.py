@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from edgeinfer.base.units import format_size
-from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
+from edgeinfer.config import CUDA, ONNX_CPU, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Graph
 from edgeinfer.memory_planner import (
     DEVICE,
-    PYTHON_RESERVE_BYTES,
     VOCABULARY_RESERVE_BYTES,
     Alternative,
     MemoryPlan,
@@ -29,7 +28,7 @@ from edgeinfer.memory_planner import (
 )
 from edgeinfer.registry import each, technique
 
-from .activations import read_again, row_values, score_values
+from .activations import ARENA_SHARE, arena_bytes
 from .devices import Provider
 from .flavour import Flavour, kv_layers
 from .lower_graph import lower_graph
@@ -42,9 +41,8 @@ from .states import states_of
 from .step import step_outputs, step_sizes
 from .topk_sampling import RETURNED_LOGITS
 
-ARENA_SHARE = 2.25
-"""Factor of the memory that lives together in the CPU provider's arena, which rounds up to powers of two (2.1 measured
-at most)."""
+PROGRAM_BYTES = 70_000_000
+"""The interpreter, NumPy and the command line, without the loader of compiled kernels; onnx, which lowers a model."""
 CONTEXT_BYTES = 1_260_000_000
 """Memory of a GPU that CUDA's context, code and library workspaces take (0.9 to 1.21 GB measured)."""
 GRAPH_BYTES = 10_000_000
@@ -151,7 +149,8 @@ class DevicePlanner:
         elif rope.kind == "dynamic":
             ctx = request.ctx
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
-                       top_k=min(RETURNED_LOGITS, self.graph.config.vocab_size)).checked(self.graph.config)
+                       top_k=min(RETURNED_LOGITS, self.graph.config.vocab_size),
+                       nibbles=self.provider.device == ONNX_CPU).checked(self.graph.config)
 
     def lower(self, request: Request) -> Sizes:
         """Return the sizes of the model as a request has it, lowered once; raises as `lower_graph`."""
@@ -193,7 +192,11 @@ class DevicePlanner:
         yield kv
         yield from self._states(request, here)
         copy = self._written_out(request, provider)
-        yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
+        arena = arena_bytes(self.graph, request, provider, self.positions(request)) + copy
+        if provider.device == ONNX_CPU:
+            cpu = self.lower(request).cpu
+            arena = max(arena + round(2 * ARENA_SHARE * 4 * request.tokens * cpu.summed), cpu.opening)
+        yield Region("arena", arena, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
         most = request.sequences
         row = sum(width * np.dtype(kind).itemsize for width, kind in step_outputs(c.vocab_size).values())
@@ -203,19 +206,23 @@ class DevicePlanner:
             yield from self._cuda(request, len(sizes), kv)
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
         yield Region("onnxruntime", self.provider.library_bytes, "its libraries", "reserve")
-        yield Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
+        yield Region("python", PROGRAM_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                      f"interpreter, libraries, tokenizer of {c.vocab_size}", "reserve")
 
     def _weights(self, request: Request, here: str) -> Iterator[Region]:
         """Weights as they are in the model, and as the provider holds them besides."""
         c, kv, own, cuda = self.graph.config, request.kv, self.lower(request), here == DEVICE
-        yield Region("weights", own.data, f"as they are in the model, {kv} where they are not quantised"
-                     + (f", with {format_size(own.more)} for codes that no operator has" if own.more > 0 else ""),
+        more = f", with {format_size(own.more)} for codes that no operator has" if own.more > 0 else ""
+        if self.provider.device == ONNX_CPU:
+            yield Region("weights", own.cpu.read(request.ctx * request.sequences),
+                         f"pages of the model's file ({format_size(own.data)}{more}) that stay in memory", "mapped")
+            yield Region("prepacked", own.cpu.packed, "onnxruntime's own copies of matrices and scales", here)
+            return
+        yield Region("weights", own.data, f"as they are in the model, {kv} where they are not quantised{more}",
                      DEVICE if cuda else "mapped")
-        if not cuda:  # CUDA's provider frees matrices that it has repacked
+        if self.provider.partial:  # measured with OpenVINO: 610 MB of 626 with the shape of SmolLM2 135M in f32
             yield Region("prepacked", own.codes + 2 * own.scales, "onnxruntime's own copy of the quantised matrices"
                          + (", with scales in f32" if own.scales else ""), here)
-        if self.provider.partial:  # measured with OpenVINO: 610 MB of 689 with the shape of SmolLM2 135M in f32
             table = c.vocab_size * c.hidden_size * FLOATS[kv]().itemsize
             yield Region("compiled", own.codes + table, f"the provider's copy of matrices, and the embedding in {kv}",
                          here)
@@ -256,24 +263,15 @@ class DevicePlanner:
         yield Region("staging", 2 * self.lower(request).largest + slab,
                      "the largest tensor, read and repacked, and a slab of a layer, on their way")
 
-    def _arena(self, request: Request, cuda: bool) -> int:
-        """Activations that live together, and the CPU provider's scores; it rounds up to powers of two."""
-        c, size = self.graph.config, FLOATS[request.kv]().itemsize
-        outputs = request.outputs * (c.vocab_size * (4 + size) + RETURNED_LOGITS * 12)
-        rows = request.tokens * row_values(c) * size + outputs
-        scores = 4 * score_values(c, request.tokens, request.ctx, not cuda)
-        scores += read_again(self.graph, self.positions(request), request.sequences) * size
-        return rows + scores if cuda else round(ARENA_SHARE * (rows + scores))
-
     def _written_out(self, request: Request, provider: Provider) -> int:
-        """Bytes of the largest matrix that matmuls write out as f16 before they multiply by it: on the CPU provider in
-        all f16 models."""
-        matmuls = self.lower(request).matmuls
-        if provider.device != CUDA:
-            return max((2 * rows * columns for rows, columns, *_ in matmuls), default=0) if request.kv == "f16" else 0
-        vocabulary = self.graph.config.vocab_size
-        return max((written_out(one, request.outputs if one.rows == vocabulary else request.tokens,
-                                provider.fast_matmuls) for one in matmuls), default=0)
+        """Bytes of the largest matrix that matmuls write out as f16: on partial providers in all f16 models."""
+        own, vocabulary = self.lower(request), self.graph.config.vocab_size
+        if provider.device == CUDA:
+            return max((written_out(one, request.outputs if one.rows == vocabulary else request.tokens,
+                                    provider.fast_matmuls) for one in own.matmuls), default=0)
+        if provider.partial and request.kv == "f16":
+            return max((2 * rows * columns for rows, columns, *_ in own.matmuls), default=0)
+        return 0
 
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from edgeinfer.base.units import round_up
 
+from .cpu_memory import CpuMemory
 from .data import data_bytes
 from .lowering import Lowering
 
@@ -36,6 +37,8 @@ class Sizes(NamedTuple):
     more: int
     """Bytes by which matrices are larger than in the bundle."""
     matmuls: frozenset[Matmul]
+    cpu: CpuMemory
+    """Memory of the CPU provider."""
 
     @classmethod
     def of(cls, graph: Lowering) -> Sizes:
@@ -47,7 +50,8 @@ class Sizes(NamedTuple):
             sum(one.nbytes for one in stored if one.kind == "f16" and one.name.endswith(".scales")),
             sum(now - before for found in graph.remarks.values() for before, now in found),
             frozenset(Matmul(*(int(node.attributes[name]) for name in ("N", "K", "bits", "block_size")))
-                      for node in graph.nodes if node.kind == "MatMulNBits"))
+                      for node in graph.nodes if node.kind == "MatMulNBits"),
+            CpuMemory.of(graph))
 
 
 def written_out(matmul: Matmul, tokens: int, fast_matmuls: bool) -> int:

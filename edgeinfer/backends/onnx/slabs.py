@@ -101,8 +101,9 @@ class Slabs:
         return [(slab.past, kinds[slab.dtype], 1 + len(slab.shape)) for slab in self.slabs]
 
     def _zeros(self, slab: Slab) -> Any:
-        """Memory without NaNs: a weight of 0 times NaN is NaN."""
-        zeros = np.zeros((slab.blocks, *slab.shape), slab.dtype)
+        """Memory without NaNs (a weight of 0 times NaN is NaN), touched now so that no run lacks it later."""
+        zeros = np.empty((slab.blocks, *slab.shape), slab.dtype)
+        zeros.fill(0)
         if self.memory == "cpu":
             return zeros
         import onnxruntime
