@@ -150,7 +150,7 @@ class DevicePlanner:
             ctx = request.ctx
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
                        top_k=min(RETURNED_LOGITS, self.graph.config.vocab_size),
-                       nibbles=self.provider.device == ONNX_CPU).checked(self.graph.config)
+                       nibbles=self.provider.device == ONNX_CPU and not self.paged).checked(self.graph.config)
 
     def lower(self, request: Request) -> Sizes:
         """Return the sizes of the model as a request has it, lowered once; raises as `lower_graph`."""
