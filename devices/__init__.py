@@ -10,7 +10,7 @@ from edgeinfer.base.lazy_import import lazily
 
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
-    from .device_classes import NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
+    from .device_classes import BANDWIDTH_MOVED, NO_CONSTANTS, OURS, WIDEST, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, constants_for, crossover, decode_terms, estimate, prefill_terms
     from .gpus import SERVED, gpu_profile, served
     from .known import profiles
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from .without_profile import unlisted
 
 __all__ = [
-    "CLASSES", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "MASKED_SHARE", "MEMORY_SPREAD", "NO_CONSTANTS", "OURS",
-    "PER_MILLE", "REFERENCE_TYPE", "SERVED", "TYPES", "WIDEST", "Constants", "Curve", "DecodeRun", "DeviceProfile",
-    "Estimate", "MixedSteps", "Power", "PromptRun", "RowsRun", "Traffic", "TypeShares", "believable", "break_even",
-    "break_even_density", "chosen", "classes", "constants_for", "constants_of", "contradictions", "costs_of",
-    "crossover", "decode_terms", "drafted", "drawn_gbs", "equipped", "estimate", "fastest", "fit_errors",
-    "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path", "local_profile", "machine_name",
-    "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms", "processor_name", "processor_of",
-    "profile_table", "profiles", "programs", "relative_time", "save_profile", "served", "slow_and_fast",
-    "smallest_row", "solve_constants", "solve_rows", "solve_type", "spread_of", "storage_report", "storages",
-    "tokens_per_pass", "unlisted", "with_runs",
+    "BANDWIDTH_MOVED", "CLASSES", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE", "MASKED_SHARE", "MEMORY_SPREAD",
+    "NO_CONSTANTS", "OURS", "PER_MILLE", "REFERENCE_TYPE", "SERVED", "TYPES", "WIDEST", "Constants", "Curve",
+    "DecodeRun", "DeviceProfile", "Estimate", "MixedSteps", "Power", "PromptRun", "RowsRun", "Traffic", "TypeShares",
+    "believable", "break_even", "break_even_density", "chosen", "classes", "constants_for", "constants_of",
+    "contradictions", "costs_of", "crossover", "decode_terms", "drafted", "drawn_gbs", "equipped", "estimate",
+    "fastest", "fit_errors", "gpu_profile", "learn", "least_acceptance", "load_profile", "local_path",
+    "local_profile", "machine_name", "may_learn", "parse_profile", "pass_ms", "peak_of", "power_of", "prefill_terms",
+    "processor_name", "processor_of", "profile_table", "profiles", "programs", "relative_time", "save_profile",
+    "served", "slow_and_fast", "smallest_row", "solve_constants", "solve_rows", "solve_type", "spread_of",
+    "storage_report", "storages", "tokens_per_pass", "unlisted", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
-    "device_classes": "NO_CONSTANTS OURS WIDEST Constants classes constants_of",
+    "device_classes": "BANDWIDTH_MOVED NO_CONSTANTS OURS WIDEST Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate constants_for crossover decode_terms estimate prefill_terms",
     "several_rows": "RowsRun peak_of solve_rows",
     "type_costs": "REFERENCE_TYPE TYPES TypeShares costs_of drawn_gbs solve_type",

@@ -45,6 +45,10 @@ NO_CONSTANTS = "constants"
 """Key in the sources of a probed profile of the reason why it has no constants of its own."""
 
 
+BANDWIDTH_MOVED = "bandwidth_moved"
+"""Figure of a probed profile: the share by which the bandwidth changed during the probe, and may change again."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """Constants of one device; the defaults are an ideal device, which reaches its limits without fixed costs."""
@@ -127,6 +131,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None,
         error = _calibrated_error(profile, "decode_error", CALIBRATED_ERROR)
         prefill_error = _calibrated_error(profile, "prompt_error", CALIBRATED_PREFILL_ERROR)
         source = profile.sources.get("f_w", "runs of this machine")
+        if (moved := profile.figures.get(BANDWIDTH_MOVED, 0.0)) > error:
+            error, source = min(moved, WIDEST), f"{source}; the bandwidth changed by {moved:.0%} during the probe"
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
         source = profile.sources.get(NO_CONSTANTS, table["error_source"])

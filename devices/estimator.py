@@ -23,7 +23,7 @@ from .names import unit_in_words, unit_of
 from .neurons import relative_time
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
-from .several_rows import activations_ms, peak_of, together_ms, weights_ms
+from .several_rows import OVERLAP, activations_ms, peak_of, together_ms, weights_ms
 from .storage import slow_and_fast
 from .traffic import Traffic
 from .type_costs import costs_of
@@ -278,7 +278,8 @@ def prefill_terms(
     }
     if traffic.prompt_stored_bytes:
         stored = traffic.prompt_stored_bytes * passes / storage_gbs(profile, 0) / 1e6
-        terms["prefill_streaming"] = max(0.0, stored - math.fsum(terms.values()))
+        computing = math.fsum(terms.values())
+        terms["prefill_streaming"] = (stored**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) - computing
     return terms
 
 

@@ -35,7 +35,7 @@ CALM_SHARE = 0.85
 PEAK_SECONDS = 0.1
 FEW_ROWS = (2, 4, 8, 16, 32)
 """Tokens of a pass for which it matters how much of the reading arithmetic hides."""
-MAX_TRIES = 4
+MAX_TRIES = 3
 """Runs made at most for each that counts."""
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import re
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import field
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from ..base.dataclass import dataclass
 from ..base.progress import OnProgress
 from ..base.units import format_size
 from ..devices import (
+    BANDWIDTH_MOVED,
     DENSE_SHARE,
     GATES_SHARE,
     MASKED_SHARE,
@@ -37,7 +36,7 @@ from ..errors import BudgetError
 from ..memory_planner import available_bytes
 from .calibration import SHAPES, Lengths, Runs, Shape, calibrate, lengths_for
 from .neurons import neuron_speed
-from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
+from .probe import CHUNK_SIZES, MachineProbe, huge_pages_share, repeated, thread_counts
 from .storage import StorageProbe, StorageSpeed
 from .type_costs import TYPED, measure_types
 
@@ -174,15 +173,6 @@ def _neurons(found: _Findings, threads: int, read_bytes: int, tell: OnStageProgr
     found.figures[DENSE_SHARE] = speed.dense
 
 
-def huge_pages_share(nbytes: int) -> float:
-    """Return which share of this many bytes of this process is on huge pages; 0 if the system does not say."""
-    with suppress(OSError):
-        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace")
-        if match := re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE):
-            return min(int(match[1]) * 1024 / nbytes, 1.0)
-    return 0.0
-
-
 def _storage(found: _Findings, request: ProbeRequest, tell: OnStageProgress) -> None:
     tell(0, 1, f"writing a file of {format_size(request.storage_bytes)} in {request.directory}")
     with StorageProbe(request.directory, request.storage_bytes, request.storage_seconds) as probe:
@@ -235,6 +225,7 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
         found.fields["constants"] |= (rows := solve_rows(runs.rows, found.fields["constants"]))
         found.sources.update(dict.fromkeys(rows, f"fitted to {len(runs.rows)} passes over a few tokens"))
     bandwidth = statistics.median(run.bandwidth_gbs for run in runs.decodes)
+    found.figures[BANDWIDTH_MOVED] = round(abs(found.fields["bandwidth_gbs"] / bandwidth - 1), 4)
     found.add("bandwidth_gbs", bandwidth, f"{request.threads} threads read {format_size(read_bytes)} in order; median "
                                           f"beside {len(runs.decodes)} runs")
     peak = max([found.fields["int8_peak_gops"], *(run.int8_peak_gops for run in runs.prompts)])

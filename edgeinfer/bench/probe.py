@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -185,6 +188,15 @@ class MachineProbe:
         if executor.threads > 1:
             _timed(self._executor("int8_peak", executor.threads, self._loop_rounds("int8_peak")))
         return _timed(executor)
+
+
+def huge_pages_share(nbytes: int) -> float:
+    """Return which share of this many bytes of this process is on huge pages; 0 if the system does not say."""
+    with suppress(OSError):
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace")
+        if match := re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE):
+            return min(int(match[1]) * 1024 / nbytes, 1.0)
+    return 0.0
 
 
 def thread_counts(threads: int) -> list[int]:

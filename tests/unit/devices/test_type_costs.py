@@ -12,6 +12,7 @@ from edgeinfer.devices import (
     MixedSteps,
     RowsRun,
     Traffic,
+    constants_of,
     costs_of,
     estimate,
     parse_profile,
@@ -100,3 +101,21 @@ def test_constants_of_several_rows_are_off_where_the_probe_did_not_solve_them() 
     model = Traffic(weight_bytes=6e8, layers=22, operations=2e9)
     shares = 8 * 2e9 / 0.31 / 2200e6
     assert pass_ms(older, model, 0, 8) == pytest.approx((12.371**2 + shares**2) ** 0.5, rel=1e-3)
+
+
+def test_a_bandwidth_that_moved_during_the_probe_widens_the_band() -> None:
+    for moved, error in ((0.05, 0.10), (0.44, 0.44), (0.9, 0.6)):
+        found = constants_of(replace(PROFILE, figures={**FIGURES, "bandwidth_moved": moved}))
+        assert found.error == error
+        assert ("the bandwidth changed by 44% during the probe" in found.error_source) == (moved == 0.44)
+
+
+def test_storage_as_fast_as_computing_hides_neither_whole() -> None:
+    """Prompts of OLMoE in 2 GB: 0.5 s of computing and 0.5 s of reading experts took 0.57 to 0.6 s."""
+    model = Traffic(weight_bytes=6e8, layers=22, operations=2e9)
+    computing = estimate(PROFILE, model, prompt=256).ttft_ms
+    assert computing is not None
+    for share, longer in ((1.0, 2**0.25), (0.1, 1.0), (10.0, 10.0)):
+        stored = replace(model, prompt_stored_bytes=share * computing * 1e6 * 4)
+        found = estimate(replace(PROFILE, storage_sequential_gbs=4.0), stored, prompt=256).ttft_ms
+        assert found == pytest.approx(longer * computing, rel=0.001)
