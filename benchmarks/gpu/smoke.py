@@ -24,6 +24,8 @@ from .rows import Check
 RAGGED = (5, 17, 9)
 """Tokens of sequences that decode together."""
 CTX = 512
+OWN = 8
+"""Tokens of each copy of a sequence, half of them in its next page."""
 HOLD_SECONDS = 60.0
 """Time after which a pass runs on unless it was cancelled."""
 CLOSED_BYTES = 256 << 20
@@ -83,6 +85,7 @@ def model(check: Check, name: str, layout: str) -> None:
         compare(check, what, runner, answer)
         chunks(check, what, runner, answer)
         ragged(check, what, runner, bound(check, answer))
+        forked(check, what, runner, bound(check, answer))
         reused(check, what, runner, answer)
         sampling(check, what, llm)
         stream(check, what, llm)
@@ -123,6 +126,28 @@ def ragged(check: Check, what: str, runner: Runner, most: float) -> None:
     worst = difference(together, alone)
     check.add(f"{what}: {len(prompts)} sequences of unlike lengths in one step", f"{worst:.1e}", f"{most:.1e}",
               worst <= most)
+
+
+def forked(check: Check, what: str, runner: OnnxRunner, most: float) -> None:
+    """Check copies of a sequence that go on by themselves from the middle of a page, beside prompts of equal tokens."""
+    length, several = min(runner.block_tokens, CTX // 2) - OWN // 2, len(RAGGED)
+    ids = prompt_of(runner, length + several * OWN)
+    prompt, own = ids[:length], np.reshape(ids[length:], (several, OWN)).tolist()
+    first = runner.new_sequence()
+    runner.prefill(first, prompt)
+    held = [first, *(runner.fork(first) for _ in own[1:])]
+    for tokens in zip(*own, strict=True):
+        together = runner.decode(held, tokens).copy()
+    for sequence in held:
+        runner.release(sequence)
+    alone = []
+    for tokens in own:
+        sequence = runner.new_sequence()
+        alone.append(runner.prefill(sequence, prompt + tokens).copy())
+        runner.release(sequence)
+    worst = difference(together, np.stack(alone))
+    check.add(f"{what}: {several} copies of a sequence, each with {OWN} tokens of its own", f"{worst:.1e}",
+              f"{most:.1e}", worst <= most)
 
 
 def reused(check: Check, what: str, runner: Runner, answer: Golden) -> None:

@@ -14,7 +14,10 @@ from edgeinfer.backends import PROVIDERS, Provider
 from edgeinfer.backends.onnx import devices
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BudgetError, UsageError
-from tests.helpers.onnx_pages import at
+from edgeinfer.runner.block_tables import BlockTables
+from tests.helpers.onnx_pages import PAGE, PAGED, PagedProvider, ReferenceSession, at
+from tests.helpers.onnx_pages import Binding as PageBinding
+from tests.helpers.sessions import write_model
 
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -190,3 +193,103 @@ def test_what_smoke_says_of_wrong_placement(tmp_path: Path, monkeypatch: pytest.
 
 def refuse(session: Any, provider: Provider) -> None:
     raise UsageError("1 operations of the model would not run on it.")
+
+
+# -- one thing broken in pages -----------------------------------------------------------------------------------------
+
+Inputs = dict[str, np.ndarray]
+
+
+class PageSession(ReferenceSession):
+    """Attention over pages that reads or writes them wrongly, as kernels would: without the checks of the stand-in."""
+
+    read: Callable[[Inputs], None]
+    """Changes the inputs of a run."""
+    written: Callable[[Inputs, Inputs], None]
+    """Changes the pages after it; called with its inputs and them."""
+
+    def _check(self, given: Inputs) -> None:
+        self.read(given)
+
+    def run_with_iobinding(self, binding: PageBinding, options: Any) -> None:
+        super().run_with_iobinding(binding, options)
+        self.written(self.calls[-1], {name: read() for name, read in binding.read.items() if "_cache." in name})
+
+
+class NoCopy(Session):
+    """A session that does nothing."""
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        pass
+
+
+class BrokenPages(PagedProvider):
+    """The stand-in for a provider with pages, with something broken."""
+
+    fault: Any = None
+
+    def open(self, model: str, threads: int) -> Any:
+        session = super().open(model, threads)
+        if isinstance(session, ReferenceSession):
+            session.__class__ = PageSession
+            read, written = self.fault if isinstance(self.fault, tuple) else (nothing, nothing)
+            session.read, session.written = read, written  # type: ignore[attr-defined]
+            return session
+        copies = "logits" not in [one.name for one in session.get_outputs()]
+        return NoCopy(session, nan) if copies and self.fault is NoCopy else session
+
+
+def nothing(*_: Inputs) -> None:
+    pass
+
+
+def swapped_rows(given: Inputs) -> None:
+    given["block_table"] = given["block_table"][::-1].copy()
+
+
+def one_shorter(given: Inputs) -> None:
+    given["past_seqlens"] = given["past_seqlens"] - (given["past_seqlens"] > 0)
+
+
+def past_the_end(given: Inputs, pages: Inputs) -> None:
+    """A row too many after one that fills its page."""
+    ends = given["past_seqlens"] + np.diff(given["cumulative_sequence_length"])
+    for end, table in zip(ends, given["block_table"], strict=True):
+        page = table[(end - 1) // PAGE]
+        if end % PAGE == 0:
+            for values in pages.values():
+                values[(page + 1) % len(values), 0] = values[page, -1]
+
+
+def smoke_in_pages(fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+    """Exit code, and what was missed, of smoke over pages and slots."""
+    model = str(write_model(tmp_path / "model"))
+    gpu_check.prepare(["smoke"], [model])
+    monkeypatch.setattr(BrokenPages, "fault", fault)
+    monkeypatch.setitem(PROVIDERS, "onnx-cpu", BrokenPages(*PAGED))
+    out = tmp_path / "rows"
+    code = gpu_check.main(["--device", "onnx-cpu", "--models", model, "--minutes", "60", "--stage", "smoke", "--out",
+                           str(out)])
+    rows = rows_of(out)
+    assert {layout for layout in ("pages", "slots") for row in rows if f", {layout}: " in row["what"]} == \
+        {"pages", "slots"}
+    return code, [row["what"] + ": " + row["found"] for row in rows if row["verdict"] == "missed"]
+
+
+def test_smoke_over_pages_that_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert smoke_in_pages(None, tmp_path, monkeypatch) == (0, [])
+
+
+@pytest.mark.parametrize(("fault", "where"), [
+    ((swapped_rows, nothing), "unlike lengths"), ((one_shorter, nothing), "f16 logits"),
+    ((nothing, past_the_end), "copies of a sequence"), (NoCopy, "copies of a sequence"),
+    ("no copy on write", "copies of a sequence"),
+], ids=["swapped rows of the block table", "wrong length", "written past its end", "stale page after a copy",
+        "shared page written"])
+def test_what_smoke_finds_in_pages(fault: Any, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is found by what the model answers."""
+    if fault == "no copy on write":
+        monkeypatch.setattr(BlockTables, "own", lambda self, sequence, number: None)
+    code, missed = smoke_in_pages(fault, tmp_path, monkeypatch)
+    assert code == 1 and any("pages: " in what and where in what for what in missed), missed
+    assert not any("Error" in what for what in missed)
