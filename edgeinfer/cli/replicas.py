@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,6 +101,8 @@ def _check_split(replicas: str | None, given: Given, models: int) -> None:
 def open_replicas(ray: Ray, asked: Asked, source: str, left: int | None, *, given: Given, **settings: Any
                   ) -> RemoteModel:
     """Open the replicas of a model; `left` is the memory of all replicas of a node together."""
+    import asyncio
+
     from ..cluster import RemoteModel
 
     where = os.path.abspath(source) if os.path.exists(source) else source

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runner import Cancellation, Segment, Sequence
-from edgeinfer.runtime import Rows, StageSession
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime import Rows, StageSession
 
 CALLS = frozenset("""abort accept blocks cache_prefix can_truncate checkpoint commit drop drop_prefixes find_prefix fits
     fork open settle truncate""".split())

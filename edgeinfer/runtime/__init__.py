@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .execution.executor import Executor
     from .hidden import HiddenRows
     from .memory import allocate
-    from .planning import or_exact, plan_run, planner_of
+    from .planning import check_stage_config, or_exact, plan_run, planner_of
     from .program.lowering.base import EXPERTS_KERNEL, RESOLVE_KERNEL
     from .program.lowering.lower import Lowering, lower, rows
     from .program.program import Instruction, Program
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .self_draft import SelfDraftPlan, SelfDraftSession
     from .session import Session
     from .sparse_fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
-    from .stage import Rows, StageSession, check_stage_config
+    from .stage import Rows, StageSession
     from .weights.on_demand import read_on_demand
 
 __all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "DraftHeadPlan", "DraftHeadSession", "Executor", "HiddenRows",
@@ -27,9 +27,10 @@ __all__ = ["EXPERTS_KERNEL", "RESOLVE_KERNEL", "DraftHeadPlan", "DraftHeadSessio
 __getattr__ = lazily(__name__, {
     "execution.executor": "Executor", "sparse_fallback": "SparseFfn decide dense_layers everywhere predicted_time",
     "self_draft": "SelfDraftPlan SelfDraftSession", "program.lowering.lower": "Lowering lower rows",
-    "program.program": "Program Instruction", "planning": "or_exact plan_run planner_of", "session": "Session",
+    "program.program": "Program Instruction", "session": "Session",
+    "planning": "check_stage_config or_exact plan_run planner_of",
     "program.lowering.base": "EXPERTS_KERNEL RESOLVE_KERNEL", "weights.on_demand": "read_on_demand",
-    "stage": "Rows StageSession check_stage_config",
+    "stage": "Rows StageSession",
     "prompt_pruning": "PruningStages",
     "memory": "allocate", "draft_head": "DraftHeadPlan DraftHeadSession", "hidden": "HiddenRows",
 })

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig, check_own_layout
-from edgeinfer.errors import BudgetError
+from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import LAYER_RANGE, Graph, TypeOf, build_graph, expected_types, without_approximations
 from edgeinfer.memory_planner import (
     Alternative,
@@ -20,9 +20,11 @@ from edgeinfer.memory_planner import (
     alternatives,
     fit,
     fits,
+    own_pool,
     refusal,
     resolve,
 )
+from edgeinfer.registry import in_use
 
 from .sparse_fallback import SparseFfn, decide, everywhere
 
@@ -122,3 +124,14 @@ def _graph(bundle: Bundle, asked: Recipe,
 def _rebuilt(bundle: Bundle, recipe: Recipe, types: TypeOf) -> Graph:
     """The model's graph with weights stored in another way."""
     return build_graph(bundle.config, types, recipe)
+
+
+def check_stage_config(config: RuntimeConfig) -> None:
+    """Raise `UsageError` for settings that a range of layers cannot have."""
+    usual = {step.name for step in Recipe().steps}
+    further = [step.name for step in config.recipe.steps if step.name not in usual]
+    if named := [*(one for one, _ in in_use(config)), *further]:
+        raise UsageError(f"A model that is split between processes cannot run with {named[0]}; leave it out.")
+    if config.kv_memory is not None or (config.fill_budget and not own_pool(config)):
+        raise UsageError("The KV cache of a model that is split between processes is sized by its tokens, because its "
+                         "layers' memory differs; leave out --kv-memory.")

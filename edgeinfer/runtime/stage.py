@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from edgeinfer.base.progress import OnStageProgress
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe, RuntimeConfig, Step
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.config import RuntimeConfig, Step
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.graph import LAYER_RANGE, GivenRows
-from edgeinfer.memory_planner import own_pool
-from edgeinfer.registry import in_use
 from edgeinfer.runner import Cancellation, Segment, Sequence
 
+from .planning import check_stage_config
 from .session import Session
 
 Rows = NDArray[np.float32]
@@ -118,14 +117,3 @@ class StageSession(Session):
         """Free all memory; see `Session.close`."""
         super().close()
         self._given = None
-
-
-def check_stage_config(config: RuntimeConfig) -> None:
-    """Raise `UsageError` for settings that a range of layers cannot have."""
-    usual = {step.name for step in Recipe().steps}
-    further = [step.name for step in config.recipe.steps if step.name not in usual]
-    if named := [*(one for one, _ in in_use(config)), *further]:
-        raise UsageError(f"A model that is split between processes cannot run with {named[0]}; leave it out.")
-    if config.kv_memory is not None or (config.fill_budget and not own_pool(config)):
-        raise UsageError("The KV cache of a model that is split between processes is sized by its tokens, because its "
-                         "layers' memory differs; leave out --kv-memory.")

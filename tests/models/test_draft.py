@@ -73,7 +73,7 @@ def test_texts_and_probabilities_are_those_without_draft_tokens(pair: tuple[Path
 def test_a_model_as_draft_of_itself_is_always_right(pair: tuple[Path, Path], always: None,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens are verified by the same logits, and all of them stay."""
-    monkeypatch.setattr("edgeinfer.engine.speculation.load.weights_identity", lambda tensors: object())
+    monkeypatch.setattr("edgeinfer.bundle.weights_identity", lambda tensors: object())
     with LLM(pair[0], draft=pair[0], speculate="draft", draft_tokens=3, **OPTIONS) as llm:
         done = llm.complete("What was she?", max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
         assert done.speculation and done.speculation.drafter == "draft"

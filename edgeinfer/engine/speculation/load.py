@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.memory_planner import default_ctx, draft_config, draft_memory_of
 
-from ...bundle import Bundle, weights_identity
+from ...bundle import Bundle
 from ...errors import RequestError, TokenizerError
 from ...models import resolve, tokenizer_of
-from ...runtime import Session, planner_of
 
 if TYPE_CHECKING:
     from edgeinfer.memory_planner import DraftMemory
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ...config import RuntimeConfig
     from ...graph import ModelConfig
     from ...models.description import ModelDescription
+    from ...runtime import Session
     from ...text import Tokenizer
 
     _Texts = tuple[Path, ModelConfig]
@@ -55,6 +55,8 @@ class Draft:
 
     def __init__(self, name: str | Path, target: Bundle, tokenizer: Tokenizer | None, config: RuntimeConfig,
                  progress: OnProgress | None = None):
+        from ...runtime import planner_of
+
         self.name, self._progress = name, progress
         self.bundle = Bundle.open(resolve(name, progress))
         try:
@@ -68,6 +70,8 @@ class Draft:
 
     def open(self, host: Session) -> Session:
         """Open the draft on the threads of the model that checks, whose plan has room for it."""
+        from ...runtime import Session
+
         say = self._progress
         return Session(self.bundle, draft_config(host.plan, host.budget_bytes), say and partial(say, "compile"),
                        say and partial(say, "load"), host)
@@ -92,6 +96,8 @@ def check_described(draft: ModelDescription, target: ModelDescription, config: R
 
 def _check_weights(name: str | Path, draft: Bundle, target: Bundle) -> None:
     """Raise `RequestError` if a draft is the model that it should speed up."""
+    from ...bundle import weights_identity
+
     if weights_identity(draft.header.tensors) == weights_identity(target.header.tensors):
         raise _is_itself(name)
 
