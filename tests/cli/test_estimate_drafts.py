@@ -135,7 +135,7 @@ def test_lookup_by_kind_of_text() -> None:
     (["--draft-cost", "0.2"], "--draft-cost 0.2 requires --accepted N."),
     (["--draft", "llama-3.2-1b", "--accepted", "2"], "--accepted 2 exclude each other: both set the tokens of a pass"),
     (["--draft", "qwen3-0.6b"], "give a model of the same family, which has the same tokenizer."),
-    (["--draft", "lama-3.2-1b"], "llama-3.2-1b"),
+    (["--draft", "llama-3.2-2b"], "llama-3.2-1b"),
     (["--draft", "tinyllama-1.1b"], "has a context of 2048 tokens, and the run one of 4096; run with --ctx 2048"),
 ])
 def test_what_cannot_be_is_refused(more: list[str], sentence: str) -> None:
